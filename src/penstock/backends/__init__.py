@@ -1,0 +1,1 @@
+"""One file per engine, each behind `worker.backend.Backend`."""

@@ -1,0 +1,1 @@
+"""Commands, configuration, and the one place where objects are wired together."""

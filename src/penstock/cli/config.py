@@ -1,0 +1,183 @@
+"""The flags of every command, parsed once into frozen settings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from penstock import __version__
+from penstock.backends.simulator import SimulatorConfig
+from penstock.cluster.address import Address, parse_address
+from penstock.http.admission import Limits
+from penstock.wire.errors import ConfigError
+
+Number = TypeVar("Number", int, float)
+
+SECRET_VARIABLE = "PENSTOCK_LINK_SECRET"
+"""The links' shared secret is taken from the environment, never from the command line, where others could read it."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    name: str
+    listen: Address
+    secret: str
+    engine: str
+    model: Path | None
+    served_name: str | None
+    context_length: int
+    simulator: SimulatorConfig
+    grace: float
+    exit_with_parent: bool
+
+
+@dataclass(frozen=True)
+class FrontEndSettings:
+    name: str
+    host: str
+    port: int
+    workers: tuple[Address, ...]
+    secret: str
+    limits: Limits
+    grace: float
+    exit_with_parent: bool
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    host: str
+    port: int
+    workers: int
+    grace: float
+    worker_arguments: tuple[str, ...]
+    front_end_arguments: tuple[str, ...]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="penstock", description="An LLM serving stack. Tokens under pressure, none lost.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="the whole stack on this machine: workers and front end, supervised", formatter_class=_Formatter)
+    serve.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes to start")
+    _add_front_end(serve)
+    _add_engine(serve)
+    worker = commands.add_parser("worker", help="one worker", formatter_class=_Formatter)
+    worker.add_argument("--name", default="worker-0", help="its name in logs and metrics")
+    worker.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:/path or tcp://host:port (TCP needs " + SECRET_VARIABLE + ")")
+    worker.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="how long running generations may take to end after SIGTERM")
+    _add_engine(worker)
+    front_end = commands.add_parser("frontend", help="one front end", formatter_class=_Formatter)
+    front_end.add_argument("--name", default="frontend", help="its name in the workers' logs")
+    front_end.add_argument("--worker", action="append", required=True, metavar="ADDRESS", help="a worker's address; repeat for each")
+    _add_front_end(front_end)
+    for command in (worker, front_end):
+        command.add_argument("--exit-with-parent", action="store_true", help="exit when standard input ends, as it does when the parent dies")
+    return parser
+
+
+def _add_front_end(parser: argparse.ArgumentParser) -> None:
+    limits = Limits()
+    group = parser.add_argument_group("front end")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    group.add_argument("--max-generations", type=int, default=limits.max_generations, metavar="N", help="generations at once; more get 429")
+    group.add_argument("--max-body-bytes", type=int, default=limits.max_body_bytes, metavar="N", help="largest request body; more gets 413")
+    group.add_argument("--stall-timeout", type=float, default=limits.stall_seconds, metavar="SECONDS", help="cut off a reader that takes nothing for so long")
+    group.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="how long running requests may take to end after SIGTERM")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    simulator = SimulatorConfig()
+    group = parser.add_argument_group("engine")
+    group.add_argument("--engine", choices=["simulator"], default="simulator", help="what makes the tokens")
+    group.add_argument("--model", type=Path, metavar="DIR", help="a model directory whose tokenizer to use; without it, readable words")
+    group.add_argument("--served-name", metavar="NAME", help="the model's name in the API (default: the engine's or the directory's)")
+    group.add_argument("--context-length", type=int, default=131_072, metavar="TOKENS", help="prompt and answer together")
+    group = parser.add_argument_group("simulator")
+    group.add_argument("--step-ms", type=float, default=simulator.step_ms, help="time of an engine step, which makes one token a generation")
+    group.add_argument("--prefill-rate", type=float, default=simulator.prefill_rate, metavar="TOKENS/S", help="prompt tokens computed a second")
+    group.add_argument("--max-batch", type=int, default=simulator.max_batch, metavar="N", help="generations in a step; more are queued")
+    group.add_argument("--kv-blocks", type=int, default=simulator.kv_blocks, metavar="N", help="KV blocks of 16 tokens")
+
+
+def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
+    """Checks everything here, so that a mistake is told once and not by every child."""
+    _positive("--workers", arguments.workers)
+    _limits(arguments)
+    _simulator(arguments)
+    worker = [f"--engine={arguments.engine}", f"--context-length={arguments.context_length}", f"--grace={arguments.grace}"]
+    worker += [f"--step-ms={arguments.step_ms}", f"--prefill-rate={arguments.prefill_rate}"]
+    worker += [f"--max-batch={arguments.max_batch}", f"--kv-blocks={arguments.kv_blocks}"]
+    worker += [f"--model={arguments.model}"] if arguments.model else []
+    worker += [f"--served-name={arguments.served_name}"] if arguments.served_name else []
+    front_end = [f"--host={arguments.host}", f"--port={arguments.port}", f"--grace={arguments.grace}"]
+    front_end += [f"--max-generations={arguments.max_generations}", f"--max-body-bytes={arguments.max_body_bytes}"]
+    front_end += [f"--stall-timeout={arguments.stall_timeout}"]
+    return ServeSettings(arguments.host, arguments.port, arguments.workers, arguments.grace, tuple(worker), tuple(front_end))
+
+
+def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> WorkerSettings:
+    return WorkerSettings(
+        name=arguments.name,
+        listen=parse_address(arguments.listen),
+        secret=environment.get(SECRET_VARIABLE, ""),
+        engine=arguments.engine,
+        model=arguments.model,
+        served_name=arguments.served_name,
+        context_length=_positive("--context-length", arguments.context_length),
+        simulator=_simulator(arguments),
+        grace=_not_negative("--grace", arguments.grace),
+        exit_with_parent=arguments.exit_with_parent,
+    )
+
+
+def front_end_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> FrontEndSettings:
+    return FrontEndSettings(
+        name=arguments.name,
+        host=arguments.host,
+        port=arguments.port,
+        workers=tuple(parse_address(text) for text in arguments.worker),
+        secret=environment.get(SECRET_VARIABLE, ""),
+        limits=_limits(arguments),
+        grace=_not_negative("--grace", arguments.grace),
+        exit_with_parent=arguments.exit_with_parent,
+    )
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    if not 0 <= arguments.port < 65536:
+        raise ConfigError(f"--port is {arguments.port}: expected 0 to 65535")
+    return Limits(
+        _positive("--max-generations", arguments.max_generations),
+        _positive("--max-body-bytes", arguments.max_body_bytes),
+        _positive("--stall-timeout", arguments.stall_timeout),
+    )
+
+
+def _simulator(arguments: argparse.Namespace) -> SimulatorConfig:
+    return SimulatorConfig(
+        step_ms=_not_negative("--step-ms", arguments.step_ms),
+        prefill_rate=_positive("--prefill-rate", arguments.prefill_rate),
+        max_batch=_positive("--max-batch", arguments.max_batch),
+        kv_blocks=_positive("--kv-blocks", arguments.kv_blocks),
+    )
+
+
+def _positive(flag: str, value: Number) -> Number:
+    if not value > 0:
+        raise ConfigError(f"{flag} is {value}: expected more than 0")
+    return value
+
+
+def _not_negative(flag: str, value: Number) -> Number:
+    if not value >= 0:
+        raise ConfigError(f"{flag} is {value}: expected 0 or more")
+    return value
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, and lines as long as they need to be."""

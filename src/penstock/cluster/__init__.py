@@ -1,0 +1,1 @@
+"""What connects the parts: links, dispatch, the supervision of local processes."""

@@ -1,0 +1,129 @@
+"""Supervision of local child processes: started, restarted with back-off, stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+# A child that exits with this made a mistake that a restart cannot mend.
+EXIT_CONFIG = 2
+FIRST_DELAY = 0.2
+LONGEST_DELAY = 10.0
+# A child that lived so long before it died was well; its back-off starts anew.
+WELL_AFTER = 10.0
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
+class Child:
+    """One supervised process. Its standard input is a pipe from us, so that it notices when we die."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.restarts = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+        self._stop_requested = asyncio.Event()
+
+    async def run(self) -> int:
+        """Keeps it alive until `stop` or until it exits for a mistake in its configuration. Returns its last exit status."""
+        delay = FIRST_DELAY
+        while True:
+            began = time.monotonic()
+            status = await self._run_once()
+            if self._stopping or status == EXIT_CONFIG:
+                return status
+            if time.monotonic() - began > WELL_AFTER:
+                delay = FIRST_DELAY
+            log.error("%s died (%s); restarting in %.1f s", self.spec.name, _described(status), delay)
+            await self._pause(delay)
+            if self._stopping:
+                return status
+            delay = min(delay * 2, LONGEST_DELAY)
+            self.restarts += 1
+
+    async def _run_once(self) -> int:
+        # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which stops its children in order.
+        self._process = await asyncio.create_subprocess_exec(
+            *self.spec.command, stdin=asyncio.subprocess.PIPE, env=dict(self.spec.environment), start_new_session=True
+        )
+        log.info("%s is process %d", self.spec.name, self._process.pid)
+        if self._stopping:
+            self._process.terminate()
+        return await self._process.wait()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop_requested.wait()
+        except TimeoutError:
+            pass
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Sends the signal; the process is not restarted after it."""
+        self._stopping = True
+        self._stop_requested.set()
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+
+class Supervisor:
+    """Runs a front end and its workers. Stops the front end first, so that what runs can end, and then the workers."""
+
+    def __init__(self, front_end: ChildSpec, workers: Sequence[ChildSpec], grace: float) -> None:
+        self._front_end = Child(front_end)
+        self._workers = [Child(spec) for spec in workers]
+        self._grace = grace
+        self._stop = asyncio.Event()
+        self._killed = False
+
+    def request_stop(self) -> None:
+        """The first time: drain and stop. Again: now."""
+        if not self._stop.is_set():
+            log.info("stopping: running requests may take up to %g s; again to stop now", self._grace)
+            self._stop.set()
+            return
+        self._killed = True
+        for child in (self._front_end, *self._workers):
+            child.stop(signal.SIGKILL)
+
+    async def run(self) -> int:
+        """Until it is stopped, or a child cannot run at all. Returns the exit status for the whole."""
+        tasks = {asyncio.create_task(child.run(), name=child.spec.name): child for child in (*self._workers, self._front_end)}
+        stop = asyncio.create_task(self._stop.wait())
+        done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        failed = next((task.result() for task in tasks if task in done), 0)
+        self._stop.set()
+        await stop
+        front_end = [task for task, child in tasks.items() if child is self._front_end]
+        workers = [task for task, child in tasks.items() if child is not self._front_end]
+        await self._stop_all([self._front_end], front_end)
+        await self._stop_all(self._workers, workers)
+        if self._killed:
+            return 128 + signal.SIGINT
+        return failed
+
+    async def _stop_all(self, children: Sequence[Child], tasks: Sequence[asyncio.Task[int]]) -> None:
+        """Asks them to end, and makes them when they take longer than their grace allows."""
+        for child in children:
+            child.stop()
+        _, late = await asyncio.wait(tasks, timeout=self._grace + 5)
+        if late:
+            for child in children:
+                child.stop(signal.SIGKILL)
+            await asyncio.wait(late)
+
+
+def _described(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

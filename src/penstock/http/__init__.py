@@ -1,0 +1,1 @@
+"""The OpenAI dialect over HTTP: requests in, events out, errors as status codes."""

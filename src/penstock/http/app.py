@@ -1,0 +1,119 @@
+"""The ASGI application: its routes, and what becomes of their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as StarletteResponse
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.http.admission import Admission
+from penstock.http.body import ClientGone, read_body
+from penstock.http.chat import parse_chat
+from penstock.http.completions import parse_completion
+from penstock.http.dialect import Dialect
+from penstock.http.errors import error_body, error_headers, fault_body, fault_status, request_error_body
+from penstock.http.exchange import Exchange, Producer
+from penstock.http.models import Models, ServedModel
+from penstock.http.plan import Plan
+from penstock.http.response import Response
+from penstock.metrics.frontend import CONTENT_TYPE, FrontEndMetrics
+from penstock.stream.fanin import ReaderLeft
+from penstock.wire.errors import GenerationFault, RequestError
+
+Parse = Callable[[bytes, Models], tuple[Plan, Dialect]]
+
+
+class GenerationEndpoint:
+    """A POST that generates. It speaks ASGI itself: nothing stands between the stream and the server."""
+
+    def __init__(self, route: str, parse: Parse, models: Models, producer: Producer, admission: Admission, metrics: FrontEndMetrics) -> None:
+        self._route = route
+        self._parse = parse
+        self._models = models
+        self._producer = producer
+        self._admission = admission
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = Response(send, self._metrics.tally)
+        outcome = "failed"
+        try:
+            outcome = await self._answer(scope, receive, response)
+        except RequestError as error:
+            outcome = f"refused_{error.status}"
+            await response.send_error(error.status, request_error_body(error))
+        except GenerationFault as error:
+            outcome = "fault"
+            await response.send_error(fault_status(error.fault), fault_body(error.fault))
+        except (ReaderLeft, ClientGone):
+            outcome = "client_left"
+            self._metrics.tally.clients_left += 1
+        except Exception:
+            if not response.started:
+                await response.send_error(500, error_body("internal error", "server_error", None, "internal_error"))
+            raise
+        finally:
+            self._metrics.tally.requests[self._route, outcome] += 1
+
+    async def _answer(self, scope: Scope, receive: Receive, response: Response) -> str:
+        body = await read_body(scope, receive, self._admission.limits.max_body_bytes)
+        plan, dialect = self._parse(body, self._models)
+        with self._admission.admit(len(plan.submits), response) as ticket:
+            exchange = Exchange(plan, dialect, self._producer, response, self._metrics)
+            return await exchange.run(receive, ticket)
+
+
+def make_app(models: Models, producer: Producer, admission: Admission, metrics: FrontEndMetrics) -> ASGIApp:
+    """The front end's routes."""
+
+    def endpoint(route: str, parse: Parse) -> GenerationEndpoint:
+        return GenerationEndpoint(route, parse, models, producer, admission, metrics)
+
+    async def list_models(request: Request) -> StarletteResponse:
+        return _json(200, {"object": "list", "data": [_described(model) for model in models.all()]})
+
+    async def live(request: Request) -> StarletteResponse:
+        return _json(200, {"status": "live"})
+
+    async def ready(request: Request) -> StarletteResponse:
+        if admission.is_draining:
+            return _json(503, {"status": "draining"})
+        served = [model.info.name for model in models.all()]
+        return _json(200 if served else 503, {"status": "ready" if served else "no worker is ready", "models": served})
+
+    async def show_metrics(request: Request) -> StarletteResponse:
+        return StarletteResponse(metrics.render(), media_type=CONTENT_TYPE)
+
+    return Router(
+        [
+            Route("/v1/completions", endpoint("completions", parse_completion), methods=["POST"]),
+            Route("/v1/chat/completions", endpoint("chat", parse_chat), methods=["POST"]),
+            Route("/v1/models", list_models),
+            Route("/live", live),
+            Route("/ready", ready),
+            Route("/metrics", show_metrics),
+        ],
+        default=_not_found,
+    )
+
+
+def _described(model: ServedModel) -> dict[str, object]:
+    info = model.info
+    details = {"engine": info.engine, "tokenizer": info.tokenizer, "context_length": info.context_length}
+    return {"id": info.name, "object": "model", "created": info.created, "owned_by": "penstock", "penstock": details}
+
+
+def _json(status: int, content: object) -> StarletteResponse:
+    return StarletteResponse(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] != "http":
+        return
+    body = error_body(f"there is no {scope['path']} here", "invalid_request_error", None, "not_found")
+    headers = {name.decode(): value.decode() for name, value in error_headers(404)}
+    await StarletteResponse(body, 404, headers)(scope, receive, send)

@@ -1,0 +1,96 @@
+"""Request bodies: read within a limit, decoded into a typed struct, refused with the field named."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from penstock.http.schema import CHOICES
+from penstock.wire.errors import RequestError
+
+T = TypeVar("T")
+
+_LOCATED = re.compile(r"(?P<problem>.*) - at `(?P<path>\$.*)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_LONGEST_VALUE = 80
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises RequestError (413) as soon as it is known to be over the limit."""
+    announced = dict(scope["headers"]).get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T], unsupported: frozenset[str]) -> T:
+    """The request. Raises RequestError that names the field, its value and what would be right."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), body, unsupported) from error
+    except UnicodeDecodeError as error:
+        raise RequestError("the body has a string that is not valid UTF-8", code="invalid_utf8") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the body is over the limit of {limit:,} bytes", code="body_too_large", status=413)
+
+
+def _explain(problem: str, body: bytes, unsupported: frozenset[str]) -> RequestError:
+    if unknown := _UNKNOWN.match(problem):
+        name = _join(unknown["path"], unknown["name"])
+        return RequestError(f"unknown field `{name}`", param=name, code="unknown_field")
+    if missing := _MISSING.match(problem):
+        name = _join(missing["path"], missing["name"])
+        return RequestError(f"`{name}` is required", param=name, code="missing_field")
+    located = _LOCATED.match(problem)
+    if located is None:
+        return RequestError(f"the body must be a JSON object: {problem}", code="invalid_type")
+    param = located["path"].removeprefix("$").removeprefix(".")
+    field = re.split(r"[.\[]", param, maxsplit=1)[0]
+    if field in unsupported:
+        return RequestError(f"`{field}` is not supported yet; leave it out", param=field, code="unsupported_field")
+    expected = located["problem"][:1].lower() + located["problem"][1:]
+    if choices := CHOICES.get(param.rpartition(".")[2]):
+        expected = f"expected one of {', '.join(choices)}"
+    return RequestError(f"`{param}` is {_value_at(body, param)}: {expected}", param=param, code="invalid_value")
+
+
+def _join(path: str | None, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _value_at(body: bytes, param: str) -> str:
+    """The value at a path such as `messages[0].role`, as JSON, cut when it is long."""
+    value: Any = msgspec.json.decode(body)
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", param):
+        try:
+            value = value[int(index)] if index else value[key]
+        except (KeyError, IndexError, TypeError):
+            # A path with wildcards (`[...]`) ends at the container.
+            break
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"

@@ -1,0 +1,82 @@
+"""What an endpoint's answer looks like, and the shape that both endpoints share."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from penstock.wire.messages import Delta
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def fields(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Dialect(Protocol):
+    """Renders one request's answer. It lives as long as the request and may keep state a choice, such as text offsets."""
+
+    def opening(self, index: int) -> str:
+        """Text that a choice begins with before anything is generated: the prompt, when it is to be echoed."""
+
+    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
+        """The logprobs of the delta's first `tokens` tokens, in the dialect's shape; None without."""
+
+    def event(self, index: int, text: str, logprobs: object, finish_reason: str | None) -> bytes:
+        """One streamed event."""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event that carries the usage of a stream."""
+
+    def body(self, choices: Sequence[tuple[str, list[object], str]], usage: Usage) -> bytes:
+        """The whole answer: for each choice its text, the logprobs of its parts, and its finish reason."""
+
+
+class Envelope:
+    """The fields around the choices, and events made of a fixed frame with the text put in.
+
+    Encoding the frame once a request leaves one small JSON string to encode an event.
+    """
+
+    def __init__(self, prefix: str, kind: str, model: str, include_usage: bool) -> None:
+        self._fields = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._opening = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":[{"index":'
+        usage = b',"usage":null' if include_usage else b""
+        self._closing = b"}]" + usage + b"}\n\n"
+        self._plain_closing = b',"logprobs":null,"finish_reason":null' + self._closing
+
+    def event(self, index: int, content: bytes, logprobs: object, finish_reason: str | None) -> bytes:
+        """`content` is the rendered member that holds the text, with a comma before it."""
+        opening = b"%b%d%b" % (self._opening, index, content)
+        if logprobs is None and finish_reason is None:
+            return opening + self._plain_closing
+        rest = (msgspec.json.encode(logprobs), msgspec.json.encode(finish_reason), self._closing)
+        return opening + b',"logprobs":%b,"finish_reason":%b%b' % rest
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return b"data: " + msgspec.json.encode({**self._fields, "choices": [], "usage": usage.fields()}) + b"\n\n"
+
+    def body(self, kind: str, choices: list[dict[str, object]], usage: Usage) -> bytes:
+        return msgspec.json.encode({**self._fields, "object": kind, "choices": choices, "usage": usage.fields()})

@@ -1,0 +1,40 @@
+"""Errors in OpenAI's shape, and which status each has."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.wire.errors import RequestError
+from penstock.wire.messages import Fault
+
+_STATUS_OF_FAULT = {"kv_too_small": 400, "no_worker": 503, "draining": 503, "worker_lost": 503, "shutting_down": 503}
+_RETRY_AFTER = {429: b"1", 503: b"1"}
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def request_error_body(error: RequestError) -> bytes:
+    return error_body(error.message, _kind(error.status), error.param, error.code)
+
+
+def fault_body(fault: Fault) -> bytes:
+    return error_body(fault.message, _kind(fault_status(fault)), None, fault.code)
+
+
+def fault_status(fault: Fault) -> int:
+    return _STATUS_OF_FAULT.get(fault.code, 500)
+
+
+def error_headers(status: int) -> list[tuple[bytes, bytes]]:
+    headers = [(b"content-type", b"application/json")]
+    if status in _RETRY_AFTER:
+        headers.append((b"retry-after", _RETRY_AFTER[status]))
+    return headers
+
+
+def _kind(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"

@@ -1,0 +1,182 @@
+"""One request's answer: its generations run, their tokens become text, their text becomes the response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import Protocol
+
+from starlette.types import Receive
+
+from penstock.http.admission import Ticket
+from penstock.http.dialect import DONE, Dialect, Usage
+from penstock.http.errors import fault_body
+from penstock.http.plan import Plan
+from penstock.http.response import Response
+from penstock.metrics.frontend import FrontEndMetrics
+from penstock.stream.fanin import Arrival, FanIn, ReaderLeft
+from penstock.stream.mailbox import Mailbox
+from penstock.text.assembler import TextAssembler
+from penstock.wire.errors import GenerationFault
+from penstock.wire.messages import Delta, Fault, Finish, Submit
+
+
+class Producer(Protocol):
+    """Where generations come from."""
+
+    def produce(self, model: str, request: Submit, mailbox: Mailbox) -> Awaitable[None]:
+        """Fills the mailbox and returns when its finish is there; raises GenerationFault; cancelling stops it."""
+
+
+class Choice:
+    """One choice of the answer, from its tokens to its text."""
+
+    __slots__ = ("_assembler", "_dialect", "_index", "_opening", "cached_tokens", "finish_reason", "tokens")
+
+    def __init__(self, index: int, plan: Plan, dialect: Dialect) -> None:
+        self._index = index
+        self._dialect = dialect
+        self._assembler = TextAssembler(plan.model.tokenizer.detokenizer(), plan.stops)
+        self._opening = dialect.opening(index)
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+
+    def advance(self, delta: Delta | None, finish: Finish | None) -> tuple[str, object]:
+        """The text and logprobs that a delta and a finish add. Sets `finish_reason` at the end, be it a stop string's."""
+        text, self._opening = self._opening, ""
+        logprobs = None
+        if delta is not None:
+            part = self._assembler.feed(delta.token_ids)
+            self.tokens += part.tokens
+            self.cached_tokens += delta.cached_tokens or 0
+            text = text + part.text if text else part.text
+            logprobs = self._dialect.logprobs(self._index, delta, part.tokens)
+            if part.stopped:
+                self.finish_reason = "stop"
+                return text, logprobs
+        if finish is not None:
+            part = self._assembler.finish()
+            text += part.text
+            self.finish_reason = "stop" if part.stopped else finish.reason
+        return text, logprobs
+
+
+class Exchange:
+    """Runs one plan and sends its answer, streamed or whole."""
+
+    def __init__(self, plan: Plan, dialect: Dialect, producer: Producer, response: Response, metrics: FrontEndMetrics) -> None:
+        self._plan = plan
+        self._dialect = dialect
+        self._response = response
+        self._metrics = metrics
+        name = plan.model.info.name
+        self._fan = FanIn([partial(producer.produce, name, submit) for submit in plan.submits])
+        self._choices = [Choice(index, plan, dialect) for index in range(len(plan.submits))]
+        self._open = len(self._choices)
+
+    async def run(self, receive: Receive, ticket: Ticket) -> str:
+        """Returns the outcome, `ok` or `broken_off`. Raises ReaderLeft when the client goes away, GenerationFault when a generation fails before the answer has begun.
+
+        A fault in mid-stream becomes an error event and the end of the stream, which is `broken_off`.
+        """
+        try:
+            async with self._fan:
+                ticket.on_expel = lambda: self._fan.interrupt(GenerationFault(Fault("shutting_down", "the server is shutting down")))
+                watcher = asyncio.create_task(self._watch(receive))
+                try:
+                    return await (self._stream(ticket) if self._plan.stream else self._collect(ticket))
+                finally:
+                    watcher.cancel()
+                    await asyncio.wait([watcher])
+        finally:
+            self._metrics.tally.late_puts += self._fan.late_puts
+
+    async def _watch(self, receive: Receive) -> None:
+        """Tells the fan-in at once when the client goes away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._fan.interrupt(ReaderLeft())
+
+    async def _stream(self, ticket: Ticket) -> str:
+        arrivals = await self._first_arrivals(ticket)
+        while True:
+            events = []
+            for arrival in arrivals:
+                if isinstance(arrival.terminal, Fault):
+                    await self._break_off(b"".join(events), arrival.terminal)
+                    return "broken_off"
+                events.append(self._event(arrival))
+            if not self._open:
+                await self._response.finish_events(b"".join(events) + self._closing_events())
+                return "ok"
+            data = b"".join(events)
+            if data:
+                await self._response.send_events(data)
+            try:
+                arrivals = await self._fan.receive()
+            except GenerationFault as error:
+                await self._break_off(b"", error.fault)
+                return "broken_off"
+
+    async def _collect(self, ticket: Ticket) -> str:
+        texts: list[list[str]] = [[] for _ in self._choices]
+        logprobs: list[list[object]] = [[] for _ in self._choices]
+        arrivals = await self._first_arrivals(ticket)
+        while True:
+            for arrival in arrivals:
+                text, probs = self._advance(arrival)
+                texts[arrival.index].append(text)
+                if probs is not None:
+                    logprobs[arrival.index].append(probs)
+            if not self._open:
+                break
+            arrivals = await self._fan.receive()
+        parts = zip(texts, logprobs, self._choices, strict=True)
+        whole = [("".join(text), probs, choice.finish_reason or "") for text, probs, choice in parts]
+        await self._response.send_whole(200, self._dialect.body(whole, self._usage()))
+        return "ok"
+
+    async def _first_arrivals(self, ticket: Ticket) -> Sequence[Arrival]:
+        arrivals = await self._fan.receive()
+        for arrival in arrivals:
+            if isinstance(arrival.terminal, Fault):
+                raise GenerationFault(arrival.terminal)
+        self._metrics.time_to_first_token.observe(ticket.first_token())
+        return arrivals
+
+    def _event(self, arrival: Arrival) -> bytes:
+        text, logprobs = self._advance(arrival)
+        finish_reason = self._choices[arrival.index].finish_reason
+        if not text and logprobs is None and finish_reason is None:
+            return b""
+        return self._dialect.event(arrival.index, text, logprobs, finish_reason)
+
+    def _advance(self, arrival: Arrival) -> tuple[str, object]:
+        if isinstance(arrival.terminal, Fault):
+            raise GenerationFault(arrival.terminal)
+        choice = self._choices[arrival.index]
+        before = choice.tokens
+        added = choice.advance(arrival.delta, arrival.terminal)
+        self._metrics.tally.tokens_delivered += choice.tokens - before
+        if choice.finish_reason is not None:
+            self._open -= 1
+            if arrival.terminal is None:
+                # A stop string: what the engine makes beyond it is not wanted.
+                self._fan.drop(arrival.index)
+        return added
+
+    async def _break_off(self, events: bytes, fault: Fault) -> None:
+        """What came before the fault, then the fault; no [DONE], for it is not done."""
+        await self._response.finish_events(events + b"data: " + fault_body(fault) + b"\n\n")
+
+    def _closing_events(self) -> bytes:
+        return (self._dialect.usage_event(self._usage()) if self._plan.include_usage else b"") + DONE
+
+    def _usage(self) -> Usage:
+        completion = sum(choice.tokens for choice in self._choices)
+        # Choices of one prompt share it, so its cached part is counted once, like the prompt.
+        cached = sum(choice.cached_tokens for choice in self._choices) * self._plan.prompt_tokens
+        total = sum(len(submit.token_ids) for submit in self._plan.submits)
+        return Usage(self._plan.prompt_tokens, completion, cached // total)

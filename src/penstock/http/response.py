@@ -1,0 +1,56 @@
+"""One HTTP response, sent through ASGI by hand: bytes out, back-pressure in."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.types import Send
+
+from penstock.http.errors import error_headers
+from penstock.metrics.frontend import Tally
+
+_SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class Response:
+    """Sends a whole body, or a stream of events.
+
+    Sending waits while the client's socket is full: that is what makes a slow reader's events larger. `sending_since` is then
+    the time at which it began to wait, so that a reader that takes nothing can be found.
+    """
+
+    __slots__ = ("_send", "_tally", "sending_since", "started")
+
+    def __init__(self, send: Send, tally: Tally) -> None:
+        self._send = send
+        self._tally = tally
+        self.started = False
+        self.sending_since: float | None = None
+
+    async def send_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        self.started = True
+        headers = [*(headers or [(b"content-type", b"application/json")]), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def send_error(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        await self.send_whole(status, body, error_headers(status) + (headers or []))
+
+    async def send_events(self, events: bytes) -> None:
+        """Sends these events in one write, and the headers before the first."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        self._tally.writes += 1
+        self.sending_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self.sending_since = None
+
+    async def finish_events(self, events: bytes) -> None:
+        """Sends the last events and ends the stream."""
+        if not self.started:
+            await self.send_events(events)
+            events = b""
+        self.sending_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        self.sending_since = None

@@ -1,0 +1,126 @@
+"""The front end's metrics, and its workers' as they report them.
+
+What the token path counts are plain integers; they become metrics when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.wire.messages import WorkerStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass
+class Tally:
+    """What the front end counts on the token path."""
+
+    running: int = 0
+    queued: int = 0
+    tokens_delivered: int = 0
+    writes: int = 0
+    late_puts: int = 0
+    clients_left: int = 0
+    readers_stalled: int = 0
+    connections_refused: int = 0
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By route and outcome."""
+
+
+@dataclass(frozen=True)
+class ClusterReading:
+    """What the front end knows of its workers at the moment of the scrape."""
+
+    workers: Mapping[str, WorkerStats]
+    links_lost: int
+    decisions: Mapping[str, int]
+
+
+class FrontEndMetrics:
+    """Declares, collects and renders them all."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self._registry = CollectorRegistry()
+        self.time_to_first_token = Histogram(
+            "penstock_time_to_first_token_seconds",
+            "From the request's arrival to its first token, as the front end sees it.",
+            buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
+            registry=self._registry,
+        )
+
+    def observe(self, read: Callable[[], ClusterReading]) -> None:
+        """Says where the workers' figures come from."""
+        self._registry.register(_Snapshot(self.tally, read))
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Snapshot(Collector):
+    def __init__(self, tally: Tally, read: Callable[[], ClusterReading]) -> None:
+        self._tally = tally
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        reading = self._read()
+        yield from self._load(reading)
+        yield from self._token_path()
+        yield _counter("penstock_links_lost", "Links to workers that broke.", {(): reading.links_lost})
+        yield _counter(
+            "penstock_routing_decisions",
+            "Generations sent to a worker, by the reason of the choice.",
+            {(reason,): count for reason, count in reading.decisions.items()},
+            ("reason",),
+        )
+
+    def _load(self, reading: ClusterReading) -> Iterator[Metric]:
+        tally = self._tally
+        running = {("frontend", "frontend"): tally.running}
+        queued = {("frontend", "frontend"): tally.queued}
+        blocks: dict[tuple[str, ...], float] = {}
+        for name, stats in reading.workers.items():
+            running["worker", name] = stats.running
+            queued["worker", name] = stats.queued
+            blocks |= {(name, "used"): stats.kv_blocks_used, (name, "cached"): stats.kv_blocks_cached, (name, "total"): stats.kv_blocks_total}
+        labels = ("role", "name")
+        yield _gauge("penstock_requests_running", "Requests (worker: generations) that are being computed or streamed.", running, labels)
+        yield _gauge("penstock_requests_queued", "Requests (worker: generations) that have not begun.", queued, labels)
+        yield _gauge("penstock_kv_blocks", "KV blocks in use by running generations, kept for reuse, and in all.", blocks, ("name", "state"))
+        yield _gauge("penstock_workers", "Workers with a live link.", {(): len(reading.workers)})
+
+    def _token_path(self) -> Iterator[Metric]:
+        tally = self._tally
+        yield _counter("penstock_tokens_delivered", "Tokens handed to clients.", {(): tally.tokens_delivered})
+        yield _counter("penstock_writes", "Writes of streamed events; each holds all that was pending.", {(): tally.writes})
+        yield _counter("penstock_late_puts", "Deltas that came after their reader had left.", {(): tally.late_puts})
+        yield _counter("penstock_clients_left", "Requests whose client went away before the end.", {(): tally.clients_left})
+        yield _counter("penstock_readers_stalled", "Streams cut off because their reader took nothing.", {(): tally.readers_stalled})
+        yield _counter("penstock_connections_refused", "Connections refused for want of file descriptors.", {(): tally.connections_refused})
+        yield _counter("penstock_requests", "Requests by route and outcome.", tally.requests, ("route", "outcome"))
+
+
+def _gauge(name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def _counter(name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[tuple[str, ...], float]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for labels, value in values.items():
+        family.add_metric(list(labels), value)
+    return family

@@ -1,0 +1,1 @@
+"""Which worker gets a generation: pure decisions on immutable snapshots, no I/O."""

@@ -1,0 +1,122 @@
+"""Fan-in: several generations of one request, at the same time, on one response."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from penstock.stream.mailbox import Doorbell, Mailbox
+from penstock.wire.errors import GenerationFault, PenstockError
+from penstock.wire.messages import Delta, Fault, Terminal
+
+log = logging.getLogger(__name__)
+
+Producer = Callable[[Mailbox], Awaitable[None]]
+"""Fills its mailbox and returns when it has put the terminal. Cancelling it stops the generation."""
+
+
+class ReaderLeft(PenstockError):
+    """Nobody reads the response any more."""
+
+
+class Arrival(NamedTuple):
+    """What one choice has to say at a wake-up."""
+
+    index: int
+    delta: Delta | None
+    terminal: Terminal | None
+
+
+class FanIn:
+    """Runs one producer a choice, all at the same time, as an async context.
+
+    `receive` gives what has arrived, interleaved between choices and ordered within each; it may be cancelled and called
+    again without loss. Leaving the context cancels the producers that still run, and awaits them all.
+    A producer that fails, is cancelled from outside or returns without a terminal gives its choice a fault.
+    """
+
+    def __init__(self, producers: Sequence[Producer]) -> None:
+        self._producers = producers
+        self._doorbell = Doorbell()
+        self._mailboxes = [Mailbox(self._doorbell, index) for index in range(len(producers))]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._interruption: PenstockError | None = None
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(_produce(producer, mailbox)) for producer, mailbox in zip(self._producers, self._mailboxes, strict=True)
+        ]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for mailbox in self._mailboxes:
+            mailbox.cancel()
+        unfinished = [task for task in self._tasks if not task.done()]
+        for task in unfinished:
+            task.cancel()
+        await _all_done(unfinished)
+
+    @property
+    def late_puts(self) -> int:
+        """What came after the reader had left."""
+        return sum(mailbox.late_puts for mailbox in self._mailboxes)
+
+    def interrupt(self, error: PenstockError) -> None:
+        """Makes `receive`, waiting now or called later, raise this: ReaderLeft when the client is gone, for instance."""
+        self._interruption = error
+        self._doorbell.wake()
+
+    def drop(self, index: int) -> None:
+        """Stops one choice that needs no more; nothing more arrives of it. Leaving the context awaits its producer."""
+        self._mailboxes[index].cancel()
+        self._tasks[index].cancel()
+
+    async def receive(self) -> list[Arrival]:
+        """Waits until something has arrived and returns all of it: one arrival a choice."""
+        while True:
+            if self._interruption is not None:
+                raise self._interruption
+            arrivals = [Arrival(mailbox.index, *mailbox.take()) for mailbox in self._doorbell.answer() if not mailbox.cancelled]
+            if arrivals:
+                return arrivals
+            await self._doorbell.wait()
+
+
+async def _produce(producer: Producer, mailbox: Mailbox) -> None:
+    """Sees to it that the mailbox gets exactly one terminal, however the producer ends."""
+    try:
+        await producer(mailbox)
+    except asyncio.CancelledError:
+        _end_if_open(mailbox, Fault("producer_cancelled", "the generation was cancelled before it ended", retryable=True))
+        raise
+    except GenerationFault as error:
+        _end_if_open(mailbox, error.fault)
+    except PenstockError as error:
+        _end_if_open(mailbox, Fault(type(error).__name__, str(error)))
+    except Exception as error:
+        # Nobody awaits this task for its result, so the error is reported here, and becomes the choice's fault.
+        log.exception("a producer failed")
+        _end_if_open(mailbox, Fault("internal_error", f"{type(error).__name__} while generating"))
+    else:
+        _end_if_open(mailbox, Fault("no_terminal", "the generation stopped without saying why", retryable=True))
+
+
+def _end_if_open(mailbox: Mailbox, fault: Fault) -> None:
+    if not mailbox.ended:
+        mailbox.end(fault)
+
+
+async def _all_done(tasks: list[asyncio.Task[None]]) -> None:
+    """Waits for them even when cancelled meanwhile, and passes that cancellation on afterwards."""
+    cancelled: asyncio.CancelledError | None = None
+    while any(not task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,80 @@
+"""The slot: what waits of one generation, at any hop."""
+
+from __future__ import annotations
+
+from penstock.stream.ledger import Ledger
+from penstock.stream.merge import merge, split
+from penstock.wire.errors import PutAfterTerminal
+from penstock.wire.messages import Delta, Terminal
+
+# Pending deltas are merged when they are taken. Past this many they are merged in place, so that a reader
+# that is far behind costs the memory of its tokens and not of as many small objects.
+COMPACT_AT = 64
+
+
+class Slot:
+    """Pending delta and terminal of one generation.
+
+    `put` and `end` never block and never drop. A put out of sequence raises GapError or OverlapError;
+    anything after the terminal raises PutAfterTerminal. In both cases the slot is as it was before.
+    The terminal is kept beside the pending delta and taken after it, never instead of it.
+    """
+
+    __slots__ = ("_ledger", "_pending", "_terminal", "_terminal_taken")
+
+    def __init__(self, next_offset: int = 0) -> None:
+        self._ledger = Ledger(next_offset)
+        self._pending: list[Delta] = []
+        self._terminal: Terminal | None = None
+        self._terminal_taken = False
+
+    @property
+    def ended(self) -> bool:
+        """Its terminal has been put, taken or not."""
+        return self._terminal is not None
+
+    @property
+    def next_offset(self) -> int:
+        """The offset at which the next put must start: tokens put so far, with those before the slot began."""
+        return self._ledger.next_offset
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to take."""
+        return not self._pending and (self._terminal is None or self._terminal_taken)
+
+    def put(self, delta: Delta) -> None:
+        if self._terminal is not None:
+            raise PutAfterTerminal(f"a delta at offset {delta.offset} came after {self._terminal}")
+        self._ledger.record(delta)
+        pending = self._pending
+        pending.append(delta)
+        if len(pending) >= COMPACT_AT:
+            self._pending = [merge(pending)]
+
+    def end(self, terminal: Terminal) -> None:
+        if self._terminal is not None:
+            raise PutAfterTerminal(f"{terminal} came after {self._terminal}")
+        self._terminal = terminal
+
+    def take(self, tokens: int | None = None) -> tuple[Delta | None, Terminal | None]:
+        """All that waits, as one delta and the terminal.
+
+        With `tokens`, at most so many of them: the rest, and with it the terminal, goes on waiting.
+        """
+        delta = None
+        if self._pending:
+            delta = merge(self._pending)
+            self._pending = []
+            if tokens is not None and len(delta.token_ids) > tokens:
+                delta, rest = split(delta, tokens)
+                self._pending = [rest]
+                return delta, None
+        if self._terminal is None or self._terminal_taken:
+            return delta, None
+        self._terminal_taken = True
+        return delta, self._terminal
+
+    def discard(self) -> None:
+        """Forgets the pending delta: its reader has left. The terminal, put or still to come, is kept."""
+        self._pending = []

@@ -1,0 +1,1 @@
+"""The messages between the parts, their errors, and the one codec."""

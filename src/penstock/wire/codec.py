@@ -1,0 +1,67 @@
+"""The one codec: length-prefixed msgpack frames, decoded by one typed decoder."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from penstock.wire.errors import FrameMalformed, FrameTooLarge
+from penstock.wire.messages import Message
+
+_LENGTH = struct.Struct(">I")
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_HANDSHAKE_BYTES = 64 * 1024
+
+
+def encode_frame(message: Message) -> bytes:
+    """The frame's bytes. Raises FrameTooLarge rather than send what the peer would refuse."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameTooLarge(f"a {type(message).__name__} frame of {len(body):,} bytes is over the limit of {MAX_FRAME_BYTES:,}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into messages. Does no I/O.
+
+    `feed` returns the messages completed by these bytes, in order. It raises FrameTooLarge as soon as a length
+    over `limit` is announced and FrameMalformed for bytes that are no message; the reader is then of no further use.
+    """
+
+    def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of a frame that is not complete yet."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> list[Message]:
+        self._buffer += data
+        messages: list[Message] = []
+        start = 0
+        with memoryview(self._buffer) as view:
+            while len(view) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(view, start)
+                if length > self.limit:
+                    raise FrameTooLarge(f"the peer announced a frame of {length:,} bytes; the limit is {self.limit:,}")
+                end = start + _LENGTH.size + length
+                if end > len(view):
+                    break
+                with view[start + _LENGTH.size : end] as body:
+                    messages.append(_decode(body))
+                start = end
+        del self._buffer[:start]
+        return messages
+
+
+def _decode(body: memoryview) -> Message:
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameMalformed(f"the peer sent a frame of {len(body):,} bytes that is no message: {error}") from error

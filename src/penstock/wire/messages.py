@@ -1,0 +1,170 @@
+"""What the parts say to each other. Plain data, no behaviour.
+
+New fields go last and have defaults, so that a newer peer can talk to an older one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+PROTOCOL_VERSION = 1
+GENERATION_ID_BYTES = 16
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """The log probability of one token, and of the likeliest alternatives as (token id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """A disjoint segment of one generation.
+
+    `offset` counts the tokens before it. The first delta of a generation also says what is known of its prompt: its logprobs,
+    when they were asked for, and how many of its tokens needed no prefill. Every field has a rule in `stream.merge.MERGE_RULES`.
+    All payloads are tuples: a delta can be shared, kept and merged, and nobody sees it change.
+    (`gc=False` is safe because tuples of numbers cannot form a cycle.)
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    cached_tokens: int | None = None
+
+
+class Finish(Struct, frozen=True, tag="finish"):
+    """The generation ended as it should."""
+
+    reason: FinishReason
+
+
+class Fault(Struct, frozen=True, tag="fault", omit_defaults=True):
+    """The generation failed. `retryable`: another worker could go on from the next offset."""
+
+    code: str
+    message: str
+    retryable: bool = False
+
+
+Terminal = Finish | Fault
+
+
+class Segment(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """One generation's share of a step: what is new, and its terminal if it ended."""
+
+    id: bytes
+    delta: Delta | None = None
+    terminal: Terminal | None = None
+
+
+class WorkerStats(Struct, frozen=True, array_like=True):
+    """What a worker holds at the moment of sending."""
+
+    running: int = 0
+    queued: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    kv_blocks_total: int = 0
+
+
+class ModelInfo(Struct, frozen=True):
+    """What a front end must know about the model that a worker serves.
+
+    `tokenizer` is `words` for the built-in one, else the directory that holds `tokenizer.json`.
+    """
+
+    name: str
+    engine: str
+    tokenizer: str
+    vocab_size: int
+    context_length: int
+    block_size: int
+    created: int = 0
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """How to choose the next token. The simulator ignores it: its tokens follow from the seed."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
+    """Front end to worker: begin a generation.
+
+    `offset` is the position of the first token to make. It is above zero when a generation goes on
+    elsewhere: then the last `offset` ids of `token_ids` are what was generated before.
+    """
+
+    id: bytes
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    offset: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    sampling: Sampling = Sampling()
+
+
+class Cancel(Struct, frozen=True, tag="cancel"):
+    """Front end to worker: stop these generations, begun or not. Each still gets its terminal."""
+
+    ids: tuple[bytes, ...]
+
+
+class Step(Struct, frozen=True, tag="step"):
+    """Worker to front end: all that is new for it, of all its generations, in one frame."""
+
+    segments: list[Segment]
+    stats: WorkerStats
+
+
+class Challenge(Struct, frozen=True, tag="challenge"):
+    """Worker to front end, first on every connection."""
+
+    version: int
+    nonce: bytes
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """Front end to worker: proof of the secret over the worker's nonce, and a nonce of its own."""
+
+    version: int
+    name: str
+    nonce: bytes
+    proof: bytes
+
+
+class Welcome(Struct, frozen=True, tag="welcome"):
+    """Worker to front end: its own proof, and what it serves."""
+
+    name: str
+    proof: bytes
+    model: ModelInfo
+
+
+class Draining(Struct, frozen=True, tag="draining"):
+    """Worker to front end: send nothing new; what runs is finished."""
+
+
+class Goodbye(Struct, frozen=True, tag="goodbye"):
+    """Either way: the link is closed for the reason named."""
+
+    code: str
+    message: str
+
+
+Message = Submit | Cancel | Step | Challenge | Hello | Welcome | Draining | Goodbye
