@@ -61,14 +61,15 @@ class SimulatedCache:
         self._private += private
         self._evict()
 
-    def fill(self, block: bytes) -> None:
-        """A private block is full, and can be shared from now on."""
-        self._private -= 1
-        self.allocate((block,), 0)
+    def release(self, hashes: Sequence[bytes], filled: Sequence[bytes], private: int) -> None:
+        """Gives the references and the private blocks back.
 
-    def release(self, hashes: Sequence[bytes], private: int) -> None:
-        """Gives the references back; blocks that nobody uses stay cached while there is room."""
+        Blocks that nobody uses stay cached while there is room: those of `hashes`, and the private ones that were `filled`.
+        """
         self._private -= private
+        for block in reversed(filled):
+            if block not in self._references:
+                self._cached[block] = self._cached.pop(block, None)
         # The end of a chain first, so that eviction never leaves a block whose parent is gone.
         for block in reversed(hashes):
             self._references[block] -= 1

@@ -13,6 +13,8 @@ RUN = 16
 _RUN_FORMAT = struct.Struct(f"<{RUN}I")
 _SEED_AND_POSITION = struct.Struct("<Qq")
 
+_HALF = 0.6931471805599453
+
 SHORTEST = 512
 LONGEST = 1024
 
@@ -38,9 +40,11 @@ def natural_length(seed: int) -> int:
 
 def logprob_at(seed: int, position: int, token: int, top: int, vocabulary: Sequence[int]) -> TokenLogprob:
     """A made-up distribution: the token that came is the likeliest, and each alternative is half as likely as the one before."""
+    noise = int.from_bytes(blake2b(_key(seed, ~position), digest_size=4).digest()) / 2**32
     alternatives = tokens_between(seed ^ 0x5EED, position * 32, position * 32 + top, vocabulary)
     likeliest = [token, *dict.fromkeys(other for other in alternatives if other != token)][:top]
-    return TokenLogprob(-0.6931471805599453, tuple((other, -0.6931471805599453 * rank) for rank, other in enumerate(likeliest, 1)))
+    ranked = [(other, -_HALF - noise - _HALF * rank) for rank, other in enumerate(likeliest)]
+    return TokenLogprob(-_HALF - noise, tuple(ranked))
 
 
 def _key(seed: int, number: int) -> bytes:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from penstock.backends.simulated_cache import BLOCK_SIZE, SimulatedCache, block_hashes
-from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, run_of_tokens, tokens_between
-from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Segment, Submit, TokenLogprob, WorkerStats
+from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, run_of_tokens
+from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, PromptReport, Segment, Submit, WorkerStats
 from penstock.worker.backend import Emit
 
 
@@ -41,10 +41,23 @@ class Vocabulary:
 class _Sequence:
     """One generation in the simulator.
 
-    `position` is the offset of the next token to make. It holds one block for each hash, and one more that is being filled.
+    `position` is the offset of the next token to make; `made` has the tokens from `made_from` on, a run ahead at most. It
+    holds one shared block for each hash of its prompt, and `private` blocks for the rest and for what it generates.
     """
 
-    __slots__ = ("cached_tokens", "hashes", "last_position", "next_event", "position", "request", "run", "to_prefill", "was_preempted")
+    __slots__ = (
+        "cached_tokens",
+        "hashes",
+        "last_position",
+        "made",
+        "made_from",
+        "next_event",
+        "position",
+        "private",
+        "request",
+        "to_prefill",
+        "was_preempted",
+    )
 
     def __init__(self, request: Submit) -> None:
         self.request = request
@@ -55,14 +68,22 @@ class _Sequence:
         self.cached_tokens: int | None = None
         self.was_preempted = False
         self.to_prefill = 0
-        # The position at which more is to be done than to hand out the next token of the run.
+        self.private = 1
+        self.made: list[int] = []
+        self.made_from = request.offset // RUN * RUN
+        # The position at which more is to be done than to hand out the next token that is made.
         self.next_event = request.offset
-        self.run: list[int] = []
 
     @property
     def token_count(self) -> int:
         """How many tokens its KV covers: the prompt, and what was generated."""
         return len(self.request.token_ids) + self.position - self.request.offset
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt, and what was generated."""
+        start, stop = self.request.offset - self.made_from, self.position - self.made_from
+        return (*self.request.token_ids, *self.made[start:stop])
 
 
 def _last_position(request: Submit) -> int:
@@ -113,7 +134,7 @@ class Simulator:
             return
         sequence = self._prefilling.pop(generation, None) or self._running.pop(generation, None)
         if sequence is not None:
-            self._cache.release(sequence.hashes, 1)
+            self._release(sequence)
 
     def stats(self) -> WorkerStats:
         cache = self._cache
@@ -124,7 +145,8 @@ class Simulator:
         self._cache.check_integrity()
         active = [*self._prefilling.values(), *self._running.values()]
         shared = {block for sequence in active for block in sequence.hashes}
-        assert self._cache.used == len(shared) + len(active), (self._cache.used, len(shared), len(active))
+        private = sum(sequence.private for sequence in active)
+        assert self._cache.used == len(shared) + private, (self._cache.used, len(shared), private)
 
     async def _steps(self, emit: Emit) -> None:
         """One turn is one engine step: schedule, let the time pass that it would take, hand out its tokens."""
@@ -190,7 +212,7 @@ class Simulator:
                 eventful.append(sequence)
             else:
                 sequence.position = position + 1
-                segments.append(Segment(generation, Delta(position, (sequence.run[position % RUN],))))
+                segments.append(Segment(generation, Delta(position, (sequence.made[position - sequence.made_from],))))
         for sequence in eventful:
             # One before it in the list may have preempted it.
             if sequence.request.id in self._running:
@@ -202,61 +224,51 @@ class Simulator:
         position = sequence.position
         if not self._has_room(sequence):
             return
-        if not sequence.run or position % RUN == 0:
-            sequence.run = run_of_tokens(request.seed, position // RUN, self._vocabulary.token_ids)
+        self._make_ahead(sequence)
         segments.append(self._segment(sequence))
-        if position + 1 >= sequence.last_position:
-            del self._running[request.id]
-            self._cache.release(sequence.hashes, 1)
-            return
         sequence.position = position + 1
+        if sequence.position >= sequence.last_position:
+            del self._running[request.id]
+            self._release(sequence)
+            return
         sequence.next_event = self._following_event(sequence)
 
     def _has_room(self, sequence: _Sequence) -> bool:
-        """Turns a full block into a shared one and takes the next; when there is none, the newest sequence makes room."""
-        count = sequence.token_count
-        if count == 0 or count % BLOCK_SIZE or count // BLOCK_SIZE == len(sequence.hashes):
+        """Takes another block when its blocks are full; when there is none, the newest sequence makes room."""
+        if sequence.token_count < (len(sequence.hashes) + sequence.private) * BLOCK_SIZE:
             return True
         while not self._cache.can_allocate((), 1):
             newest = next(reversed(self._prefilling or self._running))
             self._preempt(newest)
             if newest == sequence.request.id:
                 return False
-        parent = sequence.hashes[-1] if sequence.hashes else b""
-        (block,) = block_hashes(self._last_block(sequence), parent)
-        self._cache.fill(block)
         self._cache.allocate((), 1)
-        sequence.hashes.append(block)
+        sequence.private += 1
         return True
+
+    def _release(self, sequence: _Sequence) -> None:
+        """Gives its blocks back. What it generated stays cached, under its hashes, for whoever comes with the same tokens."""
+        parent = sequence.hashes[-1] if sequence.hashes else b""
+        generated = block_hashes(sequence.tokens[len(sequence.hashes) * BLOCK_SIZE :], parent)
+        self._cache.release(sequence.hashes, generated, sequence.private)
 
     def _preempt(self, generation: bytes) -> None:
         """Gives its blocks back; it is computed anew, from its prompt and what it made, when there is room."""
         sequence = self._prefilling.pop(generation, None) or self._running.pop(generation)
-        self._cache.release(sequence.hashes, 1)
-        again = _Sequence(structs.replace(sequence.request, token_ids=self._tokens_so_far(sequence), offset=sequence.position))
+        self._release(sequence)
+        again = _Sequence(structs.replace(sequence.request, token_ids=sequence.tokens, offset=sequence.position))
         again.cached_tokens = sequence.cached_tokens
         again.was_preempted = True
         self._waiting[generation] = again
         self._waiting.move_to_end(generation, last=False)
 
-    def _tokens_so_far(self, sequence: _Sequence) -> tuple[int, ...]:
-        request = sequence.request
-        made = tokens_between(request.seed, request.offset, sequence.position, self._vocabulary.token_ids)
-        return (*request.token_ids, *made)
-
-    def _last_block(self, sequence: _Sequence) -> tuple[int, ...]:
-        request, position = sequence.request, sequence.position
-        made = tokens_between(request.seed, max(request.offset, position - BLOCK_SIZE), position, self._vocabulary.token_ids)
-        return (*request.token_ids[len(request.token_ids) - BLOCK_SIZE + len(made) :], *made)
-
     def _segment(self, sequence: _Sequence) -> Segment:
         """The token at the sequence's position, with whatever comes with it."""
         request, position = sequence.request, sequence.position
-        prompt = self._prompt_logprobs(request) if position == 0 and request.prompt_logprobs else None
-        cached, sequence.cached_tokens = sequence.cached_tokens, None
+        report = self._report(sequence)
         if request.max_tokens == 0:
-            return Segment(request.id, Delta(0, (), None, prompt, cached), Finish("length"))
-        token, terminal = sequence.run[position % RUN], None
+            return Segment(request.id, Delta(0, (), None, report), Finish("length"))
+        token, terminal = sequence.made[position - sequence.made_from], None
         if position + 1 == sequence.last_position:
             stopped = not request.ignore_eos and position >= max(natural_length(request.seed), request.min_tokens)
             token = self._vocabulary.end_id if stopped else token
@@ -264,19 +276,29 @@ class Simulator:
         logprobs = None
         if request.logprobs is not None:
             logprobs = (logprob_at(request.seed, position, token, request.logprobs, self._vocabulary.token_ids),)
-        return Segment(request.id, Delta(position, (token,), logprobs, prompt, cached), terminal)
+        return Segment(request.id, Delta(position, (token,), logprobs, report), terminal)
 
-    def _prompt_logprobs(self, request: Submit) -> tuple[TokenLogprob | None, ...]:
+    def _report(self, sequence: _Sequence) -> PromptReport | None:
+        """What is known of the prompt, once."""
+        cached, sequence.cached_tokens = sequence.cached_tokens, None
+        if cached is None:
+            return None
+        request = sequence.request
+        if not request.prompt_logprobs:
+            return PromptReport(cached)
         top, vocabulary = request.logprobs or 0, self._vocabulary.token_ids
-        return (
-            None,
-            *(logprob_at(0, index, token, top, vocabulary) for index, token in enumerate(request.token_ids[1:], 1)),
-        )
+        logprobs = [logprob_at(0, index, token, top, vocabulary) for index, token in enumerate(request.token_ids[1:], 1)]
+        return PromptReport(cached, (None, *logprobs))
+
+    def _make_ahead(self, sequence: _Sequence) -> None:
+        """Makes tokens at least up to the end of the sequence's blocks."""
+        made = sequence.made
+        while sequence.made_from + len(made) < sequence.position + BLOCK_SIZE:
+            made += run_of_tokens(sequence.request.seed, (sequence.made_from + len(made)) // RUN, self._vocabulary.token_ids)
 
     def _following_event(self, sequence: _Sequence) -> int:
         position = sequence.position
         if sequence.request.logprobs is not None:
             return position
-        next_run = (position + RUN - 1) // RUN * RUN
-        next_block = position + -sequence.token_count % BLOCK_SIZE
-        return min(next_run, next_block, sequence.last_position - 1)
+        next_block = position + (len(sequence.hashes) + sequence.private) * BLOCK_SIZE - sequence.token_count
+        return min(next_block, sequence.last_position - 1)

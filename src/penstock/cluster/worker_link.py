@@ -20,6 +20,7 @@ from penstock.wire.messages import (
     Finish,
     Hello,
     Message,
+    Ready,
     Segment,
     Step,
     Submit,
@@ -28,6 +29,8 @@ from penstock.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+_READY = Ready()
 
 
 class Generation:
@@ -38,9 +41,9 @@ class Generation:
 
     __slots__ = ("done", "mailbox")
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, done: asyncio.Future[None]) -> None:
         self.mailbox = mailbox
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done = done
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -57,7 +60,7 @@ class WorkerLink(LinkProtocol):
 
     def __init__(self, front_end: str, secret: str) -> None:
         super().__init__()
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.welcome: asyncio.Future[Welcome] = loop.create_future()
         self.lost: asyncio.Future[LinkError] = loop.create_future()
         self.stats = WorkerStats()
@@ -82,7 +85,7 @@ class WorkerLink(LinkProtocol):
         """Begins a generation; its deltas go to the mailbox."""
         if self.lost.done():
             raise self.lost.result()
-        generation = Generation(mailbox)
+        generation = Generation(mailbox, self._loop.create_future())
         self._generations[request.id] = generation
         self._write_soon(request)
         return generation
@@ -119,7 +122,12 @@ class WorkerLink(LinkProtocol):
         self.stats = step.stats
         self.frames += 1
         generations = self._generations
-        for segment in step.segments:
+        half = len(step.segments) // 2
+        for index, segment in enumerate(step.segments):
+            if index == half:
+                # It runs when half of the readers woken by this step have: so the next step is on its way while the
+                # other half runs, and still holds all that was made while the first half did.
+                self._loop.call_soon(self._write_soon, _READY)
             generation = generations.get(segment.id)
             if generation is None:
                 raise FrameMalformed(f"a segment for generation {segment.id.hex()}, which is not open")
@@ -130,6 +138,8 @@ class WorkerLink(LinkProtocol):
                     self._end(segment, generation)
             except StreamError as error:
                 self._breach(segment, generation, error)
+        if not step.segments:
+            self._write_soon(_READY)
 
     def _end(self, segment: Segment, generation: Generation) -> None:
         del self._generations[segment.id]
@@ -161,7 +171,7 @@ class WorkerLink(LinkProtocol):
     def _write_soon(self, message: Message) -> None:
         """What is said in one turn of the loop goes out in one write."""
         if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._write)
+            self._loop.call_soon(self._write)
         self._outgoing.append(encode_frame(message))
 
     def _write(self) -> None:

@@ -37,7 +37,7 @@ class ChatDialect:
 
     def __init__(self, plan: Plan) -> None:
         self._tokenizer = plan.model.tokenizer
-        self._envelope = Envelope("chatcmpl", "chat.completion.chunk", plan.model.info.name, plan.include_usage)
+        self._envelope = Envelope("chatcmpl", "chat.completion.chunk", plan)
         self._has_role = [False] * len(plan.submits)
 
     def opening(self, index: int) -> str:

@@ -37,7 +37,7 @@ class CompletionDialect:
 
     def __init__(self, plan: Plan, echo: bool) -> None:
         self._tokenizer = plan.model.tokenizer
-        self._envelope = Envelope("cmpl", "text_completion", plan.model.info.name, plan.include_usage)
+        self._envelope = Envelope("cmpl", "text_completion", plan)
         self._echoed = [submit.token_ids for submit in plan.submits] if echo else None
         self._offsets = [0] * len(plan.submits)
 
@@ -45,13 +45,14 @@ class CompletionDialect:
         return self._tokenizer.decode(self._echoed[index]) if self._echoed is not None else ""
 
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
-        if delta.logprobs is None and delta.prompt_logprobs is None:
+        of_prompt = None if delta.prompt is None else delta.prompt.logprobs
+        if delta.logprobs is None and of_prompt is None:
             return None
         token_ids: list[int] = []
         entries: list[TokenLogprob | None] = []
-        if delta.prompt_logprobs is not None and self._echoed is not None:
+        if of_prompt is not None and self._echoed is not None:
             token_ids += self._echoed[index]
-            entries += delta.prompt_logprobs
+            entries += of_prompt
         token_ids += delta.token_ids[:tokens]
         entries += (delta.logprobs or ())[:tokens]
         texts = [_text(self._tokenizer, token_id) for token_id in token_ids]

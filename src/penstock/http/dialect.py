@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from penstock.http.plan import Plan
 from penstock.wire.messages import Delta
 
 DONE = b"data: [DONE]\n\n"
@@ -55,15 +55,15 @@ class Envelope:
     Encoding the frame once a request leaves one small JSON string to encode an event.
     """
 
-    def __init__(self, prefix: str, kind: str, model: str, include_usage: bool) -> None:
+    def __init__(self, prefix: str, kind: str, plan: Plan) -> None:
         self._fields = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "id": f"{prefix}-{plan.response_id}",
             "object": kind,
             "created": int(time.time()),
-            "model": model,
+            "model": plan.model.info.name,
         }
         self._opening = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":[{"index":'
-        usage = b',"usage":null' if include_usage else b""
+        usage = b',"usage":null' if plan.include_usage else b""
         self._closing = b"}]" + usage + b"}\n\n"
         self._plain_closing = b',"logprobs":null,"finish_reason":null' + self._closing
 

@@ -15,7 +15,7 @@ from penstock.http.errors import fault_body
 from penstock.http.plan import Plan
 from penstock.http.response import Response
 from penstock.metrics.frontend import FrontEndMetrics
-from penstock.stream.fanin import Arrival, FanIn, ReaderLeft
+from penstock.stream.fanin import Arrival, FanIn, ReaderLeft, all_done
 from penstock.stream.mailbox import Mailbox
 from penstock.text.assembler import TextAssembler
 from penstock.wire.errors import GenerationFault
@@ -50,9 +50,11 @@ class Choice:
         if delta is not None:
             part = self._assembler.feed(delta.token_ids)
             self.tokens += part.tokens
-            self.cached_tokens += delta.cached_tokens or 0
             text = text + part.text if text else part.text
-            logprobs = self._dialect.logprobs(self._index, delta, part.tokens)
+            if delta.prompt is not None:
+                self.cached_tokens = delta.prompt.cached_tokens
+            if delta.logprobs is not None or delta.prompt is not None:
+                logprobs = self._dialect.logprobs(self._index, delta, part.tokens)
             if part.stopped:
                 self.finish_reason = "stop"
                 return text, logprobs
@@ -89,7 +91,7 @@ class Exchange:
                     return await (self._stream(ticket) if self._plan.stream else self._collect(ticket))
                 finally:
                     watcher.cancel()
-                    await asyncio.wait([watcher])
+                    await all_done([watcher])
         finally:
             self._metrics.tally.late_puts += self._fan.late_puts
 
@@ -101,6 +103,7 @@ class Exchange:
 
     async def _stream(self, ticket: Ticket) -> str:
         arrivals = await self._first_arrivals(ticket)
+        await self._response.start_events()
         while True:
             events = []
             for arrival in arrivals:
@@ -109,7 +112,7 @@ class Exchange:
                     return "broken_off"
                 events.append(self._event(arrival))
             if not self._open:
-                await self._response.finish_events(b"".join(events) + self._closing_events())
+                await self._response.send_events(b"".join(events) + self._closing_events(), last=True)
                 return "ok"
             data = b"".join(events)
             if data:
@@ -169,7 +172,7 @@ class Exchange:
 
     async def _break_off(self, events: bytes, fault: Fault) -> None:
         """What came before the fault, then the fault; no [DONE], for it is not done."""
-        await self._response.finish_events(events + b"data: " + fault_body(fault) + b"\n\n")
+        await self._response.send_events(events + b"data: " + fault_body(fault) + b"\n\n", last=True)
 
     def _closing_events(self) -> bytes:
         return (self._dialect.usage_event(self._usage()) if self._plan.include_usage else b"") + DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Plan:
     stream: bool
     include_usage: bool
     prompt_tokens: int
+    response_id: str
 
 
 def make_plan(
@@ -41,23 +43,25 @@ def make_plan(
         raise RequestError(f"{len(prompts)} prompts × `n` {n} make more than {MAX_CHOICES} choices", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
+    choices = [(field, tuple(token_ids), choice) for field, token_ids in prompts for choice in range(n)]
+    response_id, *ids = _random_ids(len(choices) + 1)
+    least, sampling = _min_tokens(request, max_tokens), _sampling(request)
     submits = [
         Submit(
-            id=secrets.token_bytes(GENERATION_ID_BYTES),
-            token_ids=tuple(token_ids),
+            id=generation_id,
+            token_ids=token_ids,
             max_tokens=_room(model, field, token_ids, max_tokens),
             seed=_seed(request.seed, choice),
-            min_tokens=_min_tokens(request, max_tokens),
+            min_tokens=least,
             ignore_eos=bool(request.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            sampling=_sampling(request),
+            sampling=sampling,
         )
-        for field, token_ids in prompts
-        for choice in range(n)
+        for generation_id, (field, token_ids, choice) in zip(ids, choices, strict=True)
     ]
     prompt_tokens = sum(len(token_ids) for _, token_ids in prompts)
-    return Plan(model, submits, request.stops, bool(request.stream), request.include_usage, prompt_tokens)
+    return Plan(model, submits, request.stops, bool(request.stream), request.include_usage, prompt_tokens, response_id.hex())
 
 
 def check_text_length(model: ServedModel, field: str, text: str) -> None:
@@ -82,9 +86,15 @@ def _too_long(model: ServedModel, field: str, tokens: str, max_tokens: int | Non
     return RequestError(message, param=field, code="context_length_exceeded")
 
 
+def _random_ids(count: int) -> list[bytes]:
+    """Unguessable ids, all drawn at once."""
+    drawn = secrets.token_bytes(count * GENERATION_ID_BYTES)
+    return [drawn[start : start + GENERATION_ID_BYTES] for start in range(0, len(drawn), GENERATION_ID_BYTES)]
+
+
 def _seed(seed: int | None, choice: int) -> int:
     """Choice `i` of a prompt uses `seed + i`, so that choices differ and each can be had alone."""
-    return secrets.randbits(63) if seed is None else (seed + choice) % 2**64
+    return random.getrandbits(63) if seed is None else (seed + choice) % 2**64
 
 
 def _min_tokens(request: Common, max_tokens: int | None) -> int:

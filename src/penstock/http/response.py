@@ -36,21 +36,14 @@ class Response:
     async def send_error(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         await self.send_whole(status, body, error_headers(status) + (headers or []))
 
-    async def send_events(self, events: bytes) -> None:
-        """Sends these events in one write, and the headers before the first."""
-        if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+    async def start_events(self) -> None:
+        """Begins a stream of events. The server sends the headers with the first of them."""
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+
+    async def send_events(self, events: bytes, last: bool = False) -> None:
+        """Sends these events in one write."""
         self._tally.writes += 1
         self.sending_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        self.sending_since = None
-
-    async def finish_events(self, events: bytes) -> None:
-        """Sends the last events and ends the stream."""
-        if not self.started:
-            await self.send_events(events)
-            events = b""
-        self.sending_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
         self.sending_since = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -153,7 +154,9 @@ def _lowest_free_file(any_open: socket.socket) -> int:
     """The number that the next descriptor would get: all below it are in use."""
     try:
         free = os.dup(any_open.fileno())
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            return 0  # the listener is closed: nobody can come
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     os.close(free)
     return free

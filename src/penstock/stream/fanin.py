@@ -38,17 +38,17 @@ class FanIn:
     A producer that fails, is cancelled from outside or returns without a terminal gives its choice a fault.
     """
 
-    def __init__(self, producers: Sequence[Producer]) -> None:
+    def __init__(self, producers: Sequence[Producer], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or asyncio.get_running_loop()
         self._producers = producers
-        self._doorbell = Doorbell()
+        self._doorbell = Doorbell(self._loop)
         self._mailboxes = [Mailbox(self._doorbell, index) for index in range(len(producers))]
         self._tasks: list[asyncio.Task[None]] = []
         self._interruption: PenstockError | None = None
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(_produce(producer, mailbox)) for producer, mailbox in zip(self._producers, self._mailboxes, strict=True)
+            self._loop.create_task(_produce(producer, mailbox)) for producer, mailbox in zip(self._producers, self._mailboxes, strict=True)
         ]
         return self
 
@@ -58,7 +58,7 @@ class FanIn:
         unfinished = [task for task in self._tasks if not task.done()]
         for task in unfinished:
             task.cancel()
-        await _all_done(unfinished)
+        await all_done(unfinished)
 
     @property
     def late_puts(self) -> int:
@@ -110,13 +110,14 @@ def _end_if_open(mailbox: Mailbox, fault: Fault) -> None:
         mailbox.end(fault)
 
 
-async def _all_done(tasks: list[asyncio.Task[None]]) -> None:
-    """Waits for them even when cancelled meanwhile, and passes that cancellation on afterwards."""
+async def all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Waits for them, however they end; does so even when cancelled meanwhile, and passes that cancellation on afterwards."""
     cancelled: asyncio.CancelledError | None = None
-    while any(not task.done() for task in tasks):
-        try:
-            await asyncio.wait(tasks)
-        except asyncio.CancelledError as error:
-            cancelled = error
+    for task in tasks:
+        while not task.done():
+            try:
+                await asyncio.wait((task,))
+            except asyncio.CancelledError as error:
+                cancelled = error
     if cancelled is not None:
         raise cancelled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from penstock.stream.slot import Slot
 from penstock.wire.messages import Delta, Terminal
@@ -15,15 +16,18 @@ class Doorbell:
     in the mailboxes, and `answer`, which is synchronous, hands it over afterwards.
     """
 
-    __slots__ = ("_ready", "_waiter")
+    __slots__ = ("_loop", "_ready", "_waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or asyncio.get_running_loop()
         self._ready: list[Mailbox] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def ring(self, mailbox: Mailbox) -> None:
         self._ready.append(mailbox)
-        self.wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def wake(self) -> None:
         """Lets the reader look, also when no mailbox has anything."""
@@ -31,15 +35,12 @@ class Doorbell:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def wait(self) -> None:
-        """Returns when a mailbox has something, or after `wake`."""
+    def wait(self) -> Awaitable[None]:
+        """Ends when a mailbox has something, or after `wake`. One reader waits at a time; cancelling it loses nothing."""
+        self._waiter = waiter = self._loop.create_future()
         if self._ready:
-            return
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+            waiter.set_result(None)
+        return waiter
 
     def answer(self) -> list[Mailbox]:
         """The mailboxes that have something, in the order in which they first had it."""
@@ -47,7 +48,7 @@ class Doorbell:
         return ready
 
 
-class Mailbox:
+class Mailbox(Slot):
     """One producer, one consumer, one slot.
 
     `put` and `end` never block and never drop: they merge with what waits. Out of sequence they raise, after the terminal
@@ -55,49 +56,34 @@ class Mailbox:
     `max_tokens`.
     """
 
-    __slots__ = ("_doorbell", "_slot", "cancelled", "index", "late_puts")
+    __slots__ = ("_doorbell", "cancelled", "index", "late_puts")
 
     def __init__(self, doorbell: Doorbell, index: int = 0) -> None:
+        super().__init__()
         self.index = index
         self.cancelled = False
         self.late_puts = 0
         self._doorbell = doorbell
-        self._slot = Slot()
 
-    @property
-    def ended(self) -> bool:
-        """Its terminal has been put, taken or not."""
-        return self._slot.ended
-
-    @property
-    def next_offset(self) -> int:
-        """How many tokens have been put: where another producer would have to go on."""
-        return self._slot.next_offset
-
-    def put(self, delta: Delta) -> None:
+    def put(self, delta: Delta) -> bool:
         if self.cancelled:
             self.late_puts += 1
-            return
-        slot = self._slot
-        was_empty = slot.is_empty
-        slot.put(delta)
+            return False
+        was_empty = super().put(delta)
         if was_empty:
             self._doorbell.ring(self)
+        return was_empty
 
-    def end(self, terminal: Terminal) -> None:
+    def end(self, terminal: Terminal) -> bool:
         if self.cancelled:
             self.late_puts += 1
-            return
-        was_empty = self._slot.is_empty
-        self._slot.end(terminal)
+            return False
+        was_empty = super().end(terminal)
         if was_empty:
             self._doorbell.ring(self)
-
-    def take(self) -> tuple[Delta | None, Terminal | None]:
-        """What waits, as one delta, and the terminal when it came."""
-        return self._slot.take()
+        return was_empty
 
     def cancel(self) -> None:
         """The reader has left: forget what waits, and ignore what still comes."""
         self.cancelled = True
-        self._slot.discard()
+        self.discard()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from penstock.wire.errors import GapError, OverlapError, UnmergeableError
-from penstock.wire.messages import Delta, TokenLogprob
+from penstock.wire.messages import Delta, PromptReport, TokenLogprob
 
 
 def check_contiguous(expected: int, delta: Delta) -> None:
@@ -37,7 +37,7 @@ def split(delta: Delta, count: int) -> tuple[Delta, Delta]:
     if not 0 <= count <= len(delta.token_ids):
         raise ValueError(f"cannot split {count} tokens off a delta of {len(delta.token_ids)}")
     probs = delta.logprobs
-    head = Delta(delta.offset, delta.token_ids[:count], probs and probs[:count], delta.prompt_logprobs, delta.cached_tokens)
+    head = Delta(delta.offset, delta.token_ids[:count], probs and probs[:count], delta.prompt)
     return head, Delta(delta.offset + count, delta.token_ids[count:], probs and probs[count:])
 
 
@@ -58,16 +58,10 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[TokenLogprob, ...] | None:
     return tuple(chain.from_iterable(present))
 
 
-def _prompt_logprobs(deltas: Sequence[Delta]) -> tuple[TokenLogprob | None, ...] | None:
-    if any([delta.prompt_logprobs is not None for delta in deltas[1:]]):
-        raise UnmergeableError("prompt logprobs may come with the first delta only")
-    return deltas[0].prompt_logprobs
-
-
-def _cached_tokens(deltas: Sequence[Delta]) -> int | None:
-    if any([delta.cached_tokens is not None for delta in deltas[1:]]):
-        raise UnmergeableError("the count of cached tokens may come with the first delta only")
-    return deltas[0].cached_tokens
+def _prompt(deltas: Sequence[Delta]) -> PromptReport | None:
+    if any([delta.prompt is not None for delta in deltas[1:]]):
+        raise UnmergeableError("the report on the prompt may come with the first delta only")
+    return deltas[0].prompt
 
 
 # One rule a field, in the order of the fields; a test walks the struct and fails when one is missing.
@@ -75,6 +69,5 @@ MERGE_RULES: dict[str, Callable[[Sequence[Delta]], object]] = {
     "offset": _offset,
     "token_ids": _token_ids,
     "logprobs": _logprobs,
-    "prompt_logprobs": _prompt_logprobs,
-    "cached_tokens": _cached_tokens,
+    "prompt": _prompt,
 }

@@ -1,4 +1,4 @@
-"""The outbox: where a worker's step waits for the socket of one front end."""
+"""The outbox: where a worker's steps wait for one front end."""
 
 from __future__ import annotations
 
@@ -10,71 +10,61 @@ from penstock.wire.messages import Delta, Finish, Segment, Terminal
 FRAME_TOKENS = 100_000
 
 
-class Outbox:
-    """What waits for one front end: a slot for each of its generations, merged until the socket is writable.
+class Outgoing(Slot):
+    """The slot of one generation in an outbox. It puts itself in the outbox's list when it has something."""
 
-    `open` before the first `put`; `put` and `cancel` never block and never drop a terminal; `drain` takes what one frame holds.
-    A generation leaves the outbox when its terminal is drained.
+    __slots__ = ("_outbox", "generation")
+
+    def __init__(self, outbox: Outbox, generation: bytes, next_offset: int) -> None:
+        super().__init__(next_offset)
+        self.generation = generation
+        self._outbox = outbox
+
+    def put(self, delta: Delta) -> bool:
+        was_empty = super().put(delta)
+        if was_empty:
+            self._outbox.waiting.append(self)
+        return was_empty
+
+    def end(self, terminal: Terminal) -> bool:
+        was_empty = super().end(terminal)
+        if was_empty:
+            self._outbox.waiting.append(self)
+        return was_empty
+
+    def cancel(self) -> None:
+        """Its reader has left: what waits is dropped, and it ends."""
+        listed = not self.is_empty
+        self.discard()
+        super().end(Finish("cancelled"))
+        if not listed:
+            self._outbox.waiting.append(self)
+
+
+class Outbox:
+    """What waits for one front end, merged until it is taken.
+
+    `open` gives a generation its slot; putting there never blocks and never drops; `drain` takes what one frame holds.
     """
 
     def __init__(self) -> None:
-        self._slots: dict[bytes, Slot] = {}
-        self._waiting: dict[bytes, Slot] = {}
+        self.waiting: list[Outgoing] = []
 
-    def __len__(self) -> int:
-        """How many generations are open."""
-        return len(self._slots)
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
-
-    def __contains__(self, generation: object) -> bool:
-        """It is open, and its terminal has not been put."""
-        slot = self._slots.get(generation)  # type: ignore[call-overload]
-        return slot is not None and not slot.ended
-
-    def generations(self) -> list[bytes]:
-        """The ids of those that have not ended."""
-        return [generation for generation, slot in self._slots.items() if not slot.ended]
-
-    def open(self, generation: bytes, next_offset: int) -> None:
-        self._slots[generation] = Slot(next_offset)
-
-    def put(self, generation: bytes, delta: Delta | None, terminal: Terminal | None) -> None:
-        """Raises KeyError for one that is not open, StreamError for one that breaks the sequence."""
-        slot = self._slots[generation]
-        if delta is not None:
-            slot.put(delta)
-        if terminal is not None:
-            slot.end(terminal)
-        self._waiting[generation] = slot
-
-    def cancel(self, generation: bytes) -> None:
-        """Its reader has left: what waits is dropped, and it ends."""
-        slot = self._slots[generation]
-        slot.discard()
-        slot.end(Finish("cancelled"))
-        self._waiting[generation] = slot
+    def open(self, generation: bytes, next_offset: int = 0) -> Outgoing:
+        return Outgoing(self, generation, next_offset)
 
     def drain(self, tokens: int = FRAME_TOKENS) -> list[Segment]:
-        """What waits, up to about so many tokens; `has_waiting` says whether there is more."""
+        """What waits, up to about so many tokens. The rest goes on waiting, ahead of what comes later."""
         segments: list[Segment] = []
-        emptied: list[bytes] = []
-        for generation, slot in self._waiting.items():
+        waiting, self.waiting = self.waiting, []
+        for index, slot in enumerate(waiting):
             delta, terminal = slot.take(tokens)
-            segments.append(Segment(generation, delta, terminal))
-            if slot.is_empty:
-                emptied.append(generation)
-            if terminal is not None:
-                del self._slots[generation]
+            segments.append(Segment(slot.generation, delta, terminal))
             if delta is not None:
-                tokens -= len(delta.token_ids) + len(delta.prompt_logprobs or ())
+                tokens -= len(delta.token_ids)
+                if delta.prompt is not None:
+                    tokens -= len(delta.prompt.logprobs or ())
                 if tokens <= 0:
+                    self.waiting = waiting[index if not slot.is_empty else index + 1 :]
                     break
-        if len(emptied) == len(self._waiting):
-            self._waiting = {}
-        else:
-            for generation in emptied:
-                del self._waiting[generation]
         return segments

@@ -1,9 +1,8 @@
-"""The slot: what waits of one generation, at any hop."""
+"""The slot: what waits of one generation, at any hop, and the ledger of its offsets."""
 
 from __future__ import annotations
 
-from penstock.stream.ledger import Ledger
-from penstock.stream.merge import merge, split
+from penstock.stream.merge import check_contiguous, merge, split
 from penstock.wire.errors import PutAfterTerminal
 from penstock.wire.messages import Delta, Terminal
 
@@ -15,15 +14,16 @@ COMPACT_AT = 64
 class Slot:
     """Pending delta and terminal of one generation.
 
-    `put` and `end` never block and never drop. A put out of sequence raises GapError or OverlapError;
-    anything after the terminal raises PutAfterTerminal. In both cases the slot is as it was before.
-    The terminal is kept beside the pending delta and taken after it, never instead of it.
+    `put` and `end` never block and never drop, and say whether the slot was empty before. A put out of sequence raises
+    GapError or OverlapError; anything after the terminal raises PutAfterTerminal; in both cases the slot is as it was.
+    The terminal is kept beside the pending delta and taken with it or after it, never instead of it.
     """
 
-    __slots__ = ("_ledger", "_pending", "_terminal", "_terminal_taken")
+    __slots__ = ("_pending", "_terminal", "_terminal_taken", "next_offset")
 
     def __init__(self, next_offset: int = 0) -> None:
-        self._ledger = Ledger(next_offset)
+        self.next_offset = next_offset
+        """The offset at which the next delta must start: the ledger of what has passed."""
         self._pending: list[Delta] = []
         self._terminal: Terminal | None = None
         self._terminal_taken = False
@@ -34,28 +34,29 @@ class Slot:
         return self._terminal is not None
 
     @property
-    def next_offset(self) -> int:
-        """The offset at which the next put must start: tokens put so far, with those before the slot began."""
-        return self._ledger.next_offset
-
-    @property
     def is_empty(self) -> bool:
         """There is nothing to take."""
         return not self._pending and (self._terminal is None or self._terminal_taken)
 
-    def put(self, delta: Delta) -> None:
+    def put(self, delta: Delta) -> bool:
         if self._terminal is not None:
             raise PutAfterTerminal(f"a delta at offset {delta.offset} came after {self._terminal}")
-        self._ledger.record(delta)
+        if delta.offset != self.next_offset:
+            check_contiguous(self.next_offset, delta)
+        self.next_offset += len(delta.token_ids)
         pending = self._pending
         pending.append(delta)
+        if len(pending) == 1:
+            return True
         if len(pending) >= COMPACT_AT:
             self._pending = [merge(pending)]
+        return False
 
-    def end(self, terminal: Terminal) -> None:
+    def end(self, terminal: Terminal) -> bool:
         if self._terminal is not None:
             raise PutAfterTerminal(f"{terminal} came after {self._terminal}")
         self._terminal = terminal
+        return not self._pending
 
     def take(self, tokens: int | None = None) -> tuple[Delta | None, Terminal | None]:
         """All that waits, as one delta and the terminal.

@@ -6,9 +6,6 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
-
-
 class Detokenizer(Protocol):
     """Turns the tokens of one generation into text as they come."""
 
@@ -22,17 +19,21 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For tokenizers whose every token stands for fixed bytes: a table and a UTF-8 decoder."""
 
-    __slots__ = ("_decoder", "_table")
+    __slots__ = ("_held", "_table")
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
-        self._decoder = _UTF8("replace")
+        self._held = b""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         table = self._table
-        if len(token_ids) == 1:
-            return self._decoder.decode(table[token_ids[0]])
-        return self._decoder.decode(b"".join([table[token_id] for token_id in token_ids]))
+        data = b"".join([table[token_id] for token_id in token_ids])
+        if self._held:
+            data = self._held + data
+        text, consumed = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[consumed:]
+        return text
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")

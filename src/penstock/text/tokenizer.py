@@ -19,13 +19,11 @@ class ChatMessage(TypedDict):
 class Tokenizer(Protocol):
     """One model's way between text and tokens."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids run from 0 to below this."""
+    vocab_size: int
+    """Ids run from 0 to below this."""
 
-    @property
-    def max_token_bytes(self) -> int:
-        """The UTF-8 length of its longest token: a text of more than n times that has more than n tokens."""
+    max_token_bytes: int
+    """The UTF-8 length of its longest token: a text of more than n times that has more than n tokens."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with whatever the model expects at its beginning."""

@@ -90,16 +90,10 @@ class WordTokenizer:
         words = [f" {word}".encode() for word in _WORDS]
         self._table = [bytes([byte]) for byte in range(256)] + words + [b""] * len(_SPECIAL)
         self._ids = {word.decode(): 256 + index for index, word in enumerate(words)}
+        self.vocab_size = len(self._table)
+        self.max_token_bytes = max(map(len, self._table))
         self.word_ids = range(256, 256 + len(words))
         self.end_id, self._message_id, self._role_id = range(256 + len(words), len(self._table))
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._table)
-
-    @property
-    def max_token_bytes(self) -> int:
-        return max(map(len, self._table))
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = []

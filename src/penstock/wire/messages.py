@@ -15,36 +15,41 @@ GENERATION_ID_BYTES = 16
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-class TokenLogprob(Struct, frozen=True, array_like=True):
+class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
     """The log probability of one token, and of the likeliest alternatives as (token id, logprob)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Delta(Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+class PromptReport(Struct, frozen=True, array_like=True, gc=False):
+    """What is known of a generation's prompt: how many of its tokens needed no prefill, and its logprobs if asked for."""
+
+    cached_tokens: int
+    logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class Delta(Struct, frozen=True, array_like=True, gc=False):
     """A disjoint segment of one generation.
 
-    `offset` counts the tokens before it. The first delta of a generation also says what is known of its prompt: its logprobs,
-    when they were asked for, and how many of its tokens needed no prefill. Every field has a rule in `stream.merge.MERGE_RULES`.
+    `offset` counts the tokens before it; `prompt` comes with the first delta only. Every field has a rule in `stream.merge.MERGE_RULES`.
     All payloads are tuples: a delta can be shared, kept and merged, and nobody sees it change.
-    (`gc=False` is safe because tuples of numbers cannot form a cycle.)
+    (`gc=False`, here and below, is safe because such data cannot form a cycle.)
     """
 
     offset: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    cached_tokens: int | None = None
+    prompt: PromptReport | None = None
 
 
-class Finish(Struct, frozen=True, tag="finish"):
+class Finish(Struct, frozen=True, tag="finish", gc=False):
     """The generation ended as it should."""
 
     reason: FinishReason
 
 
-class Fault(Struct, frozen=True, tag="fault", omit_defaults=True):
+class Fault(Struct, frozen=True, tag="fault", omit_defaults=True, gc=False):
     """The generation failed. `retryable`: another worker could go on from the next offset."""
 
     code: str
@@ -55,7 +60,7 @@ class Fault(Struct, frozen=True, tag="fault", omit_defaults=True):
 Terminal = Finish | Fault
 
 
-class Segment(Struct, frozen=True, array_like=True, omit_defaults=True):
+class Segment(Struct, frozen=True, array_like=True, gc=False):
     """One generation's share of a step: what is new, and its terminal if it ended."""
 
     id: bytes
@@ -132,6 +137,14 @@ class Step(Struct, frozen=True, tag="step"):
     stats: WorkerStats
 
 
+class Ready(Struct, frozen=True, tag="ready"):
+    """Front end to worker: the readers of the last Step are being served; send the next.
+
+    One Step is under way at a time. While the front end is busy, tokens so wait at the worker, where they are merged, and not
+    one by one in the socket.
+    """
+
+
 class Challenge(Struct, frozen=True, tag="challenge"):
     """Worker to front end, first on every connection."""
 
@@ -167,4 +180,4 @@ class Goodbye(Struct, frozen=True, tag="goodbye"):
     message: str
 
 
-Message = Submit | Cancel | Step | Challenge | Hello | Welcome | Draining | Goodbye
+Message = Submit | Cancel | Step | Ready | Challenge | Hello | Welcome | Draining | Goodbye

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from penstock.stream.outbox import Outbox
+from penstock.stream.outbox import Outbox, Outgoing
 from penstock.wire.errors import FrameMalformed, StreamError
 from penstock.wire.messages import (
     GENERATION_ID_BYTES,
@@ -14,6 +14,7 @@ from penstock.wire.messages import (
     Fault,
     Message,
     ModelInfo,
+    Ready,
     Segment,
     Step,
     Submit,
@@ -28,28 +29,28 @@ Send = Callable[[Message], bool]
 
 
 class FrontEndPort:
-    """One connected front end: its outbox, and its socket while that is writable."""
+    """One connected front end: its outbox, and whether it takes a step now.
+
+    It does when it has said that it is ready for another and its socket has room; else what comes waits, and is merged.
+    """
 
     def __init__(self, name: str, send: Send) -> None:
         self.name = name
         self.outbox = Outbox()
         self._send = send
-        self._writable = True
+        self.writable = True
+        self.ready = True
         self._sent_stats = WorkerStats()
 
-    def resume(self, stats: WorkerStats) -> None:
-        """The socket takes bytes again."""
-        self._writable = True
-        self.flush(stats)
-
     def flush(self, stats: WorkerStats) -> None:
-        """Sends what waits, merged, while the socket takes it; else it goes on waiting, and merging."""
-        while self._writable and (self.outbox.has_waiting or stats != self._sent_stats):
+        """Sends what waits, if the front end takes it now."""
+        if self.ready and self.writable and (self.outbox.waiting or stats != self._sent_stats):
             self._sent_stats = stats
-            self._writable = self._send(Step(self.outbox.drain(), stats))
+            self.ready = False
+            self.writable = self._send(Step(self.outbox.drain(), stats))
 
     def announce(self, message: Message) -> None:
-        self._writable = self._send(message)
+        self.writable = self._send(message)
 
 
 class WorkerRuntime:
@@ -61,7 +62,7 @@ class WorkerRuntime:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._ports: list[FrontEndPort] = []
-        self._owners: dict[bytes, FrontEndPort] = {}
+        self._open: dict[bytes, tuple[FrontEndPort, Outgoing]] = {}
         self._draining = False
         self.late_segments = 0
 
@@ -72,7 +73,7 @@ class WorkerRuntime:
     @property
     def is_idle(self) -> bool:
         """No generation runs, and nothing waits to be sent."""
-        return not self._owners and not any(port.outbox.has_waiting for port in self._ports)
+        return not self._open and not any(port.outbox.waiting for port in self._ports)
 
     async def start(self) -> None:
         await self._backend.start(self._on_step)
@@ -92,13 +93,15 @@ class WorkerRuntime:
     def detach(self, port: FrontEndPort) -> None:
         """A front end is gone: nobody will read its generations."""
         self._ports.remove(port)
-        for generation in port.outbox.generations():
-            del self._owners[generation]
+        for generation in [generation for generation, (owner, _) in self._open.items() if owner is port]:
+            del self._open[generation]
             self._backend.cancel(generation)
         self._flush_all()
 
     def resume(self, port: FrontEndPort) -> None:
-        port.resume(self._backend.stats())
+        """The front end's socket takes bytes again."""
+        port.writable = True
+        port.flush(self._backend.stats())
 
     def drain(self) -> None:
         """Takes no new work from now on; what runs is finished."""
@@ -114,51 +117,56 @@ class WorkerRuntime:
             case Cancel():
                 for generation in message.ids:
                     self._cancel(port, generation)
+            case Ready():
+                port.ready = True
             case _:
-                raise FrameMalformed(f"a front end may send Submit and Cancel, not {type(message).__name__}")
+                raise FrameMalformed(f"a front end may send Submit, Cancel and Ready, not {type(message).__name__}")
 
     def flush(self) -> None:
         """To be called once after the messages of one read were handled."""
         self._flush_all()
 
     def _submit(self, port: FrontEndPort, request: Submit) -> None:
-        if len(request.id) != GENERATION_ID_BYTES or request.id in self._owners:
+        if len(request.id) != GENERATION_ID_BYTES or request.id in self._open:
             raise FrameMalformed(f"generation id {request.id.hex()} is not {GENERATION_ID_BYTES} bytes, or is in use")
-        port.outbox.open(request.id, request.offset)
+        slot = port.outbox.open(request.id, request.offset)
         if self._draining:
-            port.outbox.put(request.id, None, Fault("draining", "the worker is shutting down", retryable=True))
+            slot.end(Fault("draining", "the worker is shutting down", retryable=True))
             return
-        self._owners[request.id] = port
+        self._open[request.id] = port, slot
         self._backend.submit(request)
 
     def _cancel(self, port: FrontEndPort, generation: bytes) -> None:
         # It may have ended while the cancel was on its way; then its terminal is on its way, too.
-        if self._owners.get(generation) is port:
-            del self._owners[generation]
+        owner, slot = self._open.get(generation, (None, None))
+        if slot is not None and owner is port:
+            del self._open[generation]
             self._backend.cancel(generation)
-            port.outbox.cancel(generation)
+            slot.cancel()
 
     def _on_step(self, segments: Sequence[Segment]) -> None:
-        owners = self._owners
+        open_generations = self._open
         for segment in segments:
-            port = owners.get(segment.id)
-            if port is None:
+            owned = open_generations.get(segment.id)
+            if owned is None:
                 self.late_segments += 1
                 continue
+            slot = owned[1]
             try:
-                port.outbox.put(segment.id, segment.delta, segment.terminal)
+                if segment.delta is not None:
+                    slot.put(segment.delta)
+                if segment.terminal is not None:
+                    slot.end(segment.terminal)
+                    del open_generations[segment.id]
             except StreamError as error:
-                self._breach(port, segment, error)
-                continue
-            if segment.terminal is not None:
-                del owners[segment.id]
+                self._breach(slot, error)
         self._flush_all()
 
-    def _breach(self, port: FrontEndPort, segment: Segment, error: StreamError) -> None:
-        log.error("the engine broke the stream of generation %s: %s", segment.id.hex(), error)
-        del self._owners[segment.id]
-        self._backend.cancel(segment.id)
-        port.outbox.put(segment.id, None, Fault("stream_breach", f"the engine broke the stream: {error}"))
+    def _breach(self, slot: Outgoing, error: StreamError) -> None:
+        log.error("the engine broke the stream of generation %s: %s", slot.generation.hex(), error)
+        del self._open[slot.generation]
+        self._backend.cancel(slot.generation)
+        slot.end(Fault("stream_breach", f"the engine broke the stream: {error}"))
 
     def _flush_all(self) -> None:
         stats = self._backend.stats()
