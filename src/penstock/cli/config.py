@@ -17,7 +17,7 @@ from penstock.wire.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
 
-SECRET_VARIABLE = "PENSTOCK_LINK_SECRET"
+SECRET_VARIABLE = "PENSTOCK_LINK_SECRET"  # noqa: S105
 """The links' shared secret is taken from the environment, never from the command line, where others could read it."""
 
 
@@ -61,21 +61,29 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="penstock", description="An LLM serving stack. Tokens under pressure, none lost.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="the whole stack on this machine: workers and front end, supervised", formatter_class=_Formatter)
+    serve = commands.add_parser(
+        "serve", help="the whole stack on this machine: workers and front end, supervised", formatter_class=_Formatter
+    )
     serve.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes to start")
     _add_front_end(serve)
     _add_engine(serve)
     worker = commands.add_parser("worker", help="one worker", formatter_class=_Formatter)
     worker.add_argument("--name", default="worker-0", help="its name in logs and metrics")
-    worker.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:/path or tcp://host:port (TCP needs " + SECRET_VARIABLE + ")")
-    worker.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="how long running generations may take to end after SIGTERM")
+    worker.add_argument(
+        "--listen", required=True, metavar="ADDRESS", help="unix:/path or tcp://host:port (TCP needs " + SECRET_VARIABLE + ")"
+    )
+    worker.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="how long running generations may take to end after SIGTERM"
+    )
     _add_engine(worker)
     front_end = commands.add_parser("frontend", help="one front end", formatter_class=_Formatter)
     front_end.add_argument("--name", default="frontend", help="its name in the workers' logs")
     front_end.add_argument("--worker", action="append", required=True, metavar="ADDRESS", help="a worker's address; repeat for each")
     _add_front_end(front_end)
     for command in (worker, front_end):
-        command.add_argument("--exit-with-parent", action="store_true", help="exit when standard input ends, as it does when the parent dies")
+        command.add_argument(
+            "--exit-with-parent", action="store_true", help="exit when standard input ends, as it does when the parent dies"
+        )
     return parser
 
 
@@ -86,8 +94,16 @@ def _add_front_end(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
     group.add_argument("--max-generations", type=int, default=limits.max_generations, metavar="N", help="generations at once; more get 429")
     group.add_argument("--max-body-bytes", type=int, default=limits.max_body_bytes, metavar="N", help="largest request body; more gets 413")
-    group.add_argument("--stall-timeout", type=float, default=limits.stall_seconds, metavar="SECONDS", help="cut off a reader that takes nothing for so long")
-    group.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="how long running requests may take to end after SIGTERM")
+    group.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=limits.stall_seconds,
+        metavar="SECONDS",
+        help="cut off a reader that takes nothing for so long",
+    )
+    group.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="how long running requests may take to end after SIGTERM"
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -98,8 +114,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-name", metavar="NAME", help="the model's name in the API (default: the engine's or the directory's)")
     group.add_argument("--context-length", type=int, default=131_072, metavar="TOKENS", help="prompt and answer together")
     group = parser.add_argument_group("simulator")
-    group.add_argument("--step-ms", type=float, default=simulator.step_ms, help="time of an engine step, which makes one token a generation")
-    group.add_argument("--prefill-rate", type=float, default=simulator.prefill_rate, metavar="TOKENS/S", help="prompt tokens computed a second")
+    group.add_argument(
+        "--step-ms", type=float, default=simulator.step_ms, help="time of an engine step, which makes one token a generation"
+    )
+    group.add_argument(
+        "--prefill-rate", type=float, default=simulator.prefill_rate, metavar="TOKENS/S", help="prompt tokens computed a second"
+    )
     group.add_argument("--max-batch", type=int, default=simulator.max_batch, metavar="N", help="generations in a step; more are queued")
     group.add_argument("--kv-blocks", type=int, default=simulator.kv_blocks, metavar="N", help="KV blocks of 16 tokens")
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from penstock.cluster.address import Address
 from penstock.cluster.worker_link import WorkerLink, connect
@@ -33,9 +34,7 @@ class WorkerPool:
     `prepare` is awaited with a worker's model before the worker gets work: the front end loads its tokenizer there.
     """
 
-    def __init__(
-        self, addresses: Sequence[Address], front_end: str, secret: str, prepare: Callable[[ModelInfo], Awaitable[None]]
-    ) -> None:
+    def __init__(self, addresses: Sequence[Address], front_end: str, secret: str, prepare: Callable[[ModelInfo], Awaitable[None]]) -> None:
         self._addresses = addresses
         self._front_end = front_end
         self._secret = secret
@@ -53,7 +52,7 @@ class WorkerPool:
         """The workers of this model that take work."""
         return [member for member in self._members.values() if member.link.is_usable and member.model.name == model]
 
-    async def __aenter__(self) -> WorkerPool:
+    async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._keep(address), name=f"link to {address}") for address in self._addresses]
         return self
 
@@ -81,7 +80,7 @@ class WorkerPool:
                     await self._hold(address, Member(welcome.name, welcome.model, link))
                     delay = FIRST_RETRY
                 except PenstockError as error:
-                    log.error("worker %s at %s cannot be used: %s", welcome.name, address, error)
+                    log.error("worker %s at %s cannot be used: %s", welcome.name, address, error)  # noqa: TRY400
                 finally:
                     link.abort()
             await asyncio.sleep(delay)

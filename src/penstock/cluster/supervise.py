@@ -33,7 +33,6 @@ class Child:
         self.spec = spec
         self.restarts = 0
         self._process: asyncio.subprocess.Process | None = None
-        self._stopping = False
         self._stop_requested = asyncio.Event()
 
     async def run(self) -> int:
@@ -42,13 +41,13 @@ class Child:
         while True:
             began = time.monotonic()
             status = await self._run_once()
-            if self._stopping or status == EXIT_CONFIG:
+            if self._stop_requested.is_set() or status == EXIT_CONFIG:
                 return status
             if time.monotonic() - began > WELL_AFTER:
                 delay = FIRST_DELAY
             log.error("%s died (%s); restarting in %.1f s", self.spec.name, _described(status), delay)
             await self._pause(delay)
-            if self._stopping:
+            if self._stop_requested.is_set():
                 return status
             delay = min(delay * 2, LONGEST_DELAY)
             self.restarts += 1
@@ -59,7 +58,7 @@ class Child:
             *self.spec.command, stdin=asyncio.subprocess.PIPE, env=dict(self.spec.environment), start_new_session=True
         )
         log.info("%s is process %d", self.spec.name, self._process.pid)
-        if self._stopping:
+        if self._stop_requested.is_set():
             self._process.terminate()
         return await self._process.wait()
 
@@ -72,7 +71,6 @@ class Child:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Sends the signal; the process is not restarted after it."""
-        self._stopping = True
         self._stop_requested.set()
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)

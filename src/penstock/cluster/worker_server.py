@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
+from pathlib import Path
 
 from penstock.cluster.address import Address, UnixAddress
 from penstock.cluster.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
@@ -34,7 +34,7 @@ class WorkerServer:
         try:
             if isinstance(self._address, UnixAddress):
                 self._server = await loop.create_unix_server(lambda: FrontEndLink(self), self._address.path)
-                os.chmod(self._address.path, 0o600)
+                Path(self._address.path).chmod(0o600)
             else:
                 self._server = await loop.create_server(lambda: FrontEndLink(self), self._address.host, self._address.port)
         except OSError as error:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 from penstock.http.response import Response
 from penstock.metrics.frontend import Tally
@@ -35,7 +36,7 @@ class Ticket:
         self._generations = generations
         self._running = False
 
-    def __enter__(self) -> Ticket:
+    def __enter__(self) -> Self:
         self._admission.enter(self, self._generations)
         return self
 

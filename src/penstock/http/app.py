@@ -30,7 +30,9 @@ Parse = Callable[[bytes, Models], tuple[Plan, Dialect]]
 class GenerationEndpoint:
     """A POST that generates. It speaks ASGI itself: nothing stands between the stream and the server."""
 
-    def __init__(self, route: str, parse: Parse, models: Models, producer: Producer, admission: Admission, metrics: FrontEndMetrics) -> None:
+    def __init__(
+        self, route: str, parse: Parse, models: Models, producer: Producer, admission: Admission, metrics: FrontEndMetrics
+    ) -> None:
         self._route = route
         self._parse = parse
         self._models = models
@@ -73,19 +75,19 @@ def make_app(models: Models, producer: Producer, admission: Admission, metrics: 
     def endpoint(route: str, parse: Parse) -> GenerationEndpoint:
         return GenerationEndpoint(route, parse, models, producer, admission, metrics)
 
-    async def list_models(request: Request) -> StarletteResponse:
+    async def list_models(_: Request) -> StarletteResponse:
         return _json(200, {"object": "list", "data": [_described(model) for model in models.all()]})
 
-    async def live(request: Request) -> StarletteResponse:
+    async def live(_: Request) -> StarletteResponse:
         return _json(200, {"status": "live"})
 
-    async def ready(request: Request) -> StarletteResponse:
+    async def ready(_: Request) -> StarletteResponse:
         if admission.is_draining:
             return _json(503, {"status": "draining"})
         served = [model.info.name for model in models.all()]
         return _json(200 if served else 503, {"status": "ready" if served else "no worker is ready", "models": served})
 
-    async def show_metrics(request: Request) -> StarletteResponse:
+    async def show_metrics(_: Request) -> StarletteResponse:
         return StarletteResponse(metrics.render(), media_type=CONTENT_TYPE)
 
     return Router(

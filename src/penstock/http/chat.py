@@ -40,10 +40,10 @@ class ChatDialect:
         self._envelope = Envelope("chatcmpl", "chat.completion.chunk", plan)
         self._has_role = [False] * len(plan.submits)
 
-    def opening(self, index: int) -> str:
+    def opening(self, index: int) -> str:  # noqa: ARG002
         return ""
 
-    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
+    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
         if delta.logprobs is None:
             return None
         content = []

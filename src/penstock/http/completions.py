@@ -101,12 +101,10 @@ def _prompts(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
         raise RequestError("`prompt` is []: expected at least one prompt", param="prompt", code="empty_prompt")
     for index, element in enumerate(prompt):
         ids = isinstance(element, list) and all(type(token) is int for token in element)
-        if not isinstance(element, str) and not ids or isinstance(element, list) != isinstance(prompt[0], list):
+        if not (isinstance(element, str) or ids) or type(element) is not type(prompt[0]):
             field = f"prompt[{index}]"
-            expected = "token ids" if isinstance(prompt[0], list) else "a string"
-            if index == 0 or type(prompt[0]) is int:
-                expected = "a string, a list of strings, a list of token ids or a list of lists of token ids"
-            raise RequestError(f"`{field}` is {_short(element)}: expected {expected}", param=field)
+            message = f"`{field}` is {_short(element)}: expected all strings, all token ids or all lists of token ids"
+            raise RequestError(message, param=field)
     return [(f"prompt[{index}]", element) for index, element in enumerate(prompt)]
 
 

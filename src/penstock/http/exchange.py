@@ -79,13 +79,13 @@ class Exchange:
         self._open = len(self._choices)
 
     async def run(self, receive: Receive, ticket: Ticket) -> str:
-        """Returns the outcome, `ok` or `broken_off`. Raises ReaderLeft when the client goes away, GenerationFault when a generation fails before the answer has begun.
+        """Returns the outcome: `ok`, or `broken_off` after a fault in mid-stream, which became an error event and the end.
 
-        A fault in mid-stream becomes an error event and the end of the stream, which is `broken_off`.
+        Raises ReaderLeft when the client goes away, GenerationFault when a generation fails before the answer has begun.
         """
         try:
             async with self._fan:
-                ticket.on_expel = lambda: self._fan.interrupt(GenerationFault(Fault("shutting_down", "the server is shutting down")))
+                ticket.on_expel = self._expel
                 watcher = asyncio.create_task(self._watch(receive))
                 try:
                     return await (self._stream(ticket) if self._plan.stream else self._collect(ticket))
@@ -94,6 +94,9 @@ class Exchange:
                     await all_done([watcher])
         finally:
             self._metrics.tally.late_puts += self._fan.late_puts
+
+    def _expel(self) -> None:
+        self._fan.interrupt(GenerationFault(Fault("shutting_down", "the server is shutting down")))
 
     async def _watch(self, receive: Receive) -> None:
         """Tells the fan-in at once when the client goes away."""
@@ -105,7 +108,7 @@ class Exchange:
         arrivals = await self._first_arrivals(ticket)
         await self._response.start_events()
         while True:
-            events = []
+            events: list[bytes] = []
             for arrival in arrivals:
                 if isinstance(arrival.terminal, Fault):
                     await self._break_off(b"".join(events), arrival.terminal)
@@ -130,9 +133,9 @@ class Exchange:
         while True:
             for arrival in arrivals:
                 text, probs = self._advance(arrival)
-                texts[arrival.index].append(text)
+                texts[arrival.choice].append(text)
                 if probs is not None:
-                    logprobs[arrival.index].append(probs)
+                    logprobs[arrival.choice].append(probs)
             if not self._open:
                 break
             arrivals = await self._fan.receive()
@@ -151,15 +154,15 @@ class Exchange:
 
     def _event(self, arrival: Arrival) -> bytes:
         text, logprobs = self._advance(arrival)
-        finish_reason = self._choices[arrival.index].finish_reason
+        finish_reason = self._choices[arrival.choice].finish_reason
         if not text and logprobs is None and finish_reason is None:
             return b""
-        return self._dialect.event(arrival.index, text, logprobs, finish_reason)
+        return self._dialect.event(arrival.choice, text, logprobs, finish_reason)
 
     def _advance(self, arrival: Arrival) -> tuple[str, object]:
         if isinstance(arrival.terminal, Fault):
             raise GenerationFault(arrival.terminal)
-        choice = self._choices[arrival.index]
+        choice = self._choices[arrival.choice]
         before = choice.tokens
         added = choice.advance(arrival.delta, arrival.terminal)
         self._metrics.tally.tokens_delivered += choice.tokens - before
@@ -167,7 +170,7 @@ class Exchange:
             self._open -= 1
             if arrival.terminal is None:
                 # A stop string: what the engine makes beyond it is not wanted.
-                self._fan.drop(arrival.index)
+                self._fan.drop(arrival.choice)
         return added
 
     async def _break_off(self, events: bytes, fault: Fault) -> None:

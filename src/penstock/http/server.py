@@ -13,7 +13,7 @@ from collections import deque
 
 from granian.constants import HTTPModes, Interfaces
 from granian.log import LogLevels
-from granian.net import SocketHolder
+from granian.net import SocketHolder  # type: ignore[attr-defined]
 from granian.server.embed import Server
 from starlette.types import ASGIApp
 
@@ -80,10 +80,10 @@ class HttpServer:
             await asyncio.wait([guard])
 
     def stop(self) -> None:
-        self._server.stop()
+        self._server.stop()  # type: ignore[no-untyped-call]
 
 
-class _Granian(Server):  # type: ignore[misc]
+class _Granian(Server):
     """Granian inside our event loop, on a socket that we made."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
@@ -99,7 +99,7 @@ class _Granian(Server):  # type: ignore[misc]
         self._listener = listener
 
     def _init_shared_socket(self) -> None:
-        self._shd = SocketHolder(self._listener.fileno(), False, BACKLOG)
+        self._shd = SocketHolder(self._listener.fileno(), False, BACKLOG)  # type: ignore[assignment]
 
 
 class FileGuard:

@@ -15,6 +15,9 @@ from prometheus_client.registry import Collector
 
 from penstock.wire.messages import WorkerStats
 
+Samples = dict[tuple[str, ...], float]
+"""Values by their labels."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -30,7 +33,7 @@ class Tally:
     clients_left: int = 0
     readers_stalled: int = 0
     connections_refused: int = 0
-    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    requests: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By route and outcome."""
 
 
@@ -86,17 +89,19 @@ class _Snapshot(Collector):
 
     def _load(self, reading: ClusterReading) -> Iterator[Metric]:
         tally = self._tally
-        running = {("frontend", "frontend"): tally.running}
-        queued = {("frontend", "frontend"): tally.queued}
-        blocks: dict[tuple[str, ...], float] = {}
+        running: Samples = {("frontend", "frontend"): tally.running}
+        queued: Samples = {("frontend", "frontend"): tally.queued}
+        blocks: Samples = {}
         for name, stats in reading.workers.items():
             running["worker", name] = stats.running
             queued["worker", name] = stats.queued
-            blocks |= {(name, "used"): stats.kv_blocks_used, (name, "cached"): stats.kv_blocks_cached, (name, "total"): stats.kv_blocks_total}
+            blocks[name, "used"] = stats.kv_blocks_used
+            blocks[name, "cached"] = stats.kv_blocks_cached
+            blocks[name, "total"] = stats.kv_blocks_total
         labels = ("role", "name")
         yield _gauge("penstock_requests_running", "Requests (worker: generations) that are being computed or streamed.", running, labels)
         yield _gauge("penstock_requests_queued", "Requests (worker: generations) that have not begun.", queued, labels)
-        yield _gauge("penstock_kv_blocks", "KV blocks in use by running generations, kept for reuse, and in all.", blocks, ("name", "state"))
+        yield _gauge("penstock_kv_blocks", "KV blocks in use, kept for reuse, and in all.", blocks, ("name", "state"))
         yield _gauge("penstock_workers", "Workers with a live link.", {(): len(reading.workers)})
 
     def _token_path(self) -> Iterator[Metric]:
@@ -107,7 +112,7 @@ class _Snapshot(Collector):
         yield _counter("penstock_clients_left", "Requests whose client went away before the end.", {(): tally.clients_left})
         yield _counter("penstock_readers_stalled", "Streams cut off because their reader took nothing.", {(): tally.readers_stalled})
         yield _counter("penstock_connections_refused", "Connections refused for want of file descriptors.", {(): tally.connections_refused})
-        yield _counter("penstock_requests", "Requests by route and outcome.", tally.requests, ("route", "outcome"))
+        yield _counter("penstock_requests", "Requests by route and outcome.", dict(tally.requests), ("route", "outcome"))
 
 
 def _gauge(name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:

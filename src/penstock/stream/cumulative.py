@@ -25,7 +25,7 @@ class CumulativeReader:
         if len(token_ids) < self._seen:
             raise OverlapError(f"a cumulative chunk of {len(token_ids)} tokens came after one of {self._seen}")
         if self._seen and token_ids[self._seen - 1] != self._last:
-            raise OverlapError(f"a cumulative chunk has token {token_ids[self._seen - 1]} at {self._seen - 1}, where {self._last} came before")
+            raise OverlapError(f"a cumulative chunk has token {token_ids[self._seen - 1]} where {self._last} came before")
         new = tuple(token_ids[self._seen :])
         if not new:
             return None

@@ -25,7 +25,7 @@ class ReaderLeft(PenstockError):
 class Arrival(NamedTuple):
     """What one choice has to say at a wake-up."""
 
-    index: int
+    choice: int
     delta: Delta | None
     terminal: Terminal | None
 

@@ -59,7 +59,7 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[TokenLogprob, ...] | None:
 
 
 def _prompt(deltas: Sequence[Delta]) -> PromptReport | None:
-    if any([delta.prompt is not None for delta in deltas[1:]]):
+    if any([delta.prompt is not None for delta in deltas[1:]]):  # noqa: C419, a list is faster for the few that there are
         raise UnmergeableError("the report on the prompt may come with the first delta only")
     return deltas[0].prompt
 

@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+
 class Detokenizer(Protocol):
     """Turns the tokens of one generation into text as they come."""
 

@@ -11,7 +11,7 @@ from penstock.wire.messages import Message
 
 _LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Message)
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_HANDSHAKE_BYTES = 64 * 1024
