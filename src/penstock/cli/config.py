@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from penstock import __version__
 from penstock.backends.simulator import SimulatorConfig
+from penstock.cli.bench import add_bench_parser
 from penstock.cluster.address import Address, parse_address
 from penstock.http.admission import Limits
 from penstock.wire.errors import ConfigError
@@ -84,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--exit-with-parent", action="store_true", help="exit when standard input ends, as it does when the parent dies"
         )
+    add_bench_parser(commands)
     return parser
 
 

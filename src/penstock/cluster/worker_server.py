@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 from pathlib import Path
 
 from penstock.cluster.address import Address, UnixAddress
@@ -33,8 +35,7 @@ class WorkerServer:
         loop = asyncio.get_running_loop()
         try:
             if isinstance(self._address, UnixAddress):
-                self._server = await loop.create_unix_server(lambda: FrontEndLink(self), self._address.path)
-                Path(self._address.path).chmod(0o600)
+                self._server = await loop.create_unix_server(lambda: FrontEndLink(self), sock=_bind_unix(self._address.path))
             else:
                 self._server = await loop.create_server(lambda: FrontEndLink(self), self._address.host, self._address.port)
         except OSError as error:
@@ -56,6 +57,19 @@ class WorkerServer:
             await asyncio.wait([link.lost for link in self.links])
         if self._server is not None:
             await self._server.wait_closed()
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A socket that only this user can connect to; what an earlier worker left behind at its path is removed."""
+    if Path(path).is_socket():
+        Path(path).unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(mask)
+    return listener
 
 
 class FrontEndLink(LinkProtocol):

@@ -106,7 +106,7 @@ async def _produce(producer: Producer, mailbox: Mailbox) -> None:
 
 
 def _end_if_open(mailbox: Mailbox, fault: Fault) -> None:
-    if not mailbox.ended:
+    if not mailbox.ended and not mailbox.cancelled:
         mailbox.end(fault)
 
 

@@ -15,9 +15,12 @@ try:
     import jinja2
     import jinja2.sandbox
     import tokenizers
-    from tokenizers.decoders import DecodeStream
 except ImportError as missing:
     raise ConfigError(f"a model's own tokenizer needs the package {missing.name!r}: pip install 'penstock[model]'") from missing
+
+
+# No character has more bytes, so what is incomplete after as many byte tokens will stay so.
+LONGEST_CHARACTER = 4
 
 
 class ModelDirTokenizer:
@@ -76,22 +79,37 @@ class ModelDirTokenizer:
 
 
 class StepDetokenizer:
-    """For tokenizers whose text depends on the tokens around (SentencePiece): one token at a time through the library."""
+    """For tokenizers whose text depends on the tokens around (SentencePiece): each token is decoded with those before it.
+
+    The window of tokens begins where text was last complete, so that its cost does not grow with the generation.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._token_ids: list[int] = []
-        self._length = 0
+        self._window: list[int] = []
+        self._known = 0
+        """How many tokens of the window are text already."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        self._token_ids += token_ids
-        text = "".join([self._stream.step(self._tokenizer, token_id) or "" for token_id in token_ids])
-        self._length += len(text)
-        return text
+        return "".join([self._step(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
-        return str(self._tokenizer.decode(self._token_ids, skip_special_tokens=True))[self._length :]
+        return self._new_text()
+
+    def _step(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._new_text()
+        held = len(self._window) - self._known
+        if not text or (text.endswith("\N{REPLACEMENT CHARACTER}") and held < LONGEST_CHARACTER):
+            return ""
+        self._window = self._window[self._known :]
+        self._known = len(self._window)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._window[: self._known], skip_special_tokens=True)
+        after = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        return str(after[len(before) :])
 
 
 def _read(path: Path) -> str:

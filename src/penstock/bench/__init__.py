@@ -1,0 +1,1 @@
+"""`penstock bench`: load, verification and report. A client like any other: it knows the server through HTTP alone."""

@@ -1,0 +1,133 @@
+"""What processes of this machine spend while the load runs: CPU time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from penstock.wire.errors import ConfigError
+
+SAMPLE_SECONDS = 0.25
+MOST_CANDIDATES = 8
+MOST_COMMAND = 100
+
+
+@dataclass
+class Process:
+    """One process. CPU seconds and RSS are read at the start and at the end, the largest RSS in between."""
+
+    name: str
+    pid: int
+    cpu_start: float = 0.0
+    cpu_end: float = 0.0
+    rss_start: int = 0
+    rss_max: int = 0
+    rss_end: int = 0
+    ended: bool = False
+    handle: psutil.Process = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Raises ConfigError when there is no such process."""
+        try:
+            self.handle = psutil.Process(self.pid)
+            self.sample()
+        except psutil.Error as error:
+            raise ConfigError(f"--process {self.name}={self.pid}: {error.msg or 'it cannot be read'}") from error
+        if self.ended:
+            raise ConfigError(f"--process {self.name}={self.pid}: there is no such process")
+        self.cpu_start, self.rss_start = self.cpu_end, self.rss_end
+
+    def sample(self) -> None:
+        """One that has ended keeps its last figures."""
+        try:
+            times, rss = self.handle.cpu_times(), self.handle.memory_info().rss
+        except psutil.NoSuchProcess:
+            self.ended = True
+            return
+        self.cpu_end = times.user + times.system
+        self.rss_end = rss
+        self.rss_max = max(self.rss_max, rss)
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self.cpu_end - self.cpu_start
+
+
+class ProcessWatch:
+    """Watches processes while it is entered."""
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self.processes = processes
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        for process in self.processes:
+            process.start()
+        self._task = asyncio.create_task(self._samples(), name="process samples")
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._sample()
+
+    async def _samples(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self._sample()
+
+    def _sample(self) -> None:
+        for process in self.processes:
+            process.sample()
+
+
+def find_processes(texts: Iterable[str]) -> list[Process]:
+    """This process, and those that `--process` names: as NAME=PID, or by a part of the command line.
+
+    Raises ConfigError when a text fits no process, or several.
+    """
+    running: list[tuple[int, str]] | None = None
+    found = [Process("bench", os.getpid())]
+    for text in texts:
+        name, equals, pid = text.rpartition("=")
+        if equals and pid.isdecimal():
+            found.append(Process(name, int(pid)))
+            continue
+        running = _command_lines() if running is None else running
+        found.append(Process(text, _the_one(text, running)))
+    names = [process.name for process in found]
+    for name in names:
+        if not name or names.count(name) > 1:
+            raise ConfigError(f"--process: the name {name!r} is taken or empty; give each another one, as NAME=PID")
+    return found
+
+
+def _the_one(text: str, running: Sequence[tuple[int, str]]) -> int:
+    """The process that `text` means: the Penstock command of that name, else the one named so, else any that has it."""
+    for wanted in (f"penstock {text} ", f" --name={text} ", text):
+        candidates = [(pid, command) for pid, command in running if wanted in command + " "]
+        if len(candidates) == 1:
+            return candidates[0][0]
+        if candidates:
+            raise ConfigError(f"--process {text}: it fits {len(candidates)} processes; say which, as NAME=PID:{_listed(candidates)}")
+    ours = [(pid, command) for pid, command in running if "penstock" in command]
+    hint = f"; there are{_listed(ours)}" if ours else ""
+    raise ConfigError(f"--process {text}: no command line on this machine has it{hint}")
+
+
+def _listed(processes: Sequence[tuple[int, str]]) -> str:
+    lines = [f"\n  {pid}  {command[:MOST_COMMAND]}" for pid, command in processes[:MOST_CANDIDATES]]
+    more = len(processes) - len(lines)
+    return "".join(lines) + (f"\n  … and {more} more" if more > 0 else "")
+
+
+def _command_lines() -> list[tuple[int, str]]:
+    """All processes but this one and its parents, whose command lines have our own flags in them."""
+    myself = psutil.Process()
+    left_out = {myself.pid, *(parent.pid for parent in myself.parents())}
+    listed = [(process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"])]
+    return [(pid, command) for pid, command in listed if command and pid not in left_out]

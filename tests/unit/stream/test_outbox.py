@@ -1,0 +1,65 @@
+"""The outbox: merged while it waits, cut to what a frame holds, nothing lost."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.stream.outbox import Outbox
+from penstock.wire.messages import Delta, Finish, Segment
+
+
+@given(
+    steps=st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), max_size=8), max_size=12),
+    budgets=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+)
+def test_every_generation_gets_its_tokens_in_order(steps: list[list[tuple[int, int]]], budgets: list[int]) -> None:
+    outbox = Outbox()
+    slots = [outbox.open(bytes([index])) for index in range(5)]
+    put: list[list[int]] = [[] for _ in slots]
+    drained: list[list[int]] = [[] for _ in slots]
+
+    def drain(budget: int) -> None:
+        segments = outbox.drain(budget)
+        assert len({segment.id for segment in segments}) == len(segments)
+        for segment in segments:
+            got = drained[segment.id[0]]
+            if segment.delta is not None:
+                assert segment.delta.offset == len(got)
+                got += segment.delta.token_ids
+            if segment.terminal is not None:
+                assert got == put[segment.id[0]], "the terminal overtook its tokens"
+
+    for number, step in enumerate(steps):
+        for index, count in step:
+            tokens = list(range(len(put[index]), len(put[index]) + count))
+            slots[index].put(Delta(len(put[index]), tuple(tokens)))
+            put[index] += tokens
+        drain(budgets[number % len(budgets)])
+    for slot in slots:
+        slot.end(Finish("stop"))
+    while outbox.waiting:
+        drain(7)
+    assert drained == put
+
+
+def test_a_cancelled_generation_ends_and_drops_its_tokens() -> None:
+    outbox = Outbox()
+    first, second = outbox.open(b"1"), outbox.open(b"2")
+    first.put(Delta(0, (1,)))
+    second.put(Delta(0, (2,)))
+    first.cancel()
+    assert outbox.drain() == [Segment(b"1", None, Finish("cancelled")), Segment(b"2", Delta(0, (2,)))]
+    assert outbox.drain() == []
+
+
+def test_a_generation_cancelled_before_its_first_token_ends() -> None:
+    outbox = Outbox()
+    outbox.open(b"1").cancel()
+    assert outbox.drain() == [Segment(b"1", None, Finish("cancelled"))]
+
+
+def test_a_generation_may_start_in_the_middle() -> None:
+    outbox = Outbox()
+    outbox.open(b"1", 40).put(Delta(40, (7,)))
+    assert outbox.drain() == [Segment(b"1", Delta(40, (7,)))]
