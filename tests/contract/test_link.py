@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -53,7 +54,7 @@ class Worker:
         self.runtime = WorkerRuntime(self.simulator)
         self.server = WorkerServer(self.runtime, "worker-0", address, SECRET)
 
-    async def __aenter__(self) -> Worker:
+    async def __aenter__(self) -> Self:
         await self.runtime.start()
         await self.server.start()
         if isinstance(self.address, TcpAddress):
@@ -301,7 +302,7 @@ async def test_a_wrong_secret_is_refused_on_both_sides(address: Address) -> None
         async with raw(worker) as (reader, writer, challenge):
             writer.write(greet(challenge, secret="a guess"))
             assert (await until_goodbye(reader)).code == "handshake_refused"
-        with pytest.raises(LinkBroken, match="handshake_refused"):
+        with pytest.raises(HandshakeRefused, match="does not know this link's secret"):
             await connect(worker.address, "test", "a guess")
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.backends.simulated_tokens import tokens_between
-from penstock.bench.client import Client, Stream
+from penstock.bench.client import Client
+from penstock.bench.stream import Stream
 from penstock.text.words import WordTokenizer
 
 TICK_SECONDS = 0.1

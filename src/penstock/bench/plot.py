@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.client import Stream
 from penstock.bench.load import Load
 from penstock.bench.report import Report, Spread, first_waits, gaps
+from penstock.bench.stream import Stream
 
 COLOR = "#1f6f8b"
 MOST_POINTS = 2000

@@ -13,7 +13,7 @@ from penstock.wire.errors import ConfigError
 
 SAMPLE_SECONDS = 0.25
 MOST_CANDIDATES = 8
-MOST_COMMAND = 100
+MOST_COMMAND = 240
 
 
 @dataclass

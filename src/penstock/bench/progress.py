@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -30,7 +31,7 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[[Progress], 
         task = bar.add_task("requests", total=total, running=0, events=0, failed=0)
 
         def show(progress: Progress) -> None:
-            counts = {"running": progress.running, "events": progress.events, "failed": progress.failed}
+            counts: dict[str, Any] = {"running": progress.running, "events": progress.events, "failed": progress.failed}
             bar.update(task, completed=progress.finished, refresh=True, **counts)
 
         yield show

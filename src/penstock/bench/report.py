@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.bench.client import Stream
 from penstock.bench.load import Load
 from penstock.bench.processes import Process
+from penstock.bench.stream import Stream
 from penstock.bench.verify import Verification
 
 MOST_ERRORS = 5
@@ -122,7 +122,8 @@ def spread(seconds: Iterable[float]) -> Spread | None:
     ordered = [value * 1000 for value in sorted(seconds)]
     if not ordered:
         return None
-    return Spread(len(ordered), *(percentile(ordered, share) for share in (0.5, 0.9, 0.99)), ordered[-1])
+    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
+    return Spread(len(ordered), p50, p90, p99, ordered[-1])
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -195,7 +196,8 @@ def _findings(report: Report) -> list[Text]:
             lines.append(Text(f"{wrong}: {counts}; {checked.usage_mismatch:,} with a wrong usage", style="bold red"))
         else:
             told = f"{checked.streams:,} streams verified: no token lost, repeated or reordered; every usage right"
-            lines.append(Text(told, style="bold green"))
+            part = f" ({checked.incomplete:,} did not come to their end: verified as far as they came)" if checked.incomplete else ""
+            lines.append(Text(told + part, style="bold yellow" if part else "bold green"))
     for message, count in list(report.errors.items())[:MOST_ERRORS]:
         lines.append(Text(f"{count:,} × {message}", style="red"))
     if (more := len(report.errors) - MOST_ERRORS) > 0:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.backends.simulated_tokens import tokens_between
-from penstock.bench.client import Model, Stream
+from penstock.bench.stream import Stream
 from penstock.text.load import BUILT_IN, load_tokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.words import WordTokenizer
@@ -40,17 +40,23 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Verification:
-    """What is wrong with all of them. `usage_mismatch` counts the complete streams whose usage is not what was asked for."""
+    """What is wrong with all of them.
+
+    `incomplete` counts those that were verified only as far as they came, `usage_mismatch` the complete ones whose usage is
+    not what was asked for.
+    """
 
     streams: int = 0
+    incomplete: int = 0
     wrong_streams: int = 0
     lost: int = 0
     repeated: int = 0
     reordered: int = 0
     usage_mismatch: int = 0
 
-    def add(self, verdict: Verdict, usage_is_right: bool) -> None:
+    def add(self, verdict: Verdict, complete: bool, usage_is_right: bool) -> None:
         self.streams += 1
+        self.incomplete += not complete
         self.wrong_streams += any(verdict) or not usage_is_right
         self.lost += verdict.lost
         self.repeated += verdict.repeated
@@ -85,7 +91,8 @@ class Verifier:
         for stream in streams:
             expected = self.expected_text(stream.seed, max_tokens)
             verdict = self.compare(expected, stream.text, stream.is_complete)
-            verification.add(verdict, not stream.is_complete or stream.completion_tokens == max_tokens)
+            usage_is_right = not stream.is_complete or stream.completion_tokens == max_tokens
+            verification.add(verdict, stream.is_complete, usage_is_right)
         return verification
 
 
@@ -118,15 +125,14 @@ def _longest_in_order(expected: Sequence[int], received: Sequence[int]) -> tuple
     return len(ends), ends[-1] + 1 if ends else 0
 
 
-def make_verifier(model: Model) -> Verifier:
-    """Raises ConfigError when the model's text cannot be known here."""
-    details = model.penstock
-    if details is None or details.engine != "simulator":
-        engine = "another server" if details is None else f"Penstock with the engine {details.engine!r}"
-        raise ConfigError(f"--verify needs Penstock's simulator, whose text is known; {model.id!r} is served by {engine}")
-    if details.tokenizer != BUILT_IN and not Path(details.tokenizer).is_dir():
-        raise ConfigError(f"--verify needs the server's tokenizer, and {details.tokenizer!r} is no directory on this machine")
-    tokenizer = load_tokenizer(details.tokenizer)
+def make_verifier(engine: str | None, tokenizer_name: str) -> Verifier:
+    """For what the server tells of its model, or does not. Raises ConfigError when the model's text cannot be known here."""
+    if engine != "simulator":
+        told = "does not say that it is" if engine is None else f"has the engine {engine!r}"
+        raise ConfigError(f"--verify needs Penstock's simulator, whose text is known; this server {told}")
+    if tokenizer_name != BUILT_IN and not Path(tokenizer_name).is_dir():
+        raise ConfigError(f"--verify needs the server's tokenizer, and {tokenizer_name!r} is no directory on this machine")
+    tokenizer = load_tokenizer(tokenizer_name)
     if isinstance(tokenizer, WordTokenizer):
         return Verifier(tokenizer, tokenizer.word_ids)
     # Only a model's own tokenizer needs the libraries that this module imports.

@@ -142,7 +142,7 @@ async def _bench(settings: BenchSettings) -> int:
 
     async with Client(settings.url, settings.endpoint, settings.timeout, _api_key(settings.api_key_variable)) as client:
         model = await _model(client, settings)
-        verifier = make_verifier(model) if settings.verify else None
+        verifier = make_verifier(model.engine, model.tokenizer) if settings.verify else None
         processes = find_processes(settings.processes)
         workload = Workload(
             model.id,

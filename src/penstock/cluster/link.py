@@ -110,7 +110,8 @@ def check_proof(secret: str, side: str, nonce: bytes, given: bytes) -> None:
 def unexpected(message: Message, expected: str) -> LinkError:
     """The error for a message that has no place here: the peer's own goodbye, or a malformed link."""
     if isinstance(message, Goodbye):
-        return LinkBroken(f"the peer closed the link: {message.code}: {message.message}")
+        kind = HandshakeRefused if message.code == HandshakeRefused.code else LinkBroken
+        return kind(f"the peer closed the link: {message.code}: {message.message}")
     return FrameMalformed(f"expected {expected}, got {type(message).__name__}")
 
 

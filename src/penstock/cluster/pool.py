@@ -70,11 +70,16 @@ class WorkerPool:
     async def _keep(self, address: Address) -> None:
         """Connects, and again whenever the link is lost, with a back-off while that fails."""
         delay = FIRST_RETRY
+        refusal = ""
         while True:
             try:
                 link, welcome = await connect(address, self._front_end, self._secret)
+            except HandshakeRefused as error:
+                if str(error) != refusal:
+                    log.error("worker at %s: %s", address, error)  # noqa: TRY400, said once and not at every attempt
+                refusal = str(error)
             except LinkError as error:
-                log.log(logging.ERROR if isinstance(error, HandshakeRefused) else logging.DEBUG, "%s", error)
+                log.debug("%s", error)
             else:
                 try:
                     await self._hold(address, Member(welcome.name, welcome.model, link))

@@ -101,7 +101,8 @@ def _prompts(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
         raise RequestError("`prompt` is []: expected at least one prompt", param="prompt", code="empty_prompt")
     for index, element in enumerate(prompt):
         ids = isinstance(element, list) and all(type(token) is int for token in element)
-        if not (isinstance(element, str) or ids) or type(element) is not type(prompt[0]):
+        single = type(element) is int and index == 0  # then another element is the odd one
+        if not (isinstance(element, str) or ids or single) or type(element) is not type(prompt[0]):
             field = f"prompt[{index}]"
             message = f"`{field}` is {_short(element)}: expected all strings, all token ids or all lists of token ids"
             raise RequestError(message, param=field)

@@ -99,7 +99,7 @@ class _Granian(Server):
         self._listener = listener
 
     def _init_shared_socket(self) -> None:
-        self._shd = SocketHolder(self._listener.fileno(), False, BACKLOG)  # type: ignore[assignment]
+        self._shd = SocketHolder(self._listener.fileno(), False, BACKLOG)  # type: ignore[assignment, call-arg]
 
 
 class FileGuard:

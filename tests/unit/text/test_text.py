@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3
 
 def pieces(sequence: list[int], cuts: list[int]) -> list[list[int]]:
     edges = sorted({0, len(sequence), *(min(cut, len(sequence)) for cut in cuts)})
-    return [sequence[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [sequence[start:stop] for start, stop in pairwise(edges)]
 
 
 @given(st.text())

@@ -59,9 +59,7 @@ def test_messages_survive_any_cutting(messages: list[Message], data: st.DataObje
     wire = b"".join(map(encode_frame, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=8)))
     reader = FrameReader()
-    received = [
-        message for start, stop in zip([0, *cuts], [*cuts, len(wire)], strict=True) for message in reader.feed(wire[start:stop])
-    ]
+    received = [message for start, stop in zip([0, *cuts], [*cuts, len(wire)], strict=True) for message in reader.feed(wire[start:stop])]
     assert received == messages
     assert reader.buffered == 0
 

@@ -1,0 +1,121 @@
+"""What was seen of one request's stream."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+
+MOST_MESSAGE = 300
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_CHUNKS = msgspec.json.Decoder(_Chunk)
+
+
+class Stream:
+    """What was seen of one request. It is filled in as it runs, so that what was interrupted is kept, too.
+
+    `times` and `sizes` have, for each read that carried text, when it was and how many characters it had.
+    """
+
+    __slots__ = (
+        "completion_tokens",
+        "done",
+        "ended",
+        "error",
+        "events",
+        "finish_reason",
+        "number",
+        "parts",
+        "seed",
+        "sizes",
+        "started",
+        "times",
+    )
+
+    def __init__(self, number: int, seed: int) -> None:
+        self.number = number
+        self.seed = seed
+        self.started = self.ended = 0.0
+        self.times = array("d")
+        self.sizes = array("L")
+        self.parts: list[str] = []
+        self.events = 0
+        self.completion_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.done = False
+        self.error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    @property
+    def is_complete(self) -> bool:
+        """It came to its end. One that neither is complete nor has an error was interrupted by ourselves."""
+        return self.done and self.error is None
+
+    @property
+    def tokens(self) -> int:
+        """As the server counted them; where it did not, an event with text counts as one."""
+        return len(self.parts) if self.completion_tokens is None else self.completion_tokens
+
+    def take(self, payloads: list[bytes], now: float) -> None:
+        """Takes the events of one read. Raises msgspec.DecodeError for one that is no chunk."""
+        characters = 0
+        for payload in payloads:
+            if payload == b"[DONE]":
+                self.done = True
+                continue
+            chunk = _CHUNKS.decode(payload)
+            self.events += 1
+            if chunk.error is not None:
+                self.error = f"error event: {error_message(chunk.error)}"
+            if chunk.usage is not None:
+                self.completion_tokens = chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                characters += self._take_choice(choice)
+        if characters:
+            self.times.append(now)
+            self.sizes.append(characters)
+
+    def _take_choice(self, choice: _Choice) -> int:
+        delta = choice.delta
+        text = choice.text if delta is None else delta.content or delta.reasoning_content or delta.reasoning
+        if self.finish_reason is not None and (text or choice.finish_reason is not None):
+            self.error = "the stream went on after its finish"
+        if choice.finish_reason is not None:
+            self.finish_reason = choice.finish_reason
+        if not text:
+            return 0
+        self.parts.append(text)
+        return len(text)
+
+
+def error_message(error: Any) -> str:
+    """The message of an error in OpenAI's shape, or whatever came instead."""
+    message = str(error.get("message") or error) if isinstance(error, dict) else str(error)
+    return message if len(message) <= MOST_MESSAGE else message[:MOST_MESSAGE] + "…"

@@ -1,0 +1,43 @@
+"""Servers for the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.harness import Server
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Starts servers, and stops those that the test has not stopped."""
+    servers: list[Server] = []
+
+    def start(*arguments: str, **rest: Any) -> Server:
+        server = Server(*arguments, **rest)
+        servers.append(server)
+        return server.wait_ready()
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A server for all tests that only ask questions."""
+    server = Server("--step-ms", "2", "--context-length", "4096").wait_ready()
+    yield server
+    assert server.stop() == 0, server.log
+    assert not [line for line in server.log if "ERROR" in line or "Traceback" in line], server.log
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path | None:
+    """The folder of shared tools beside the checkout, where there is one."""
+    folder = Path(__file__).parents[3] / "shared"
+    return folder if folder.is_dir() else None

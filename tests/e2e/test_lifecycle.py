@@ -1,0 +1,263 @@
+"""Processes: draining, dying, restarting, and readers that are slow, stalled or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from e2e.harness import Server, wait_until
+from e2e.predicted import predicted
+
+
+def begin_stream(server: Server, receive_buffer: int | None = None, **fields: object) -> socket.socket:
+    """Sends a streaming request on a socket of its own, and reads nothing."""
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", server.port))
+    body = json.dumps({"model": "simulator", "prompt": "x", "stream": True, **fields}).encode()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    return connection
+
+
+def read_to_end(connection: socket.socket, pause: float = 0.0, size: int = 65536) -> bytes:
+    data = b""
+    while not data.endswith(b"\r\n0\r\n\r\n"):
+        if pause:
+            time.sleep(pause)  # this is the slow reader
+        piece = connection.recv(size)
+        if not piece:
+            return data
+        data += piece
+    return data
+
+
+def text_of(response: bytes) -> str:
+    events = [line[6:] for line in response.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data: {")]
+    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+
+
+def idle(server: Server) -> bool:
+    """The worker has no request left, and its KV is back."""
+    return (
+        server.metric("penstock_requests_running", role="worker") == 0
+        and server.metric("penstock_requests_queued", role="worker") == 0
+        and server.metric("penstock_kv_blocks", state="used") == 0
+    )
+
+
+def test_clients_that_leave_are_gone_from_the_worker_at_once(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "20", "--max-batch", "40")
+    generator = random.Random(1)
+    connections = [begin_stream(server, max_tokens=100_000, ignore_eos=True) for _ in range(100)]
+    wait_until(lambda: server.metric("penstock_requests_running", role="worker") == 40)
+    assert server.metric("penstock_requests_queued", role="worker") == 60, "none would be cut off before its first token"
+    assert server.metric("penstock_requests_running", role="frontend") + server.metric("penstock_requests_queued", role="frontend") == 100
+    generator.shuffle(connections)
+    for connection in connections:
+        connection.close()
+    assert wait_until(lambda: idle(server)) < 2.0
+    assert server.metric("penstock_clients_left_total") == 100
+    assert server.metric("penstock_requests_running", role="frontend") == 0
+
+
+def test_a_non_streaming_client_that_leaves_is_gone_too(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "20")
+    connection = begin_stream(server, max_tokens=100_000, ignore_eos=True, stream=False)
+    wait_until(lambda: server.metric("penstock_requests_running", role="worker") == 1)
+    connection.close()
+    wait_until(lambda: idle(server))
+
+
+def test_a_slow_reader_gets_everything_in_larger_events(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "0.2")
+    fast = begin_stream(server, max_tokens=3000, ignore_eos=True, seed=3)
+    slow = begin_stream(server, receive_buffer=4096, max_tokens=3000, ignore_eos=True, seed=3)
+    with fast, slow:
+        quick = read_to_end(fast)
+        slowly = read_to_end(slow, pause=0.002, size=4096)
+    assert text_of(quick) == predicted(3, 3000)
+    assert text_of(slowly) == predicted(3, 3000)
+    assert slowly.count(b"data:") < quick.count(b"data:")
+
+
+def test_a_reader_that_takes_nothing_is_cut_off(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "0.1", "--stall-timeout", "1")
+    with begin_stream(server, receive_buffer=4096, max_tokens=100_000, ignore_eos=True, n=8) as stalled:
+        wait_until(lambda: server.metric("penstock_readers_stalled_total") == 1, timeout=30)
+        wait_until(lambda: idle(server))
+        assert not read_to_end(stalled).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_worker_that_dies_faults_its_streams_and_comes_back(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "20")
+    stream = iter(server.client.completions.create(model="simulator", prompt="x", max_tokens=5000, seed=1, stream=True))
+    text = next(stream).choices[0].text
+    server.child("worker").kill()
+    with pytest.raises(openai.APIError, match="worker worker-0 was lost in mid-generation"):
+        for chunk in stream:
+            text += chunk.choices[0].text
+    assert predicted(1, 5000).startswith(text)
+    wait_until(lambda: server.request("GET", "/ready")[0] == 200)
+    assert server.client.completions.create(model="simulator", prompt="x", seed=2).choices[0].text == predicted(2, 16)
+    assert any("worker-0 died (signal 9); restarting" in line for line in server.log)
+
+
+def test_the_raw_end_of_a_broken_stream_is_an_error_and_no_done(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "20")
+    with begin_stream(server, max_tokens=5000) as connection:
+        wait_until(lambda: server.metric("penstock_tokens_delivered_total") > 3)
+        server.child("worker").kill()
+        response = read_to_end(connection)
+    assert b"[DONE]" not in response
+    last = [line for line in response.split(b"\n") if line.startswith(b"data: ")][-1]
+    assert json.loads(last[6:])["error"]["code"] == "worker_lost"
+    assert response.endswith(b"\r\n0\r\n\r\n"), "the response is complete as HTTP"
+
+
+def test_sigterm_lets_what_runs_finish_and_exits_zero(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "10")
+    with begin_stream(server, max_tokens=150, seed=8) as connection:
+        wait_until(lambda: server.metric("penstock_requests_running", role="worker") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.request("GET", "/ready")[0] == 503)
+        status, headers, body = server.post("/v1/completions", prompt="x")
+        assert (status, body["error"]["code"]) == (503, "draining")
+        assert headers["retry-after"]
+        response = read_to_end(connection)
+    assert text_of(response) == predicted(8, 150)
+    assert b"[DONE]" in response
+    assert server.join() == 0
+
+
+def test_what_does_not_finish_within_the_grace_gets_a_fault(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "10", "--grace", "0.3")
+    with begin_stream(server, max_tokens=100_000, ignore_eos=True) as connection:
+        wait_until(lambda: server.metric("penstock_requests_running", role="worker") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        response = read_to_end(connection)
+    assert b'"code":"shutting_down"' in response
+    assert server.join() == 0
+
+
+def test_ctrl_c_drains_and_a_second_one_exits_now(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "10")
+    children = psutil.Process(server.process.pid).children()
+    assert len(children) == 2
+    with begin_stream(server, max_tokens=100_000, ignore_eos=True):
+        wait_until(lambda: server.metric("penstock_requests_running", role="worker") == 1)
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: any("again to stop now" in line for line in server.log))
+        assert server.process.poll() is None
+        assert server.stop(signal.SIGINT, timeout=5) == 130
+    assert not [child for child in children if child.is_running()]
+
+
+def test_children_do_not_outlive_a_killed_supervisor(serve: Callable[..., Server]) -> None:
+    server = serve()
+    children = psutil.Process(server.process.pid).children()
+    server.process.kill()
+    server.join()
+    psutil.wait_procs(children, timeout=10)
+    assert not [child for child in children if child.is_running()]
+
+
+def test_every_child_says_what_it_is(server: Server) -> None:
+    assert "worker" in server.child("worker").cmdline()
+    assert "--name=worker-0" in server.child("worker").cmdline()
+    assert "frontend" in server.child("frontend").cmdline()
+
+
+def test_a_port_in_use_is_told_once(server: Server) -> None:
+    command = [sys.executable, "-m", "penstock", "serve", "--port", str(server.port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert f"penstock: cannot listen on --host 127.0.0.1 --port {server.port}: Address already in use" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--workers", "0"], "--workers is 0: expected more than 0"),
+        (["serve", "--port", "70000"], "--port is 70000: expected 0 to 65535"),
+        (["serve", "--step-ms", "-1"], "--step-ms is -1.0: expected 0 or more"),
+        (["serve", "--model", "/nowhere"], "--model /nowhere"),
+        (["worker", "--listen", "nowhere"], "expected unix:/path or tcp://host:port"),
+        (["worker", "--listen", "tcp://127.0.0.1:0"], "needs a shared secret; set PENSTOCK_LINK_SECRET"),
+    ],
+)
+def test_bad_settings_are_named(arguments: list[str], says: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_LINK_SECRET"}
+    command = [sys.executable, "-m", "penstock", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_workers_share_the_load(serve: Callable[..., Server]) -> None:
+    server = serve("--workers", "2", "--step-ms", "20")
+    with begin_stream(server, n=10, max_tokens=100_000, ignore_eos=True):
+        wait_until(lambda: server.metric("penstock_requests_running", role="worker", name="worker-0") == 5)
+        wait_until(lambda: server.metric("penstock_requests_running", role="worker", name="worker-1") == 5)
+        assert server.metric("penstock_workers") == 2
+
+
+def test_a_worker_and_a_front_end_of_their_own_over_tcp(serve: Callable[..., Server], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    secret = {"PENSTOCK_LINK_SECRET": "between the two of us"}
+    base = [sys.executable, "-m", "penstock"]
+    worker = subprocess.Popen([*base, "worker", "--listen", f"tcp://127.0.0.1:{port}", "--step-ms", "1"], env={**os.environ, **secret})
+    try:
+        command = [*base, "frontend", "--port", "0", "--worker", f"tcp://127.0.0.1:{port}"]
+        front_end = serve(command=command, environment=secret)
+        assert front_end.client.completions.create(model="simulator", prompt="x", seed=1).choices[0].text == predicted(1, 16)
+        assert front_end.stop() == 0
+        stranger = Server(command=command, environment={"PENSTOCK_LINK_SECRET": "a guess"})
+        wait_until(lambda: any("handshake_refused" in line for line in stranger.log), timeout=20)
+        assert stranger.stop() == 0
+    finally:
+        worker.terminate()
+        assert worker.wait(20) == 0
+
+
+def test_without_file_descriptors_connections_are_refused_clearly(serve: Callable[..., Server]) -> None:
+    limit = 200
+    command = ["prlimit", f"--nofile={limit}:{limit}", sys.executable, "-m", "penstock", "serve", "--port", "0", "--step-ms", "5"]
+    server = serve(command=command)
+    assert resource.prlimit(server.child("frontend").pid, resource.RLIMIT_NOFILE) == (limit, limit)
+    connections = [begin_stream(server, max_tokens=2000) for _ in range(250)]
+    first = [connection.recv(12) for connection in connections]
+    refused = [connection for connection, start in zip(connections, first, strict=True) if start == b"HTTP/1.1 503"]
+    served = [connection for connection, start in zip(connections, first, strict=True) if start == b"HTTP/1.1 200"]
+    assert len(refused) + len(served) == 250
+    assert len(served) >= limit - 100
+    assert refused
+    answer = refused[0].recv(4096)
+    assert b"no file descriptor left for another connection (limit 200)" in answer
+    assert b"retry-after: 1" in answer
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: server.request("GET", "/ready")[0] == 200)
+    assert server.client.completions.create(model="simulator", prompt="x", seed=1).choices[0].text == predicted(1, 16)
+    assert server.metric("penstock_connections_refused_total") >= len(refused)
+
+
+def test_the_soft_limit_of_files_is_raised(server: Server) -> None:
+    soft, hard = resource.prlimit(server.child("frontend").pid, resource.RLIMIT_NOFILE)
+    assert soft == hard
