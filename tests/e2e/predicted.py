@@ -10,4 +10,4 @@ WORDS = WordTokenizer()
 
 def predicted(seed: int, count: int) -> str:
     """The text of the first `count` tokens of a generation with this seed."""
-    return WORDS.decode(tokens_between(seed, 0, count, WORDS.word_ids))
+    return WORDS.decode(tokens_between(seed, 0, count, WORDS.ordinary_ids))

@@ -55,7 +55,7 @@ class Bodies:
 
     def prompt(self, number: int) -> str:
         workload = self._workload
-        tokens = tokens_between(workload.seed + number ^ _PROMPT_SEED, 0, workload.prompt_tokens - 1, self._words.word_ids)
+        tokens = tokens_between(workload.seed + number ^ _PROMPT_SEED, 0, workload.prompt_tokens - 1, self._words.ordinary_ids)
         return f"{number}{self._words.decode(tokens)}"
 
     def body(self, number: int) -> bytes:

@@ -26,7 +26,6 @@ from penstock.backends.simulated_tokens import tokens_between
 from penstock.bench.stream import Stream
 from penstock.text.load import BUILT_IN, load_tokenizer
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.words import WordTokenizer
 from penstock.wire.errors import ConfigError
 
 
@@ -65,15 +64,14 @@ class Verification:
 
 
 class Verifier:
-    """Knows the text of every seed, as a simulator with this tokenizer and these token ids makes it."""
+    """Knows the text of every seed, as a simulator with this tokenizer makes it."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
 
     def expected_text(self, seed: int, tokens: int) -> str:
         detokenizer = self._tokenizer.detokenizer()
-        return detokenizer.feed(tokens_between(seed, 0, tokens, self._vocabulary)) + detokenizer.finish()
+        return detokenizer.feed(tokens_between(seed, 0, tokens, self._tokenizer.ordinary_ids)) + detokenizer.finish()
 
     def compare(self, expected: str, received: str, complete: bool = True) -> Verdict:
         """Compares texts; those that differ, as tokens.
@@ -132,11 +130,4 @@ def make_verifier(engine: str | None, tokenizer_name: str) -> Verifier:
         raise ConfigError(f"--verify needs Penstock's simulator, whose text is known; this server {told}")
     if tokenizer_name != BUILT_IN and not Path(tokenizer_name).is_dir():
         raise ConfigError(f"--verify needs the server's tokenizer, and {tokenizer_name!r} is no directory on this machine")
-    tokenizer = load_tokenizer(tokenizer_name)
-    if isinstance(tokenizer, WordTokenizer):
-        return Verifier(tokenizer, tokenizer.word_ids)
-    # Only a model's own tokenizer needs the libraries that this module imports.
-    from penstock.text.model_dir import ModelDirTokenizer
-
-    assert isinstance(tokenizer, ModelDirTokenizer)
-    return Verifier(tokenizer, tokenizer.ordinary_ids)
+    return Verifier(load_tokenizer(tokenizer_name))

@@ -26,7 +26,6 @@ from penstock.http.models import Models
 from penstock.http.server import HttpServer, open_listener, raise_file_limit
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.text.load import BUILT_IN, load_tokenizer
-from penstock.text.words import WordTokenizer
 from penstock.wire.messages import ModelInfo
 from penstock.worker.backend import Backend
 from penstock.worker.runtime import WorkerRuntime
@@ -63,14 +62,7 @@ def make_backend(settings: WorkerSettings) -> Backend:
         context_length=settings.context_length,
         block_size=BLOCK_SIZE,
     )
-    if isinstance(tokenizer, WordTokenizer):
-        vocabulary = Vocabulary(tokenizer.word_ids, tokenizer.end_id)
-    else:
-        from penstock.text.model_dir import ModelDirTokenizer
-
-        assert isinstance(tokenizer, ModelDirTokenizer)
-        vocabulary = Vocabulary(tokenizer.ordinary_ids, tokenizer.end_id)
-    return Simulator(settings.simulator, model, vocabulary)
+    return Simulator(settings.simulator, model, Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id))
 
 
 async def run_front_end(settings: FrontEndSettings) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Protocol
@@ -17,9 +18,12 @@ from penstock.http.response import Response
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.fanin import Arrival, FanIn, ReaderLeft, all_done
 from penstock.stream.mailbox import Mailbox
+from penstock.stream.merge import check_contiguous
 from penstock.text.assembler import TextAssembler
-from penstock.wire.errors import GenerationFault
-from penstock.wire.messages import Delta, Fault, Finish, Submit
+from penstock.wire.errors import GenerationFault, StreamError
+from penstock.wire.messages import Delta, Fault, Finish, Submit, Terminal
+
+log = logging.getLogger(__name__)
 
 
 class Producer(Protocol):
@@ -32,22 +36,29 @@ class Producer(Protocol):
 class Choice:
     """One choice of the answer, from its tokens to its text."""
 
-    __slots__ = ("_assembler", "_dialect", "_index", "_opening", "cached_tokens", "finish_reason", "tokens")
+    __slots__ = ("_assembler", "_dialect", "_index", "_next_offset", "_opening", "cached_tokens", "finish_reason", "tokens")
 
     def __init__(self, index: int, plan: Plan, dialect: Dialect) -> None:
         self._index = index
         self._dialect = dialect
         self._assembler = TextAssembler(plan.model.tokenizer.detokenizer(), plan.stops)
         self._opening = dialect.opening(index)
+        self._next_offset = 0
         self.tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
 
-    def advance(self, delta: Delta | None, finish: Finish | None) -> tuple[str, object]:
-        """The text and logprobs that a delta and a finish add. Sets `finish_reason` at the end, be it a stop string's."""
+    def advance(self, delta: Delta | None, terminal: Terminal | None) -> tuple[str, object]:
+        """The text and logprobs that a delta and a terminal add. Sets `finish_reason` at the end, be it a stop string's.
+
+        This is the last hop, so the offset is checked once more: StreamError, rather than a loss that nobody sees.
+        """
         text, self._opening = self._opening, ""
         logprobs = None
         if delta is not None:
+            if delta.offset != self._next_offset:
+                check_contiguous(self._next_offset, delta)
+            self._next_offset += len(delta.token_ids)
             part = self._assembler.feed(delta.token_ids)
             self.tokens += part.tokens
             text = text + part.text if text else part.text
@@ -58,10 +69,10 @@ class Choice:
             if part.stopped:
                 self.finish_reason = "stop"
                 return text, logprobs
-        if finish is not None:
+        if isinstance(terminal, Finish):
             part = self._assembler.finish()
             text += part.text
-            self.finish_reason = "stop" if part.stopped else finish.reason
+            self.finish_reason = "stop" if part.stopped else terminal.reason
         return text, logprobs
 
 
@@ -107,24 +118,26 @@ class Exchange:
     async def _stream(self, ticket: Ticket) -> str:
         arrivals = await self._first_arrivals(ticket)
         await self._response.start_events()
-        while True:
-            events: list[bytes] = []
-            for arrival in arrivals:
-                if isinstance(arrival.terminal, Fault):
-                    await self._break_off(b"".join(events), arrival.terminal)
-                    return "broken_off"
-                events.append(self._event(arrival))
-            if not self._open:
-                await self._response.send_events(b"".join(events) + self._closing_events(), last=True)
-                return "ok"
-            data = b"".join(events)
-            if data:
-                await self._response.send_events(data)
-            try:
+        events: list[bytes] = []
+        try:
+            while True:
+                for arrival in arrivals:
+                    events.append(self._event(arrival))
+                    if arrival.terminal is not None:
+                        _raise_fault(arrival.terminal)
+                if not self._open:
+                    break
+                data = b"".join(events)
+                events = []
+                if data:
+                    await self._response.send_events(data)
                 arrivals = await self._fan.receive()
-            except GenerationFault as error:
-                await self._break_off(b"", error.fault)
-                return "broken_off"
+        except GenerationFault as error:
+            # What came before the fault, then the fault; no [DONE], for it is not done.
+            await self._response.send_events(b"".join(events) + b"data: " + fault_body(error.fault) + b"\n\n", last=True)
+            return "broken_off"
+        await self._response.send_events(b"".join(events) + self._closing_events(), last=True)
+        return "ok"
 
     async def _collect(self, ticket: Ticket) -> str:
         texts: list[list[str]] = [[] for _ in self._choices]
@@ -136,6 +149,8 @@ class Exchange:
                 texts[arrival.choice].append(text)
                 if probs is not None:
                     logprobs[arrival.choice].append(probs)
+                if arrival.terminal is not None:
+                    _raise_fault(arrival.terminal)
             if not self._open:
                 break
             arrivals = await self._fan.receive()
@@ -145,10 +160,12 @@ class Exchange:
         return "ok"
 
     async def _first_arrivals(self, ticket: Ticket) -> Sequence[Arrival]:
+        """Waits for the first of any choice. Raises GenerationFault while nothing has come: then the status can still say so."""
         arrivals = await self._fan.receive()
-        for arrival in arrivals:
-            if isinstance(arrival.terminal, Fault):
-                raise GenerationFault(arrival.terminal)
+        if all(arrival.delta is None for arrival in arrivals):
+            for arrival in arrivals:
+                if arrival.terminal is not None:
+                    _raise_fault(arrival.terminal)
         self._metrics.time_to_first_token.observe(ticket.first_token())
         return arrivals
 
@@ -160,11 +177,14 @@ class Exchange:
         return self._dialect.event(arrival.choice, text, logprobs, finish_reason)
 
     def _advance(self, arrival: Arrival) -> tuple[str, object]:
-        if isinstance(arrival.terminal, Fault):
-            raise GenerationFault(arrival.terminal)
+        """What an arrival adds to its choice. Raises GenerationFault when it does not follow what came before."""
         choice = self._choices[arrival.choice]
         before = choice.tokens
-        added = choice.advance(arrival.delta, arrival.terminal)
+        try:
+            added = choice.advance(arrival.delta, arrival.terminal)
+        except StreamError as error:
+            log.error("a choice broke its stream on the last hop: %s", error)  # noqa: TRY400, the message tells it all
+            raise GenerationFault(Fault("stream_breach", f"the stream broke: {error}")) from error
         self._metrics.tally.tokens_delivered += choice.tokens - before
         if choice.finish_reason is not None:
             self._open -= 1
@@ -172,10 +192,6 @@ class Exchange:
                 # A stop string: what the engine makes beyond it is not wanted.
                 self._fan.drop(arrival.choice)
         return added
-
-    async def _break_off(self, events: bytes, fault: Fault) -> None:
-        """What came before the fault, then the fault; no [DONE], for it is not done."""
-        await self._response.send_events(events + b"data: " + fault_body(fault) + b"\n\n", last=True)
 
     def _closing_events(self) -> bytes:
         return (self._dialect.usage_event(self._usage()) if self._plan.include_usage else b"") + DONE
@@ -186,3 +202,8 @@ class Exchange:
         cached = sum(choice.cached_tokens for choice in self._choices) * self._plan.prompt_tokens
         total = sum(len(submit.token_ids) for submit in self._plan.submits)
         return Usage(self._plan.prompt_tokens, completion, cached // total)
+
+
+def _raise_fault(terminal: Terminal) -> None:
+    if isinstance(terminal, Fault):
+        raise GenerationFault(terminal)

@@ -36,21 +36,9 @@ class ModelDirTokenizer:
         self._pieces = _byte_pieces(self._tokenizer, self.vocab_size)
         self._is_byte_level = _is_byte_level(json.loads(source).get("decoder"))
         self._table = [b"" if index in self._special else piece for index, piece in enumerate(self._pieces)]
+        self.ordinary_ids: Sequence[int] = [index for index, piece in enumerate(self._table) if piece]
+        self.end_id = self._find_end()
         self.max_token_bytes = max(map(len, self._pieces))
-
-    @property
-    def ordinary_ids(self) -> list[int]:
-        """The ids that are neither special nor holes in the vocabulary."""
-        return [index for index, piece in enumerate(self._table) if piece]
-
-    @property
-    def end_id(self) -> int:
-        token = self._settings.get("eos_token")
-        content = token.get("content") if isinstance(token, Mapping) else token
-        found = self._tokenizer.token_to_id(content) if isinstance(content, str) else None
-        if found is None:
-            raise ConfigError(f"tokenizer_config.json: eos_token is {token!r}; expected a token of the vocabulary")
-        return int(found)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
@@ -72,6 +60,14 @@ class ModelDirTokenizer:
 
     def detokenizer(self) -> Detokenizer:
         return ByteDetokenizer(self._table) if self._is_byte_level else StepDetokenizer(self._tokenizer)
+
+    def _find_end(self) -> int:
+        token = self._settings.get("eos_token")
+        content = token.get("content") if isinstance(token, Mapping) else token
+        found = self._tokenizer.token_to_id(content) if isinstance(content, str) else None
+        if found is None:
+            raise ConfigError(f"tokenizer_config.json: eos_token is {token!r}: expected a token of the vocabulary")
+        return int(found)
 
     def _named_tokens(self) -> dict[str, str]:
         tokens = {name: self._settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}

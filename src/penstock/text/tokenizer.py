@@ -22,6 +22,12 @@ class Tokenizer(Protocol):
     vocab_size: int
     """Ids run from 0 to below this."""
 
+    ordinary_ids: Sequence[int]
+    """Those that are text: neither special nor holes in the vocabulary. (Of the built-in tokenizer, the words.)"""
+
+    end_id: int
+    """The one with which a model ends its text."""
+
     max_token_bytes: int
     """The UTF-8 length of its longest token: a text of more than n times that has more than n tokens."""
 

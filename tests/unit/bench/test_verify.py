@@ -13,13 +13,13 @@ from penstock.text.words import WordTokenizer
 from penstock.wire.errors import ConfigError
 
 WORDS = WordTokenizer()
-VERIFIER = Verifier(WORDS, WORDS.word_ids)
+VERIFIER = Verifier(WORDS)
 SEEDS = st.integers(0, 2**62)
 TOKENS = 64
 
 
 def made(seed: int) -> list[int]:
-    return tokens_between(seed, 0, TOKENS, WORDS.word_ids)
+    return tokens_between(seed, 0, TOKENS, WORDS.ordinary_ids)
 
 
 def judged(seed: int, received: list[int], complete: bool = True) -> Verdict:

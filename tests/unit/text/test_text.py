@@ -30,7 +30,7 @@ def test_encoding_and_decoding_are_inverse(text: str) -> None:
 
 @given(TOKEN_IDS)
 def test_generated_words_are_tokens_again(numbers: list[int]) -> None:
-    token_ids = [WORDS.word_ids[number % len(WORDS.word_ids)] for number in numbers]
+    token_ids = [WORDS.ordinary_ids[number % len(WORDS.ordinary_ids)] for number in numbers]
     assert WORDS.encode(WORDS.decode(token_ids)) == token_ids
 
 
