@@ -39,7 +39,9 @@ class Response:
     async def start_events(self) -> None:
         """Begins a stream of events. The server sends the headers with the first of them."""
         self.started = True
+        self.sending_since = time.monotonic()
         await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        self.sending_since = None
 
     async def send_events(self, events: bytes, last: bool = False) -> None:
         """Sends these events in one write."""

@@ -1,0 +1,209 @@
+"""One request's answer over ASGI, with a producer that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from penstock.http.admission import Admission, Limits
+from penstock.http.app import make_app
+from penstock.http.models import Models
+from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
+from penstock.stream.mailbox import Mailbox
+from penstock.text.words import WordTokenizer
+from penstock.wire.errors import GenerationFault
+from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Submit
+
+WORDS = WordTokenizer()
+MODEL = ModelInfo("m", "by hand", "words", WORDS.vocab_size, 1000, 16)
+LOST = Fault("worker_lost", "the worker is gone", retryable=True)
+WATER, RIVER = WORDS.encode(" water river")
+
+Produce = Callable[[Submit, Mailbox], Awaitable[None]]
+
+
+class FrontEnd:
+    """The application, with one model, and a client whose socket the test holds."""
+
+    def __init__(self, produce: Produce, limits: Limits | None = None) -> None:
+        self.tally = Tally()
+        metrics = FrontEndMetrics(self.tally)
+        metrics.observe(lambda: ClusterReading({}, 0, {}))
+        self.models = Models()
+        self.models.observe(lambda: [MODEL])
+        self.admission = Admission(limits or Limits(), self.tally)
+        self._produce = produce
+        self.app = make_app(self.models, self, self.admission, metrics)
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self.socket_open = asyncio.Event()
+        self.socket_open.set()
+
+    async def produce(self, model: str, request: Submit, mailbox: Mailbox) -> None:
+        await self._produce(request, mailbox)
+
+    async def post(self, **fields: object) -> None:
+        await self.models.prepare(MODEL)
+        body = json.dumps({"model": "m", "prompt": "x", **fields}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            await self.socket_open.wait()
+            self.sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "root_path": ""}
+        await self.app(scope, receive, send)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent[1:])
+
+    @property
+    def events(self) -> list[Any]:
+        return [json.loads(line[6:]) for line in self.body.split(b"\n") if line.startswith(b"data: {")]
+
+
+async def test_tokens_that_come_with_a_fault_are_delivered_before_it() -> None:
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, (WATER,)))
+        mailbox.put(Delta(1, (RIVER,)))
+        raise GenerationFault(LOST)
+
+    front_end = FrontEnd(produce)
+    await front_end.post(stream=True)
+    text, error = front_end.events
+    assert text["choices"][0]["text"] == " water river"
+    assert error["error"]["code"] == "worker_lost"
+    assert b"[DONE]" not in front_end.body
+    assert front_end.sent[-1]["more_body"] is False
+    assert front_end.tally.tokens_delivered == 2
+    assert front_end.tally.requests["completions", "broken_off"] == 1
+
+
+async def test_a_fault_before_anything_came_is_a_status() -> None:
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        raise GenerationFault(LOST)
+
+    for stream in (True, False):
+        front_end = FrontEnd(produce)
+        await front_end.post(stream=stream)
+        assert front_end.status == 503
+        assert (b"retry-after", b"1") in front_end.sent[0]["headers"]
+
+
+async def test_a_fault_in_one_choice_stops_the_others() -> None:
+    cancelled = asyncio.Event()
+
+    async def produce(request: Submit, mailbox: Mailbox) -> None:
+        if request.seed == 7:
+            mailbox.put(Delta(0, (WATER,)))
+            raise GenerationFault(LOST)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    front_end = FrontEnd(produce)
+    await front_end.post(stream=True, n=3, seed=7)
+    assert front_end.events[-1]["error"]["code"] == "worker_lost"
+    assert cancelled.is_set()
+
+
+async def test_what_comes_while_the_socket_is_full_is_one_event() -> None:
+    written = asyncio.Event()
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, (WATER,)))
+        await written.wait()
+        for offset in range(1, 100):
+            mailbox.put(Delta(offset, (RIVER,)))
+        mailbox.end(Finish("length"))
+
+    front_end = FrontEnd(produce)
+    front_end.socket_open.clear()
+    answering = asyncio.create_task(front_end.post(stream=True, max_tokens=100))
+    while not front_end.tally.running:
+        await asyncio.sleep(0)
+    written.set()
+    await asyncio.wait([answering], timeout=0.05)
+    assert not answering.done()
+    front_end.socket_open.set()
+    await answering
+    assert [event["choices"][0]["text"] for event in front_end.events] == [" water", " river" * 99]
+    assert front_end.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_leaves_cancels_its_generation_before_the_first_token() -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    front_end = FrontEnd(produce)
+    answering = asyncio.create_task(front_end.post(stream=True))
+    await started.wait()
+    front_end.gone.set()
+    await answering
+    assert cancelled.is_set()
+    assert front_end.sent == []
+    assert front_end.tally.clients_left == 1
+    assert (front_end.tally.queued, front_end.tally.running) == (0, 0)
+
+
+async def test_a_reader_that_stalls_is_cut_off() -> None:
+    cancelled = asyncio.Event()
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, (WATER,)))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    front_end = FrontEnd(produce, Limits(stall_seconds=0.05))
+    watching = asyncio.create_task(front_end.admission.watch_stalls())
+    front_end.socket_open.clear()
+    answering = asyncio.create_task(front_end.post(stream=True))
+    await asyncio.wait([answering], timeout=20)
+    assert answering.cancelled()
+    assert front_end.tally.readers_stalled == 1
+    assert cancelled.is_set()
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+async def test_an_error_of_ours_is_a_500_and_no_silence() -> None:
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        raise ZeroDivisionError
+
+    front_end = FrontEnd(produce)
+    await front_end.post()
+    assert front_end.status == 500
+    assert json.loads(front_end.body)["error"]["code"] == "internal_error"
+
+
+async def test_an_engine_that_skips_tokens_is_a_fault() -> None:
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, (WATER,)))
+        mailbox.put(Delta(2, (RIVER,)))
+
+    front_end = FrontEnd(produce)
+    await front_end.post(stream=True)
+    assert front_end.events[0]["choices"][0]["text"] == " water"
+    assert "expected the token at offset 1" in front_end.events[1]["error"]["message"]
