@@ -1,0 +1,313 @@
+"""Measures what the token path promises, and says which promises hold.
+
+    make bench                          all of them
+    make bench ARGS="1 2"               some of them
+    make bench ARGS="--client sseload"  with a C client built elsewhere
+
+Points 1 to 3 need `sseload`, a C load client: it is built with gcc from ../shared/tools/sseload.c where that exists, or named with
+`--client`; without it they are skipped, and say so. Figures move with other load on the machine; CPU-µs a token moves least.
+Results go to bench-results/stream.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+SSELOAD_SOURCE = ROOT.parent / "shared" / "tools" / "sseload.c"
+STEP_MS = 10
+TOKENS = 256
+# About 16 tokens in the simulator's vocabulary; the number makes each prompt another.
+PROMPT = "@@ID@@ water river stone light wind paper garden bridge morning travel music"
+
+
+class Server:
+    """`penstock serve` with the simulator, one worker."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--step-ms", str(STEP_MS), "--max-batch", "8192", *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if found := re.search(r"ready: .* on http://127.0.0.1:(\d+)", line):
+                self.port = int(found[1])
+                break
+        else:
+            raise SystemExit("the server did not start")
+        children = psutil.Process(self.process.pid).children()
+        (self.front_end,) = [child.pid for child in children if "frontend" in child.cmdline()]
+        (self.worker,) = [child.pid for child in children if "worker" in child.cmdline()]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        _, log = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, log
+        wrong = [line for line in log.splitlines() if " ERROR " in line or "Traceback" in line]
+        assert not wrong, wrong
+
+    def worker_load(self) -> tuple[float, float, float]:
+        """Generations running and queued, and KV blocks in use."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as answer:
+            text = answer.read().decode()
+
+        def sample(pattern: str) -> float:
+            found = re.search(pattern + r"\S* (\S+)$", text, re.MULTILINE)
+            assert found, pattern
+            return float(found[1])
+
+        running = sample(r'^penstock_requests_running\{name="worker-0"')
+        queued = sample(r'^penstock_requests_queued\{name="worker-0"')
+        return running, queued, sample(r'^penstock_kv_blocks\{name="worker-0",state="used"')
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    server = Server(*arguments)
+    try:
+        yield server
+    except BaseException:
+        server.process.terminate()
+        server.process.wait()
+        raise
+    server.stop()
+
+
+class Bench:
+    """Runs the points and keeps their figures."""
+
+    def __init__(self, client: str | None, folder: Path) -> None:
+        self._client = client
+        self._body = folder / "body.json"
+        fields = {"model": "simulator", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+        self._body.write_text(json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}}))
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def start_load(self, server: Server, concurrency: int, requests: int, *arguments: str) -> subprocess.Popen[str]:
+        assert self._client is not None
+        command = [self._client, "-p", str(server.port), "-u", "/v1/completions", "-b", str(self._body), "-c", str(concurrency)]
+        command += ["-n", str(requests), "--expect-tokens", str(TOKENS), "--cpu", f"frontend={server.front_end}"]
+        command += ["--cpu", f"worker={server.worker}", "--quiet", *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def load(self, server: Server, concurrency: int, requests: int, *arguments: str) -> dict[str, Any]:
+        return _figures(self.start_load(server, concurrency, requests, *arguments))
+
+    def point_1(self) -> dict[str, tuple[Any, bool]]:
+        """4,096 streams, 8,192 requests."""
+        with serving() as server:
+            figures = self.load(server, 4096, 8192)
+        front_end = figures["cpu"]["frontend"]
+        return {
+            "ok, each with exactly 256 tokens": (figures["ok"], figures["ok"] == 8192),
+            "tokens/s (at least 132,140)": (round(figures["tokens_per_s"]), figures["tokens_per_s"] >= 132_140),
+            "front end CPU-µs a token (at most 4)": (front_end["us_per_token"], front_end["us_per_token"] <= 4),
+            "TTFT p50 / p99 ms (p99 under 3,000)": (_pair(figures["ttft_ms"]), figures["ttft_ms"]["p99"] < 3000),
+            "worker CPU-µs a token": (figures["cpu"]["worker"]["us_per_token"], True),
+            "chunk gap p50 / p99 ms": (_pair(figures["gap_ms"]), True),
+            "front end RSS MB": (front_end["rss_max_mb"], True),
+        }
+
+    def point_2(self) -> dict[str, tuple[Any, bool]]:
+        """64 streams: no added delay."""
+        with serving() as server:
+            figures = self.load(server, 64, 512)
+        gap, first = figures["gap_ms"]["p50"], figures["ttft_ms"]["p50"]
+        events = figures["content_events"] / figures["requests"]
+        return {
+            "ok, each with exactly 256 tokens": (figures["ok"], figures["ok"] == 512),
+            "chunk gap p50 ms (9 to 11)": (gap, abs(gap - STEP_MS) <= STEP_MS / 10),
+            "TTFT p50 ms (under 30)": (first, first < 2 * STEP_MS + 10),
+            "events with text a stream (256: one a token)": (round(events, 2), events > 0.99 * TOKENS),
+            "front end CPU-µs a token": (figures["cpu"]["frontend"]["us_per_token"], True),
+        }
+
+    def point_3(self) -> dict[str, tuple[Any, bool]]:
+        """200 slow readers among 2,000 fast ones. Each run has a server of its own; without, with, and without again."""
+        runs = [self._fast_and_slow(slow) for slow in (False, True, False)]
+        (before, _), (among, slow), (after, _) = runs
+        alone = statistics.mean([before["tokens_per_s"], after["tokens_per_s"]])
+        rss = max(run["cpu"]["frontend"]["rss_max_mb"] for run in (before, after))
+        share = among["tokens_per_s"] / alone
+        growth = among["cpu"]["frontend"]["rss_max_mb"] - rss
+        assert slow is not None
+        return {
+            "fast streams exact": (among["ok"], among["ok"] == among["requests"]),
+            "slow streams exact": (slow["ok"], slow["ok"] == slow["requests"]),
+            "fast tokens/s without / with slow readers": (f"{alone:,.0f} / {among['tokens_per_s']:,.0f}", True),
+            "kept of the throughput (over 0.9)": (round(share, 3), share > 0.9),
+            "more RSS in the front end, MiB (at most 64)": (round(growth, 1), growth <= 64),
+            "events of a slow / a fast stream": (
+                f"{slow['content_events'] / slow['requests']:.1f} / {among['content_events'] / among['requests']:.1f}",
+                True,
+            ),
+        }
+
+    def _fast_and_slow(self, with_slow: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        with serving() as server:
+            # 512 bytes every 50 ms: a slow stream takes seconds longer than a fast one, and is there all the while.
+            arguments = ("--slow", "200", "--slow-bytes", "512", "--slow-ms", "50")
+            slow = self.start_load(server, 200, 600, *arguments) if with_slow else None
+            fast = self.load(server, 2000, 8000)
+            return fast, _figures(slow) if slow is not None else None
+
+    def point_4(self) -> dict[str, tuple[Any, bool]]:
+        """1,000 clients cut off at random moments, with 400 running at a time, so that some have no token yet."""
+        with serving("--max-batch", "400") as server:
+            took, unserved, most = asyncio.run(_cut_off(server, 1000))
+        return {
+            "ms from the last cut until the simulator has none of them, and its KV is back (under 200)": (round(took * 1000), took < 0.2),
+            "of 1,000 cut before their first token": (unserved, unserved > 0),
+            "most at the simulator at once": (most, most > 400),
+        }
+
+    def point_5(self) -> dict[str, tuple[Any, bool]]:
+        """penstock bench --verify over 10,000 streams, 2,048 at a time."""
+        with serving() as server, tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, "-m", "penstock", "bench", "--url", f"http://127.0.0.1:{server.port}", "-c", "2048", "-n", "10000"]
+            command += ["--verify", "--max-tokens", str(TOKENS), "--no-progress", "--json", file.name]
+            done = subprocess.run([*command, "--process", f"frontend={server.front_end}"], capture_output=True, text=True, check=False)
+            figures = json.load(file) if done.returncode < 2 else {}
+        checked = figures["verification"]
+        wrong = {name: checked[name] for name in ("lost", "repeated", "reordered", "usage_mismatch")}
+        return {
+            "streams verified": (checked["streams"], checked["streams"] == 10_000 and done.returncode == 0),
+            "wrong": (wrong, not any(wrong.values())),
+            "tokens/s, with this client": (round(figures["tokens_per_second"]), True),
+        }
+
+    def point_6(self) -> dict[str, tuple[Any, bool]]:
+        """8 prompts × n = 4 in one streaming completion, against one prompt with n = 1."""
+        with serving() as server:
+            one = statistics.median([_stream_once(server, 1, 1)[0] for _ in range(5)])
+            many, interleaved = zip(*[_stream_once(server, 8, 4) for _ in range(5)], strict=True)
+        ratio = statistics.median(many) / one
+        return {
+            "seconds for one choice / for 32": (f"{one:.3f} / {statistics.median(many):.3f}", True),
+            "ratio (below 1.5)": (round(ratio, 3), ratio < 1.5),
+            "32 choices interleave": (all(interleaved), all(interleaved)),
+        }
+
+    def run(self, number: str) -> bool:
+        point: Callable[[], dict[str, tuple[Any, bool]]] = getattr(self, f"point_{number}")
+        print(f"\n{number}. {point.__doc__}", flush=True)
+        if number in "123" and self._client is None:
+            print("   skipped: sseload is not here; name it with --client")
+            return True
+        figures = point()
+        for name, (value, good) in figures.items():
+            print(
+                f"   {'ok  ' if good else 'MISS'}  {name}: {value:,}"
+                if isinstance(value, int)
+                else f"   {'ok  ' if good else 'MISS'}  {name}: {value}"
+            )
+        self.results[number] = {name: value for name, (value, _) in figures.items()}
+        return all(good for _, good in figures.values())
+
+
+def _figures(load: subprocess.Popen[str]) -> dict[str, Any]:
+    output, _ = load.communicate(timeout=900)
+    figures: dict[str, Any] = json.loads(output)
+    return figures
+
+
+def _pair(spread: dict[str, float]) -> str:
+    return f"{spread['p50']:,.1f} / {spread['p99']:,.1f}"
+
+
+async def _cut_off(server: Server, count: int) -> tuple[float, int, float]:
+    generator = random.Random(7)
+    body = json.dumps({"model": "simulator", "prompt": "cut me off", "max_tokens": 100_000, "ignore_eos": True, "stream": True}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    unserved = 0
+    most = 0.0
+
+    async def client(seconds: float) -> None:
+        nonlocal unserved
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request)
+        received = 0
+        try:
+            async with asyncio.timeout(seconds):
+                while data := await reader.read(65536):
+                    received += len(data)
+        except TimeoutError:
+            pass
+        unserved += received == 0
+        writer.transport.abort()
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            running, queued, _ = await asyncio.to_thread(server.worker_load)
+            most = max(most, running + queued)
+            await asyncio.sleep(0.05)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*(client(generator.uniform(0.5, 3.0)) for _ in range(count)))
+    last_cut = time.monotonic()
+    watching.cancel()
+    while any(await asyncio.to_thread(server.worker_load)):
+        if time.monotonic() - last_cut > 10:
+            break
+    return time.monotonic() - last_cut, unserved, most
+
+
+def _stream_once(server: Server, prompts: int, n: int) -> tuple[float, bool]:
+    """Wall seconds of one streaming completion, and whether no choice ended before all had begun."""
+    fields = {"model": "simulator", "prompt": [f"prompt {index}" for index in range(prompts)], "n": n, "max_tokens": TOKENS, "stream": True}
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/completions", json.dumps(fields).encode())
+    began = time.monotonic()
+    first: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    with urllib.request.urlopen(request) as answer:
+        for position, line in enumerate(answer):
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                first.setdefault(choice["index"], position)
+                if choice["finish_reason"]:
+                    ends[choice["index"]] = position
+    took = time.monotonic() - began
+    return took, len(ends) == prompts * n and max(first.values()) < min(ends.values())
+
+
+def _build_client(folder: Path) -> str | None:
+    if not SSELOAD_SOURCE.exists() or shutil.which("gcc") is None:
+        return None
+    target = folder / "sseload"
+    subprocess.run(["gcc", "-O2", "-o", str(target), str(SSELOAD_SOURCE)], check=True)
+    return str(target)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures what the token path promises.")
+    parser.add_argument("points", nargs="*", metavar="POINT", help="1 to 6 (default: all)")
+    parser.add_argument("--client", help="the sseload program (default: built from ../shared, where that exists)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(arguments.client or _build_client(Path(folder)), Path(folder))
+        good = [bench.run(number) for number in arguments.points or "123456"]
+    results = ROOT / "bench-results"
+    results.mkdir(exist_ok=True)
+    (results / "stream.json").write_text(json.dumps(bench.results, indent=2))
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
