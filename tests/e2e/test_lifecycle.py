@@ -229,8 +229,10 @@ def test_a_worker_and_a_front_end_of_their_own_over_tcp(serve: Callable[..., Ser
         assert front_end.client.completions.create(model="simulator", prompt="x", seed=1).choices[0].text == predicted(1, 16)
         assert front_end.stop() == 0
         stranger = Server(command=command, environment={"PENSTOCK_LINK_SECRET": "a guess"})
-        wait_until(lambda: any("handshake_refused" in line for line in stranger.log), timeout=20)
-        assert stranger.stop() == 0
+        try:
+            wait_until(lambda: any("handshake_refused" in line for line in stranger.log), timeout=20)
+        finally:
+            assert stranger.stop() == 0
     finally:
         worker.terminate()
         assert worker.wait(20) == 0

@@ -24,7 +24,7 @@ class SimulatorConfig:
     """The timing model: a step takes `step_ms`, and `1 / prefill_rate` seconds more for each prompt token in it."""
 
     step_ms: float = 10.0
-    prefill_rate: float = 500_000.0
+    prefill_rate: float = 1_000_000.0
     max_batch: int = 8192
     kv_blocks: int = 262_144
     prefill_budget: int = 8192

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -15,7 +16,7 @@ from penstock.wire.messages import Delta, Fault, Terminal
 log = logging.getLogger(__name__)
 
 Producer = Callable[[Mailbox], Awaitable[None]]
-"""Fills its mailbox and returns when it has put the terminal. Cancelling it stops the generation."""
+"""Fills its mailbox and returns as soon as it has put the terminal. Cancelling it before stops the generation."""
 
 
 class ReaderLeft(PenstockError):
@@ -53,12 +54,12 @@ class FanIn:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for mailbox in self._mailboxes:
+        for mailbox, task in zip(self._mailboxes, self._tasks, strict=True):
             mailbox.cancel()
-        unfinished = [task for task in self._tasks if not task.done()]
-        for task in unfinished:
-            task.cancel()
-        await all_done(unfinished)
+            # One that has put its terminal is about to return.
+            if not mailbox.ended:
+                task.cancel()
+        await all_done(self._tasks)
 
     @property
     def late_puts(self) -> int:
@@ -115,9 +116,17 @@ async def all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
     cancelled: asyncio.CancelledError | None = None
     for task in tasks:
         while not task.done():
+            # asyncio.wait would do, at four times the cost, and this is done for every request.
+            ended: asyncio.Future[None] = task.get_loop().create_future()
+            task.add_done_callback(partial(_set, ended))
             try:
-                await asyncio.wait((task,))
+                await ended
             except asyncio.CancelledError as error:
                 cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def _set(future: asyncio.Future[None], _: object) -> None:
+    if not future.done():
+        future.set_result(None)
