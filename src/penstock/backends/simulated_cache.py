@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -30,7 +31,8 @@ class SimulatedCache:
     def __init__(self, total: int) -> None:
         self.total = total
         self._references: dict[bytes, int] = {}
-        self._cached: dict[bytes, None] = {}
+        # Ordered by last use. A plain dict would do, but taking the first of one that was emptied from the front is slow.
+        self._cached: OrderedDict[bytes, None] = OrderedDict()
         self._private = 0
 
     @property
@@ -86,4 +88,4 @@ class SimulatedCache:
 
     def _evict(self) -> None:
         while self._cached and self.used + len(self._cached) > self.total:
-            del self._cached[next(iter(self._cached))]
+            self._cached.popitem(last=False)

@@ -15,6 +15,7 @@ from penstock.http.dialect import DONE, Dialect, Usage
 from penstock.http.errors import fault_body
 from penstock.http.plan import Plan
 from penstock.http.response import Response
+from penstock.http.writer import EventWriter
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.fanin import Arrival, FanIn, ReaderLeft, all_done
 from penstock.stream.mailbox import Mailbox
@@ -88,6 +89,8 @@ class Exchange:
         self._fan = FanIn([partial(producer.produce, name, submit) for submit in plan.submits])
         self._choices = [Choice(index, plan, dialect) for index in range(len(plan.submits))]
         self._open = len(self._choices)
+        self._arrivals: Sequence[Arrival] = ()
+        self._writer: EventWriter | None = None
 
     async def run(self, receive: Receive, ticket: Ticket) -> str:
         """Returns the outcome: `ok`, or `broken_off` after a fault in mid-stream, which became an error event and the end.
@@ -114,30 +117,32 @@ class Exchange:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._fan.interrupt(ReaderLeft())
+        if self._writer is not None:
+            # It may be waiting for a socket that nobody will read any more.
+            self._writer.stop(ReaderLeft())
 
     async def _stream(self, ticket: Ticket) -> str:
-        arrivals = await self._first_arrivals(ticket)
+        self._arrivals = await self._first_arrivals(ticket)
         await self._response.start_events()
+        self._writer = EventWriter(self._response, self._render)
+        self._fan.listen(self._writer.wake)
+        return await self._writer.run()
+
+    def _render(self) -> tuple[bytes, str | None]:
+        """The events of all that has arrived, and the outcome when they are the last."""
         events: list[bytes] = []
         try:
-            while True:
-                for arrival in arrivals:
-                    events.append(self._event(arrival))
-                    if arrival.terminal is not None:
-                        _raise_fault(arrival.terminal)
-                if not self._open:
-                    break
-                data = b"".join(events)
-                events = []
-                if data:
-                    await self._response.send_events(data)
-                arrivals = await self._fan.receive()
+            arrivals, self._arrivals = self._arrivals or self._fan.take(), ()
+            for arrival in arrivals:
+                events.append(self._event(arrival))
+                if arrival.terminal is not None:
+                    _raise_fault(arrival.terminal)
         except GenerationFault as error:
             # What came before the fault, then the fault; no [DONE], for it is not done.
-            await self._response.send_events(b"".join(events) + b"data: " + fault_body(error.fault) + b"\n\n", last=True)
-            return "broken_off"
-        await self._response.send_events(b"".join(events) + self._closing_events(), last=True)
-        return "ok"
+            return b"".join(events) + b"data: " + fault_body(error.fault) + b"\n\n", "broken_off"
+        if not self._open:
+            return b"".join(events) + self._closing_events(), "ok"
+        return events[0] if len(events) == 1 else b"".join(events), None
 
     async def _collect(self, ticket: Ticket) -> str:
         texts: list[list[str]] = [[] for _ in self._choices]

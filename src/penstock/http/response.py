@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 
 from starlette.types import Send
 
@@ -43,9 +44,8 @@ class Response:
         await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         self.sending_since = None
 
-    async def send_events(self, events: bytes, last: bool = False) -> None:
-        """Sends these events in one write."""
+    def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
+        """Sends these events in one write. Whoever awaits it resets `sending_since` afterwards."""
         self._tally.writes += 1
         self.sending_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
-        self.sending_since = None
+        return self._send({"type": "http.response.body", "body": events, "more_body": not last})

@@ -79,12 +79,20 @@ class FanIn:
     async def receive(self) -> list[Arrival]:
         """Waits until something has arrived and returns all of it: one arrival a choice."""
         while True:
-            if self._interruption is not None:
-                raise self._interruption
-            arrivals = [Arrival(mailbox.index, *mailbox.take()) for mailbox in self._doorbell.answer() if not mailbox.cancelled]
+            arrivals = self.take()
             if arrivals:
                 return arrivals
             await self._doorbell.wait()
+
+    def take(self) -> list[Arrival]:
+        """What has arrived, perhaps nothing."""
+        if self._interruption is not None:
+            raise self._interruption
+        return [Arrival(mailbox.index, *mailbox.take()) for mailbox in self._doorbell.answer() if not mailbox.cancelled]
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Calls this whenever there is something to take, from now on: for a reader that is no task."""
+        self._doorbell.listen(listener)
 
 
 async def _produce(producer: Producer, mailbox: Mailbox) -> None:

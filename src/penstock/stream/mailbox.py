@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from penstock.stream.slot import Slot
 from penstock.wire.messages import Delta, Terminal
 
 
 class Doorbell:
-    """Wakes the one reader of one or more mailboxes.
+    """Wakes the one reader of one or more mailboxes: a task in `wait`, or a callback given to `listen`.
 
     It rings once for all that arrive before the reader answers. `wait` may be cancelled at any moment: what arrived stays
     in the mailboxes, and `answer`, which is synchronous, hands it over afterwards.
     """
 
-    __slots__ = ("_loop", "_ready", "_waiter")
+    __slots__ = ("_listener", "_loop", "_ready", "_waiter")
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or asyncio.get_running_loop()
         self._ready: list[Mailbox] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def ring(self, mailbox: Mailbox) -> None:
         self._ready.append(mailbox)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if len(self._ready) == 1:
+            self.wake()
 
     def wake(self) -> None:
         """Lets the reader look, also when no mailbox has anything."""
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if self._listener is not None:
+            self._loop.call_soon(self._listener)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """From now on calls this, in a turn of the event loop of its own, instead of waking a task. What is there already counts."""
+        self._listener = listener
+        if self._ready:
+            self.wake()
 
     def wait(self) -> Awaitable[None]:
         """Ends when a mailbox has something, or after `wake`. One reader waits at a time; cancelling it loses nothing."""
