@@ -18,6 +18,9 @@ from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, 
 from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, PromptReport, Segment, Submit, WorkerStats
 from penstock.worker.backend import Emit
 
+# An engine computes on while its process is busy sending. So a step that comes late is made up for, up to this many seconds.
+MOST_BEHIND = 0.1
+
 
 @dataclass(frozen=True)
 class SimulatorConfig:
@@ -160,8 +163,7 @@ class Simulator:
             prompt_tokens = self._schedule()
             if self._prefilling or self._running:
                 end_of_step += self._config.step_ms / 1000 + prompt_tokens / self._config.prefill_rate
-            # An engine that fell behind does not hurry afterwards.
-            end_of_step = max(end_of_step, loop.time())
+            end_of_step = max(end_of_step, loop.time() - MOST_BEHIND)
             await asyncio.sleep(end_of_step - loop.time())
             segments, self._refused = self._refused, []
             self._promote()

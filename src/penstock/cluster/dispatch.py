@@ -37,9 +37,9 @@ class Dispatcher:
             raise GenerationFault(Fault("worker_lost", message, retryable=True)) from error
 
     def _choose(self, model: str) -> Member:
-        usable = self._pool.usable(model)
-        decision = choose([WorkerView(member.name, member.link.active) for member in usable])
+        usable = {member.name: member for member in self._pool.usable(model)}
+        decision = choose([WorkerView(name, member.link.active) for name, member in usable.items()])
         if decision is None:
             raise GenerationFault(Fault("no_worker", f"no worker for model {model!r} is ready", retryable=True))
         self.decisions[decision.reason] += 1
-        return next(member for member in usable if member.name == decision.worker)
+        return usable[decision.worker]

@@ -31,6 +31,8 @@ from penstock.wire.messages import (
 log = logging.getLogger(__name__)
 
 _READY = Ready()
+# A turn of the loop can be long when many requests come at once, and a worker should not wait for its end to begin.
+MESSAGES_A_WRITE = 8
 
 
 class Generation:
@@ -71,6 +73,7 @@ class WorkerLink(LinkProtocol):
         self._nonce = secrets.token_bytes(32)
         self._generations: dict[bytes, Generation] = {}
         self._outgoing: list[bytes] = []
+        self._gathering = False
 
     @property
     def active(self) -> int:
@@ -169,10 +172,19 @@ class WorkerLink(LinkProtocol):
         self.welcome.set_result(welcome)
 
     def _write_soon(self, message: Message) -> None:
-        """What is said in one turn of the loop goes out in one write."""
-        if not self._outgoing:
-            self._loop.call_soon(self._write)
+        """The first that is said in a turn of the loop goes out at once, the rest of that turn in few writes."""
         self._outgoing.append(encode_frame(message))
+        if not self._gathering:
+            self._gathering = True
+            self._loop.call_soon(self._end_of_turn)
+            self._write()
+        elif len(self._outgoing) == MESSAGES_A_WRITE:
+            self._write()
+
+    def _end_of_turn(self) -> None:
+        self._gathering = False
+        if self._outgoing:
+            self._write()
 
     def _write(self) -> None:
         outgoing, self._outgoing = self._outgoing, []

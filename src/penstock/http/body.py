@@ -25,9 +25,9 @@ class ClientGone(Exception):
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body. Raises RequestError (413) as soon as it is known to be over the limit."""
-    announced = dict(scope["headers"]).get(b"content-length", b"")
-    if announced.isdigit() and int(announced) > limit:
-        raise _too_large(limit)
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
     chunks: list[bytes] = []
     size = 0
     while True:

@@ -40,11 +40,10 @@ class Models:
 
     def find(self, name: str) -> ServedModel:
         """Raises RequestError: 404 for an unknown model, 503 when no worker is there at all."""
-        models = self.all()
-        if not models:
+        for info in self._live():
+            if info.name == name:
+                return ServedModel(info, self._tokenizers[info.tokenizer])
+        known = ", ".join(f"`{model.info.name}`" for model in self.all())
+        if not known:
             raise RequestError("no worker is ready", code="no_worker", status=503)
-        for model in models:
-            if model.info.name == name:
-                return model
-        known = ", ".join(f"`{model.info.name}`" for model in models)
         raise RequestError(f"`model` is {name!r}: this server has {known}", param="model", code="model_not_found", status=404)

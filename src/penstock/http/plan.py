@@ -13,6 +13,8 @@ from penstock.wire.errors import RequestError
 from penstock.wire.messages import GENERATION_ID_BYTES, Sampling, Submit
 
 MAX_CHOICES = 2048
+_DEFAULT_SAMPLING = Sampling()
+_SAMPLING_FIELDS = Sampling.__struct_fields__
 
 
 @dataclass(frozen=True)
@@ -105,17 +107,5 @@ def _min_tokens(request: Common, max_tokens: int | None) -> int:
 
 
 def _sampling(request: Common) -> Sampling:
-    default = Sampling()
-
-    def given(value: float | None, otherwise: float) -> float:
-        return otherwise if value is None else value
-
-    return Sampling(
-        temperature=given(request.temperature, default.temperature),
-        top_p=given(request.top_p, default.top_p),
-        top_k=max(0, request.top_k or 0),
-        min_p=given(request.min_p, default.min_p),
-        presence_penalty=given(request.presence_penalty, default.presence_penalty),
-        frequency_penalty=given(request.frequency_penalty, default.frequency_penalty),
-        repetition_penalty=given(request.repetition_penalty, default.repetition_penalty),
-    )
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    return Sampling(**given) if given else _DEFAULT_SAMPLING
