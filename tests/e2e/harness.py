@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import psutil
@@ -50,7 +51,7 @@ class Server:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
-    @property
+    @cached_property
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -97,6 +98,8 @@ class Server:
             self.process.kill()
             raise
         finally:
+            if "client" in self.__dict__:
+                self.client.close()
             self.process.wait()
             self._reader.join(10)
             assert self.process.stderr is not None

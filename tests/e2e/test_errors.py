@@ -113,7 +113,8 @@ def test_errors_come_before_the_stream_begins(server: Server) -> None:
 def test_unknown_paths_and_methods(server: Server) -> None:
     assert server.request("GET", "/v2/what")[0] == 404
     assert server.request("GET", "/v2/what")[2]["error"]["code"] == "not_found"
-    assert server.request("GET", "/v1/completions")[0] == 405
+    status, _, body = server.request("GET", "/v1/completions")
+    assert (status, body["error"]["message"]) == (405, "/v1/completions takes POST, not GET")
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(serve: Any) -> None:
@@ -127,6 +128,13 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(serve: Any) -> None:
         connection.sendall(b"7d0\r\n" + b"x" * 2000 + b"\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
     assert server.client.completions.create(model="simulator", prompt="x", seed=1).choices[0].text == predicted(1, 16)
+
+
+def test_a_body_that_never_comes_is_given_up(serve: Any) -> None:
+    server: Server = serve("--stall-timeout", "0.3")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_too_many_generations_get_429(serve: Any) -> None:

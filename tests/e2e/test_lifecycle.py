@@ -100,7 +100,9 @@ def test_a_reader_that_takes_nothing_is_cut_off(serve: Callable[..., Server]) ->
     with begin_stream(server, receive_buffer=4096, max_tokens=100_000, ignore_eos=True, n=8) as stalled:
         wait_until(lambda: server.metric("penstock_readers_stalled_total") == 1, timeout=30)
         wait_until(lambda: idle(server))
-        assert not read_to_end(stalled).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+        assert not read_to_end(stalled).endswith(b"0\r\n\r\n"), "it looks like a whole response"
+    assert server.metric("penstock_requests_total", outcome="stalled") == 1
+    assert not [line for line in server.log if "Traceback" in line]
 
 
 def test_a_worker_that_dies_faults_its_streams_and_comes_back(serve: Callable[..., Server]) -> None:

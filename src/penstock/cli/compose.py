@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -69,6 +70,8 @@ async def run_front_end(settings: FrontEndSettings) -> int:
     """One front end, until SIGTERM."""
     file_limit = raise_file_limit()
     listener = open_listener(settings.host, settings.port)
+    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        log.warning("--host %s can be reached from other machines, and there are no API keys yet: anyone there can use it", settings.host)
     models = Models()
     tally = Tally()
     metrics = FrontEndMetrics(tally)

@@ -30,7 +30,6 @@ class Ticket:
         self.arrived = time.monotonic()
         self.response = response
         self.task = asyncio.current_task()
-        self.stalled = False
         self.on_expel: Callable[[], None] | None = None
         self._admission = admission
         self._generations = generations
@@ -108,8 +107,8 @@ class Admission:
             oldest = time.monotonic() - self.limits.stall_seconds
             for ticket in list(self._tickets):
                 since = ticket.response.sending_since
-                if since is not None and since < oldest and not ticket.stalled and ticket.task is not None:
-                    ticket.stalled = True
+                if since is not None and since < oldest and not ticket.response.stalled and ticket.task is not None:
+                    ticket.response.stalled = True
                     self._tally.readers_stalled += 1
                     ticket.task.cancel()
 

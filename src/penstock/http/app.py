@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -15,7 +17,7 @@ from penstock.http.body import ClientGone, read_body
 from penstock.http.chat import parse_chat
 from penstock.http.completions import parse_completion
 from penstock.http.dialect import Dialect
-from penstock.http.errors import error_body, error_headers, fault_body, fault_status, request_error_body
+from penstock.http.errors import error_body, fault_body, fault_status, request_error_body
 from penstock.http.exchange import Exchange, Producer
 from penstock.http.models import Models, ServedModel
 from penstock.http.plan import Plan
@@ -23,6 +25,8 @@ from penstock.http.response import Response
 from penstock.metrics.frontend import CONTENT_TYPE, FrontEndMetrics
 from penstock.stream.fanin import ReaderLeft
 from penstock.wire.errors import GenerationFault, RequestError
+
+log = logging.getLogger(__name__)
 
 Parse = Callable[[bytes, Models], tuple[Plan, Dialect]]
 
@@ -54,7 +58,12 @@ class GenerationEndpoint:
         except (ReaderLeft, ClientGone):
             outcome = "client_left"
             self._metrics.tally.clients_left += 1
+        except asyncio.CancelledError:
+            # Raising leaves the response unfinished, so that its client cannot take it for a whole one.
+            outcome = "stalled" if response.stalled else "cancelled"
+            raise
         except Exception:
+            log.exception("a request failed")
             if not response.started:
                 await response.send_error(500, error_body("internal error", "server_error", None, "internal_error"))
             raise
@@ -62,7 +71,8 @@ class GenerationEndpoint:
             self._metrics.tally.requests[self._route, outcome] += 1
 
     async def _answer(self, scope: Scope, receive: Receive, response: Response) -> str:
-        body = await read_body(scope, receive, self._admission.limits.max_body_bytes)
+        limits = self._admission.limits
+        body = await read_body(scope, receive, limits.max_body_bytes, limits.stall_seconds)
         plan, dialect = self._parse(body, self._models)
         with self._admission.admit(len(plan.submits), response) as ticket:
             exchange = Exchange(plan, dialect, self._producer, response, self._metrics)
@@ -96,7 +106,6 @@ def make_app(models: Models, producer: Producer, admission: Admission, metrics: 
     }
     router = Router(
         [
-            *(Route(path, application, methods=["POST"]) for path, application in generating.items()),
             Route("/v1/models", list_models),
             Route("/live", live),
             Route("/ready", ready),
@@ -107,10 +116,13 @@ def make_app(models: Models, producer: Producer, admission: Admission, metrics: 
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         # The router does the same, at a cost that shows when thousands of requests come at once.
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in generating:
-            await generating[scope["path"]](scope, receive, send)
-        else:
+        application = generating.get(scope["path"])
+        if application is None:
             await router(scope, receive, send)
+        elif scope["method"] == "POST":
+            await application(scope, receive, send)
+        else:
+            await _refuse(scope, receive, send, 405, f"{scope['path']} takes POST, not {scope['method']}", "method_not_allowed")
 
     return app
 
@@ -126,8 +138,9 @@ def _json(status: int, content: object) -> StarletteResponse:
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] != "http":
-        return
-    body = error_body(f"there is no {scope['path']} here", "invalid_request_error", None, "not_found")
-    headers = {name.decode(): value.decode() for name, value in error_headers(404)}
-    await StarletteResponse(body, 404, headers)(scope, receive, send)
+    await _refuse(scope, receive, send, 404, f"there is no {scope['path']} here", "not_found")
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, message: str, code: str) -> None:
+    body = error_body(message, "invalid_request_error", None, code)
+    await StarletteResponse(body, status, media_type="application/json")(scope, receive, send)

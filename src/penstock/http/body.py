@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, TypeVar
 
@@ -23,11 +24,20 @@ class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises RequestError (413) as soon as it is known to be over the limit."""
+async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float) -> bytes:
+    """The whole body. Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise _too_large(limit)
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read_chunks(receive, limit)
+    except TimeoutError as error:
+        message = f"the body did not come within {seconds:g} seconds"
+        raise RequestError(message, code="request_timeout", status=408) from error
+
+
+async def _read_chunks(receive: Receive, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     while True:

@@ -20,12 +20,13 @@ class Response:
     the time at which it began to wait, so that a reader that takes nothing can be found.
     """
 
-    __slots__ = ("_send", "_tally", "sending_since", "started")
+    __slots__ = ("_send", "_tally", "sending_since", "stalled", "started")
 
     def __init__(self, send: Send, tally: Tally) -> None:
         self._send = send
         self._tally = tally
         self.started = False
+        self.stalled = False
         self.sending_since: float | None = None
 
     async def send_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:

@@ -12,7 +12,6 @@ import socket
 from collections import deque
 
 from granian.constants import HTTPModes, Interfaces
-from granian.log import LogLevels
 from granian.net import SocketHolder  # type: ignore[attr-defined]
 from granian.server.embed import Server
 from starlette.types import ASGIApp
@@ -94,7 +93,8 @@ class _Granian(Server):
             websockets=False,
             backlog=BACKLOG,
             backpressure=max_connections,
-            log_level=LogLevels.error,
+            # What goes wrong in a request is logged where it is known which.
+            log_enabled=False,
         )
         self._listener = listener
 
