@@ -37,7 +37,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line.rstrip())
-            if found := re.search(r"ready: .* on (http://\S+)", line):
+            if found := re.search(r"ready: .* on (http://[^\s,]+)", line):
                 self.url = found[1]
                 self._ready.set()
         self._ready.set()

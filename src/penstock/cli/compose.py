@@ -128,7 +128,7 @@ async def _announce(pool: WorkerPool, url: str) -> None:
     await pool.wait_ready()
     _tune_garbage_collection()
     names = sorted({member.model.name for member in pool.members})
-    log.info("ready: %s serves %s on %s", f"{len(pool.members)} worker(s)", ", ".join(names), url)
+    log.info("ready: %s on %s, workers: %d", ", ".join(names), url, len(pool.members))
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from penstock.http.admission import Admission, Limits
 from penstock.http.app import make_app
 from penstock.http.models import Models
@@ -56,7 +58,8 @@ class FrontEnd:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            await self.socket_open.wait()
+            if message["type"] == "http.response.body":
+                await self.socket_open.wait()
             self.sent.append(message)
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "root_path": ""}
@@ -122,14 +125,16 @@ async def test_a_fault_in_one_choice_stops_the_others() -> None:
 
 
 async def test_what_comes_while_the_socket_is_full_is_one_event() -> None:
-    written = asyncio.Event()
+    written, made = asyncio.Event(), asyncio.Event()
 
     async def produce(_: Submit, mailbox: Mailbox) -> None:
         mailbox.put(Delta(0, (WATER,)))
         await written.wait()
         for offset in range(1, 100):
             mailbox.put(Delta(offset, (RIVER,)))
+            await asyncio.sleep(0)  # the reader has every chance to look
         mailbox.end(Finish("length"))
+        made.set()
 
     front_end = FrontEnd(produce)
     front_end.socket_open.clear()
@@ -137,7 +142,7 @@ async def test_what_comes_while_the_socket_is_full_is_one_event() -> None:
     while not front_end.tally.running:
         await asyncio.sleep(0)
     written.set()
-    await asyncio.wait([answering], timeout=0.05)
+    await made.wait()
     assert not answering.done()
     front_end.socket_open.set()
     await answering
@@ -186,6 +191,27 @@ async def test_a_reader_that_stalls_is_cut_off() -> None:
     assert cancelled.is_set()
     watching.cancel()
     await asyncio.wait([watching])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tokens_beyond_a_stop_string_are_neither_delivered_nor_counted(stream: bool) -> None:
+    cancelled = asyncio.Event()
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, (WATER, RIVER, WATER, WATER)))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    front_end = FrontEnd(produce)
+    await front_end.post(stream=stream, stop="er riv", **({"stream_options": {"include_usage": True}} if stream else {}))
+    answer = front_end.events if stream else [json.loads(front_end.body)]
+    assert answer[0]["choices"][0]["text"] == " wat"
+    assert answer[0]["choices"][0]["finish_reason"] == "stop"
+    assert answer[-1]["usage"]["completion_tokens"] == 2
+    assert front_end.tally.tokens_delivered == 2
+    assert cancelled.is_set(), "the worker goes on for nobody"
 
 
 async def test_an_error_of_ours_is_a_500_and_no_silence() -> None:
