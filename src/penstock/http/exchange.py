@@ -89,7 +89,7 @@ class Exchange:
         self._fan = FanIn([partial(producer.produce, name, submit) for submit in plan.submits])
         self._choices = [Choice(index, plan, dialect) for index in range(len(plan.submits))]
         self._open = len(self._choices)
-        self._arrivals: Sequence[Arrival] = ()
+        self._begun = False
         self._writer: EventWriter | None = None
 
     async def run(self, receive: Receive, ticket: Ticket) -> str:
@@ -122,22 +122,24 @@ class Exchange:
             self._writer.stop(ReaderLeft())
 
     async def _stream(self, ticket: Ticket) -> str:
-        self._arrivals = await self._first_arrivals(ticket)
-        await self._response.start_events()
-        self._writer = EventWriter(self._response, self._render)
+        self._writer = EventWriter(self._response, partial(self._render, ticket))
         self._fan.listen(self._writer.wake)
         return await self._writer.run()
 
-    def _render(self) -> tuple[bytes, str | None]:
+    def _render(self, ticket: Ticket) -> tuple[bytes, str | None]:
         """The events of all that has arrived, and the outcome when they are the last."""
         events: list[bytes] = []
         try:
-            arrivals, self._arrivals = self._arrivals or self._fan.take(), ()
+            arrivals = self._fan.take()
+            if not self._begun and arrivals:
+                self._begin(arrivals, ticket)
             for arrival in arrivals:
                 events.append(self._event(arrival))
                 if arrival.terminal is not None:
                     _raise_fault(arrival.terminal)
         except GenerationFault as error:
+            if not self._begun:
+                raise
             # What came before the fault, then the fault; no [DONE], for it is not done.
             return b"".join(events) + b"data: " + fault_body(error.fault) + b"\n\n", "broken_off"
         if not self._open:
@@ -147,7 +149,8 @@ class Exchange:
     async def _collect(self, ticket: Ticket) -> str:
         texts: list[list[str]] = [[] for _ in self._choices]
         logprobs: list[list[object]] = [[] for _ in self._choices]
-        arrivals = await self._first_arrivals(ticket)
+        arrivals = await self._fan.receive()
+        self._begin(arrivals, ticket)
         while True:
             for arrival in arrivals:
                 text, probs = self._advance(arrival)
@@ -164,15 +167,14 @@ class Exchange:
         await self._response.send_whole(200, self._dialect.body(whole, self._usage()))
         return "ok"
 
-    async def _first_arrivals(self, ticket: Ticket) -> Sequence[Arrival]:
-        """Waits for the first of any choice. Raises GenerationFault while nothing has come: then the status can still say so."""
-        arrivals = await self._fan.receive()
+    def _begin(self, arrivals: Sequence[Arrival], ticket: Ticket) -> None:
+        """The first of any choice is here. Raises GenerationFault when it is only a fault: then the status can still say so."""
         if all(arrival.delta is None for arrival in arrivals):
             for arrival in arrivals:
                 if arrival.terminal is not None:
                     _raise_fault(arrival.terminal)
+        self._begun = True
         self._metrics.time_to_first_token.observe(ticket.first_token())
-        return arrivals
 
     def _event(self, arrival: Arrival) -> bytes:
         text, logprobs = self._advance(arrival)

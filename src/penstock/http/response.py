@@ -38,15 +38,15 @@ class Response:
     async def send_error(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         await self.send_whole(status, body, error_headers(status) + (headers or []))
 
-    async def start_events(self) -> None:
-        """Begins a stream of events. The server sends the headers with the first of them."""
-        self.started = True
-        self.sending_since = time.monotonic()
-        await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        self.sending_since = None
-
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
-        """Sends these events in one write. Whoever awaits it resets `sending_since` afterwards."""
+        """Sends these events in one write, the first with the headers. Whoever awaits it resets `sending_since` afterwards."""
         self._tally.writes += 1
         self.sending_since = time.monotonic()
+        if not self.started:
+            return self._start_with(events, last)
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def _start_with(self, events: bytes, last: bool) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
