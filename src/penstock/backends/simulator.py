@@ -18,7 +18,9 @@ from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, 
 from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, PromptReport, Segment, Submit, WorkerStats
 from penstock.worker.backend import Emit
 
-# An engine computes on while its process is busy sending. So a step that comes late is made up for, up to this many seconds.
+# An engine computes on while its process is busy sending, so steps that come late are made up for: beyond the few milliseconds that a
+# timer may be late, and up to a tenth of a second.
+LEAST_BEHIND = 0.005
 MOST_BEHIND = 0.1
 
 
@@ -163,8 +165,11 @@ class Simulator:
             prompt_tokens = self._schedule()
             if self._prefilling or self._running:
                 end_of_step += self._config.step_ms / 1000 + prompt_tokens / self._config.prefill_rate
-            end_of_step = max(end_of_step, loop.time() - MOST_BEHIND)
-            await asyncio.sleep(end_of_step - loop.time())
+            now = loop.time()
+            if now - end_of_step < LEAST_BEHIND:
+                end_of_step = max(end_of_step, now)
+            end_of_step = max(end_of_step, now - MOST_BEHIND)
+            await asyncio.sleep(end_of_step - now)
             segments, self._refused = self._refused, []
             self._promote()
             self._decode(segments)

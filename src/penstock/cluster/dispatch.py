@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Coroutine
 
 from penstock.cluster.pool import Member, WorkerPool
+from penstock.cluster.worker_link import Generation
 from penstock.router.policy import WorkerView, choose
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, LinkError
@@ -19,15 +21,18 @@ class Dispatcher:
         self._pool = pool
         self.decisions: Counter[str] = Counter()
 
-    async def produce(self, model: str, request: Submit, mailbox: Mailbox) -> None:
-        """Fills the mailbox and returns when its finish is there. Cancelling it stops the generation on its worker.
+    def produce(self, model: str, request: Submit, mailbox: Mailbox) -> Coroutine[None, None, None]:
+        """Sends the request to a worker, at once, and returns what waits for its finish.
 
-        Raises GenerationFault when it fails. (A fault that is marked retryable could go on with another worker at
-        `mailbox.next_offset`; this is where migration will do so.)
+        Its deltas go to the mailbox meanwhile. Cancelling what waits stops the generation on its worker. Both raise GenerationFault
+        when it fails. (A fault that is marked retryable could go on with another worker at `mailbox.next_offset`: `_finish` is where
+        migration will do so.)
         """
         member = self._choose(model)
+        return self._finish(member, request, member.link.submit(request, mailbox))
+
+    async def _finish(self, member: Member, request: Submit, generation: Generation) -> None:
         try:
-            generation = member.link.submit(request, mailbox)
             await generation.done
         except asyncio.CancelledError:
             member.link.cancel(request.id)

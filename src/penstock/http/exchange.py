@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class Producer(Protocol):
     """Where generations come from."""
 
-    def produce(self, model: str, request: Submit, mailbox: Mailbox) -> Awaitable[None]:
-        """Fills the mailbox and returns when its finish is there; raises GenerationFault; cancelling stops it."""
+    def produce(self, model: str, request: Submit, mailbox: Mailbox) -> Coroutine[None, None, None]:
+        """Begins a generation and returns what waits for its finish; raises GenerationFault; cancelling stops it."""
 
 
 class Choice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -15,8 +15,11 @@ from penstock.wire.messages import Delta, Fault, Terminal
 
 log = logging.getLogger(__name__)
 
-Producer = Callable[[Mailbox], Awaitable[None]]
-"""Fills its mailbox and returns as soon as it has put the terminal. Cancelling it before stops the generation."""
+Producer = Callable[[Mailbox], Coroutine[None, None, None]]
+"""Begins a generation, and returns what fills its mailbox and ends as soon as the terminal is there. Cancelling that stops it.
+
+It is called when the fan-in is entered: what it does by itself waits for no other task.
+"""
 
 
 class ReaderLeft(PenstockError):
@@ -48,18 +51,20 @@ class FanIn:
         self._interruption: PenstockError | None = None
 
     async def __aenter__(self) -> Self:
-        self._tasks = [
-            self._loop.create_task(_produce(producer, mailbox)) for producer, mailbox in zip(self._producers, self._mailboxes, strict=True)
-        ]
+        for producer, mailbox in zip(self._producers, self._mailboxes, strict=True):
+            self._tasks.append(self._loop.create_task(_produce(_begin(producer, mailbox), mailbox)))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for mailbox, task in zip(self._mailboxes, self._tasks, strict=True):
+        for mailbox in self._mailboxes:
             mailbox.cancel()
-            # One that has put its terminal is about to return.
-            if not mailbox.ended:
-                task.cancel()
+        # In the next turn of the loop: those that are about to end have ended then, and those that had not begun have, and can clean up.
+        self._loop.call_soon(self._cancel_all)
         await all_done(self._tasks)
+
+    def _cancel_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     @property
     def late_puts(self) -> int:
@@ -95,10 +100,22 @@ class FanIn:
         self._doorbell.listen(listener)
 
 
-async def _produce(producer: Producer, mailbox: Mailbox) -> None:
+def _begin(producer: Producer, mailbox: Mailbox) -> Coroutine[None, None, None]:
+    """Calls the producer; if it refuses to begin, whoever awaits it hears of it."""
+    try:
+        return producer(mailbox)
+    except PenstockError as error:
+        return _refuse(error)
+
+
+async def _refuse(error: PenstockError) -> None:
+    raise error
+
+
+async def _produce(producing: Coroutine[None, None, None], mailbox: Mailbox) -> None:
     """Sees to it that the mailbox gets exactly one terminal, however the producer ends."""
     try:
-        await producer(mailbox)
+        await producing
     except asyncio.CancelledError:
         _end_if_open(mailbox, Fault("producer_cancelled", "the generation was cancelled before it ended", retryable=True))
         raise

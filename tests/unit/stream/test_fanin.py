@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import pytest
 
@@ -184,6 +184,33 @@ async def test_cleanup_is_awaited_even_when_the_reader_is_cancelled_meanwhile() 
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert slow.cleaned_up
+
+
+async def test_what_was_begun_is_stopped_even_when_the_reader_leaves_at_once() -> None:
+    begun: list[Mailbox] = []
+    stopped: list[Mailbox] = []
+
+    async def wait(mailbox: Mailbox) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append(mailbox)
+
+    def begin(mailbox: Mailbox) -> Coroutine[None, None, None]:
+        begun.append(mailbox)
+        return wait(mailbox)
+
+    async with FanIn([begin, begin]):
+        assert len(begun) == 2, "they did not begin when the fan-in was entered"
+    assert stopped == begun
+
+
+async def test_a_producer_that_refuses_to_begin_gives_its_choice_a_fault() -> None:
+    def refuse(_: Mailbox) -> Coroutine[None, None, None]:
+        raise GenerationFault(Fault("no_worker", "nobody is there"))
+
+    async with FanIn([refuse]) as fan:
+        assert await fan.receive() == [Arrival(0, None, Fault("no_worker", "nobody is there"))]
 
 
 async def test_the_client_leaving_wakes_a_waiting_reader() -> None:
