@@ -62,7 +62,7 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def wait_ready(self) -> None:
-        """Returns when every worker has connected once, or has tried and is away again."""
+        """Returns when every worker is connected."""
         while len(self._members) < len(self._addresses):
             self._changed.clear()
             await self._changed.wait()

@@ -30,7 +30,7 @@ from penstock.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-_READY = Ready()
+_READY = encode_frame(Ready())
 # A turn of the loop can be long when many requests come at once, and a worker should not wait for its end to begin.
 MESSAGES_A_WRITE = 8
 
@@ -89,14 +89,14 @@ class WorkerLink(LinkProtocol):
         if self.lost.done():
             raise self.lost.result()
         generation = Generation(mailbox, self._loop.create_future())
+        self._write_soon(encode_frame(request))
         self._generations[request.id] = generation
-        self._write_soon(request)
         return generation
 
     def cancel(self, generation_id: bytes) -> None:
         """Stops a generation that nobody reads any more."""
         if generation_id in self._generations and not self.lost.done():
-            self._write_soon(Cancel((generation_id,)))
+            self._write_soon(encode_frame(Cancel((generation_id,))))
 
     def messages_received(self, messages: list[Message]) -> None:
         for message in messages:
@@ -171,9 +171,9 @@ class WorkerLink(LinkProtocol):
         self.established()
         self.welcome.set_result(welcome)
 
-    def _write_soon(self, message: Message) -> None:
+    def _write_soon(self, frame: bytes) -> None:
         """The first that is said in a turn of the loop goes out at once, the rest of that turn in few writes."""
-        self._outgoing.append(encode_frame(message))
+        self._outgoing.append(frame)
         if not self._gathering:
             self._gathering = True
             self._loop.call_soon(self._end_of_turn)
