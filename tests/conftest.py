@@ -7,6 +7,11 @@ import inspect
 
 import pytest
 import uvloop
+from hypothesis import settings
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("penstock", deadline=None, print_blob=True)
+settings.load_profile("penstock")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -129,7 +129,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
 
 TestMailbox = MailboxMachine.TestCase
-TestMailbox.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestMailbox.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 async def test_a_reader_far_behind_costs_few_deltas() -> None:

@@ -58,7 +58,7 @@ def detokenized(tokenizer: ModelDirTokenizer, token_ids: list[int], cuts: list[i
     return "".join([detokenizer.feed(token_ids[start:stop]) for start, stop in edges]) + detokenizer.finish()
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["byte_level", "sentence_piece"])
 def test_any_cut_of_any_tokens_gives_the_same_text(name: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
@@ -72,7 +72,7 @@ def test_any_cut_of_any_tokens_gives_the_same_text(name: str, data: st.DataObjec
         assert text == tokenizer.decode(token_ids)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.sampled_from(CORPUS), cuts=st.lists(st.integers(0, 9), max_size=4))
 @pytest.mark.parametrize("name", ["byte_level", "sentence_piece"])
 def test_text_survives(name: str, text: str, cuts: list[int], request: pytest.FixtureRequest) -> None:
