@@ -88,7 +88,9 @@ def test_null_means_left_out(server: Server) -> None:
         (b'{"model":"simulator","prompt":"x"}}', "invalid_json"),
         (b"[1]", "invalid_type"),
         (b'{"model":"simulator","prompt":"\xff\xfe"}', "invalid_utf8"),
-        (b"[" * 100_000, "invalid_type"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"model":"simulator","prompt":5,"stop":\xde"a"}', "invalid_json"),
+        (b'{"model":5,"prompt":"\xff"}', "invalid_utf8"),
         (b'{"model":"simulator","prompt":' + b"[" * 100_000, "invalid_json"),
     ],
 )

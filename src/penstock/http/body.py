@@ -56,9 +56,11 @@ async def _read_chunks(receive: Receive, limit: int) -> bytes:
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T], unsupported: frozenset[str]) -> T:
     """The request. Raises RequestError that names the field, its value and what would be right."""
     try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error), body, unsupported) from error
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            # What comes behind the wrong field was not looked at yet, and may be no JSON at all: then that is what is said.
+            raise _explain(str(error), msgspec.json.decode(body), unsupported) from error
     except UnicodeDecodeError as error:
         raise RequestError("the body has a string that is not valid UTF-8", code="invalid_utf8") from error
     except (msgspec.DecodeError, RecursionError) as error:
@@ -69,7 +71,7 @@ def _too_large(limit: int) -> RequestError:
     return RequestError(f"the body is over the limit of {limit:,} bytes", code="body_too_large", status=413)
 
 
-def _explain(problem: str, body: bytes, unsupported: frozenset[str]) -> RequestError:
+def _explain(problem: str, content: Any, unsupported: frozenset[str]) -> RequestError:
     if unknown := _UNKNOWN.match(problem):
         name = _join(unknown["path"], unknown["name"])
         return RequestError(f"unknown field `{name}`", param=name, code="unknown_field")
@@ -86,16 +88,15 @@ def _explain(problem: str, body: bytes, unsupported: frozenset[str]) -> RequestE
     expected = located["problem"][:1].lower() + located["problem"][1:]
     if choices := CHOICES.get(param.rpartition(".")[2]):
         expected = f"expected one of {', '.join(choices)}"
-    return RequestError(f"`{param}` is {_value_at(body, param)}: {expected}", param=param, code="invalid_value")
+    return RequestError(f"`{param}` is {_value_at(content, param)}: {expected}", param=param, code="invalid_value")
 
 
 def _join(path: str | None, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _value_at(body: bytes, param: str) -> str:
+def _value_at(value: Any, param: str) -> str:
     """The value at a path such as `messages[0].role`, as JSON, cut when it is long."""
-    value: Any = msgspec.json.decode(body)
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", param):
         try:
             value = value[int(index)] if index else value[key]
