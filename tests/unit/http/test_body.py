@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import msgspec
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.http.body import decode_body
@@ -41,6 +41,8 @@ def test_any_values_of_any_fields(fields: dict[str, Any], kind: int) -> None:
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 255)), max_size=4),
     st.integers(0, 1),
 )
+@example({"prompt": 5, "stop": "a"}, [(36, 0xDE)], 0)  # wrong in a field, and no JSON behind it
+@example({"prompt": 5, "stop": "a"}, [(37, 0xFF)], 0)
 def test_any_bytes_that_were_almost_a_request(fields: dict[str, Any], changes: list[tuple[int, int]], kind: int) -> None:
     body = bytearray(json.dumps({"model": "m", "prompt": "x", **fields}).encode())
     for position, byte in changes:
