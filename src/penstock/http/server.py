@@ -112,6 +112,7 @@ class FileGuard:
         self._listener = listener
         self._threshold = threshold
         self._tally = tally
+        self._refusing = False
         self._lingering: deque[socket.socket] = deque()
         message = f"the server has no file descriptor left for another connection (limit {limit}); try again later"
         body = error_body(message, "server_error", None, "too_many_connections")
@@ -120,23 +121,28 @@ class FileGuard:
 
     async def run(self) -> None:
         """Looks often whether descriptors are short. Runs until it is cancelled."""
-        loop = asyncio.get_running_loop()
-        refusing = False
         try:
             while True:
-                short = _lowest_free_file(self._listener) >= self._threshold
-                if short and not refusing:
-                    log.error("out of file descriptors: new connections are refused; raise ulimit -n")
-                    loop.add_reader(self._listener, self._refuse)
-                elif refusing and not short:
-                    log.info("there are file descriptors again")
-                    loop.remove_reader(self._listener)
-                refusing = short
+                self._look()
                 await asyncio.sleep(GUARD_SECONDS)
         finally:
-            loop.remove_reader(self._listener)
+            asyncio.get_running_loop().remove_reader(self._listener)
+
+    def _look(self) -> None:
+        """Begins to refuse when descriptors are short, and ends it when they are not."""
+        short = _lowest_free_file(self._listener) >= self._threshold
+        if short and not self._refusing:
+            log.error("out of file descriptors: new connections are refused; raise ulimit -n")
+            asyncio.get_running_loop().add_reader(self._listener, self._refuse)
+        elif self._refusing and not short:
+            log.info("there are file descriptors again")
+            asyncio.get_running_loop().remove_reader(self._listener)
+        self._refusing = short
 
     def _refuse(self) -> None:
+        self._look()
+        if not self._refusing:
+            return  # there is room again: the server takes this connection
         with contextlib.suppress(OSError):  # the client may be gone already
             connection, _ = self._listener.accept()
             # Closing before the request has come would reset the connection, and the client might not see the answer.
