@@ -11,11 +11,13 @@ import pytest
 
 from penstock.http.admission import Admission, Limits
 from penstock.http.app import make_app
+from penstock.http.completions import parse_completion
+from penstock.http.exchange import Choice
 from penstock.http.models import Models
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.stream.mailbox import Mailbox
 from penstock.text.words import WordTokenizer
-from penstock.wire.errors import GenerationFault
+from penstock.wire.errors import GapError, GenerationFault, OverlapError
 from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Submit
 
 WORDS = WordTokenizer()
@@ -222,6 +224,19 @@ async def test_an_error_of_ours_is_a_500_and_no_silence() -> None:
     await front_end.post()
     assert front_end.status == 500
     assert json.loads(front_end.body)["error"]["code"] == "internal_error"
+
+
+async def test_the_last_hop_checks_offsets_once_more() -> None:
+    models = Models()
+    models.observe(lambda: [MODEL])
+    await models.prepare(MODEL)
+    plan, dialect = parse_completion(b'{"model": "m", "prompt": "x"}', models)
+    choice = Choice(0, plan, dialect)
+    assert choice.advance(Delta(0, (WATER,)), None) == (" water", None)
+    with pytest.raises(GapError):
+        choice.advance(Delta(2, (RIVER,)), None)
+    with pytest.raises(OverlapError):
+        choice.advance(Delta(0, (WATER,)), None)
 
 
 async def test_an_engine_that_skips_tokens_is_a_fault() -> None:
