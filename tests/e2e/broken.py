@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import penstock.http.exchange as exchange
+import penstock.stream.merge as merge
 import penstock.stream.slot as slot
 from penstock.cli.main import main
 from penstock.wire.messages import Delta
@@ -28,4 +29,5 @@ if __name__ == "__main__":
         slot.merge = keep_newest  # type: ignore[attr-defined]
     else:
         slot.check_contiguous = exchange.check_contiguous = check_nothing  # type: ignore[attr-defined]
+        merge.check_contiguous = check_nothing
     sys.exit(main())
