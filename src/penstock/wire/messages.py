@@ -11,6 +11,7 @@ from msgspec import Struct
 
 PROTOCOL_VERSION = 1
 GENERATION_ID_BYTES = 16
+DEFAULT_SESSION_SECONDS = 300.0
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -22,11 +23,16 @@ class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
+SessionState = Literal["open", "over_quota", "unknown"]
+
+
 class PromptReport(Struct, frozen=True, array_like=True, gc=False):
-    """What is known of a generation's prompt: how many of its tokens needed no prefill, and its logprobs if asked for."""
+    """What is known of a generation's prompt: how many of its tokens needed no prefill, its logprobs if asked for, and what became
+    of its session: a lease, or why there is none."""
 
     cached_tokens: int
     logprobs: tuple[TokenLogprob | None, ...] | None = None
+    session: SessionState | None = None
 
 
 class Delta(Struct, frozen=True, array_like=True, gc=False):
@@ -105,11 +111,34 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
 
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+
+class Grammar(Struct, frozen=True, gc=False):
+    """What the generated text must be: `source` is the schema or the list of choices as JSON, the regex, or the grammar itself."""
+
+    kind: GrammarKind
+    source: str = ""
+
+
+SessionAction = Literal["open", "continue", "close"]
+
+
+class SessionTurn(Struct, frozen=True, omit_defaults=True, gc=False):
+    """The session that a generation is a turn of. `epoch` tells incarnations of one id apart: a later one is greater."""
+
+    id: str
+    action: SessionAction = "continue"
+    timeout: float = DEFAULT_SESSION_SECONDS
+    epoch: int = 0
+
+
 class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     """Front end to worker: begin a generation.
 
     `offset` is the position of the first token to make. It is above zero when a generation goes on
-    elsewhere: then the last `offset` ids of `token_ids` are what was generated before.
+    elsewhere: then the last `offset` ids of `token_ids` are what was generated before. Any of `stop_ids` ends it, as the
+    model's own end does. Its KV is preferred to other KV for `retention_seconds` after its end, and by `priority`, the higher the longer.
     """
 
     id: bytes
@@ -122,6 +151,12 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: bool = False
     sampling: Sampling = Sampling()
+    stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+    session: SessionTurn | None = None
+    retention_seconds: float = 0.0
+    priority: int = 0
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
