@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
 
 BLOCK_SIZE = 16
-
-
-def block_hashes(token_ids: Sequence[int], parent: bytes = b"") -> list[bytes]:
-    """One hash for each full block, each over all the tokens up to its end."""
-    packed = array("I", token_ids).tobytes()
-    width = BLOCK_SIZE * 4
-    hashes: list[bytes] = []
-    for start in range(0, len(packed) - width + 1, width):
-        parent = blake2b(parent + packed[start : start + width], digest_size=8).digest()
-        hashes.append(parent)
-    return hashes
 
 
 class SimulatedCache:

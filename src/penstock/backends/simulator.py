@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from penstock.backends.simulated_cache import BLOCK_SIZE, SimulatedCache, block_hashes
+from penstock.backends.simulated_cache import BLOCK_SIZE, SimulatedCache
 from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, run_of_tokens
+from penstock.wire.blocks import block_hashes
 from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, PromptReport, Segment, Submit, WorkerStats
 from penstock.worker.backend import Emit
 
@@ -68,7 +69,7 @@ class _Sequence:
         self.request = request
         self.position = request.offset
         self.last_position = _last_position(request)
-        self.hashes = block_hashes(request.token_ids)
+        self.hashes = block_hashes(request.token_ids, BLOCK_SIZE)
         # Known when it is first admitted, told with its first token, and not counted again after a preemption.
         self.cached_tokens: int | None = None
         self.was_preempted = False
@@ -126,13 +127,20 @@ class Simulator:
             await asyncio.wait([self._task])
 
     def submit(self, request: Submit) -> None:
+        refusal = self._refusal(request)
+        if refusal is None:
+            self._waiting[request.id] = _Sequence(request)
+        else:
+            self._refused.append(Segment(request.id, None, refusal))
+        self._work.set()
+
+    def _refusal(self, request: Submit) -> Fault | None:
+        if request.grammar is not None:
+            return Fault("unsupported", "the simulator has no grammar: its tokens follow from the seed")
         needed = (len(request.token_ids) + request.max_tokens - request.offset) // BLOCK_SIZE + 1
         if needed > self._cache.total:
-            message = f"the request needs {needed} KV blocks and the worker has {self._cache.total}"
-            self._refused.append(Segment(request.id, None, Fault("kv_too_small", message)))
-        else:
-            self._waiting[request.id] = _Sequence(request)
-        self._work.set()
+            return Fault("kv_too_small", f"the request needs {needed} KV blocks and the worker has {self._cache.total}")
+        return None
 
     def cancel(self, generation: bytes) -> None:
         if self._waiting.pop(generation, None) is not None:
@@ -256,7 +264,7 @@ class Simulator:
     def _release(self, sequence: _Sequence) -> None:
         """Gives its blocks back. What it generated stays cached, under its hashes, for whoever comes with the same tokens."""
         parent = sequence.hashes[-1] if sequence.hashes else b""
-        generated = block_hashes(sequence.tokens[len(sequence.hashes) * BLOCK_SIZE :], parent)
+        generated = block_hashes(sequence.tokens[len(sequence.hashes) * BLOCK_SIZE :], BLOCK_SIZE, parent)
         self._cache.release(sequence.hashes, generated, sequence.private)
 
     def _preempt(self, generation: bytes) -> None:

@@ -4,6 +4,7 @@
     ├── ConfigError             a flag or setting that cannot work; names key and value
     ├── RequestError            the client's mistake; names the field
     ├── GenerationFault         a generation ended in a Fault
+    ├── GrammarError            a grammar that cannot be, or a text that it does not allow; says where
     ├── StreamError             a breach of the stream's contract: loud, never silent
     │   ├── GapError            tokens are missing between two deltas
     │   ├── OverlapError        tokens come twice
@@ -48,6 +49,10 @@ class GenerationFault(PenstockError):
     def __init__(self, fault: Fault) -> None:
         super().__init__(f"{fault.code}: {fault.message}")
         self.fault = fault
+
+
+class GrammarError(PenstockError):
+    """A schema, regex or grammar that cannot be followed, or a token that does not follow it. The message says where."""
 
 
 class StreamError(PenstockError):

@@ -74,14 +74,40 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     terminal: Terminal | None = None
 
 
+class BlocksStored(Struct, frozen=True, tag="stored", gc=False):
+    """KV blocks that can be reused from now on, each behind the one before it; the first behind `parent`."""
+
+    parent: bytes
+    blocks: tuple[bytes, ...]
+
+
+class BlocksRemoved(Struct, frozen=True, tag="removed", gc=False):
+    """KV blocks that are gone."""
+
+    blocks: tuple[bytes, ...]
+
+
+class BlocksCleared(Struct, frozen=True, tag="cleared", gc=False):
+    """All KV blocks are gone."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
 class WorkerStats(Struct, frozen=True, array_like=True):
-    """What a worker holds at the moment of sending."""
+    """What a worker holds at the moment of sending; below `sessions`, what it has counted since its start."""
 
     running: int = 0
     queued: int = 0
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0
     kv_blocks_total: int = 0
+    kv_blocks_leased: int = 0
+    sessions: int = 0
+    kv_blocks_evicted: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
 
 
 class ModelInfo(Struct, frozen=True):

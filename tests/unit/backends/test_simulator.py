@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.simulated_cache import BLOCK_SIZE, SimulatedCache, block_hashes
+from penstock.backends.simulated_cache import BLOCK_SIZE, SimulatedCache
 from penstock.backends.simulated_tokens import natural_length, run_of_tokens, tokens_between
 from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
 from penstock.stream.merge import merge
+from penstock.wire.blocks import block_hashes
 from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Segment, Submit, Terminal
 
 WORDS = range(300, 1800)
@@ -223,14 +224,14 @@ def test_the_cache_stays_sound(prompts: list[list[int]], total: int, data: st.Da
     cache = SimulatedCache(total)
     held: list[tuple[list[bytes], int]] = []
     for prompt in prompts:
-        hashes = block_hashes(prompt)
+        hashes = block_hashes(prompt, BLOCK_SIZE)
         if cache.can_allocate(hashes, 1):
             cache.allocate(hashes, 1)
             held.append((hashes, 1))
             assert cache.matched(hashes) == len(hashes)
         elif held:
             hashes, private = held.pop(data.draw(st.integers(0, len(held) - 1)))
-            cache.release(hashes, block_hashes(range(BLOCK_SIZE), hashes[-1] if hashes else b"")[:private], private)
+            cache.release(hashes, block_hashes(range(BLOCK_SIZE), BLOCK_SIZE, hashes[-1] if hashes else b"")[:private], private)
         cache.check_integrity()
         assert cache.used == len({block for hashes, _ in held for block in hashes}) + len(held)
     for hashes, private in held:
@@ -241,7 +242,7 @@ def test_the_cache_stays_sound(prompts: list[list[int]], total: int, data: st.Da
 
 def test_the_cache_check_finds_what_is_wrong() -> None:
     cache = SimulatedCache(4)
-    cache.allocate(block_hashes(range(32)), 1)
+    cache.allocate(block_hashes(range(32), BLOCK_SIZE), 1)
     cache._private = -1
     with pytest.raises(AssertionError):
         cache.check_integrity()
