@@ -23,7 +23,7 @@ RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
 # Where a library that is heavy, or does I/O, may be imported.
 CONFINED = {
-    "torch": {"engine", "backends"},
+    "torch": {"engine", "backends", "cli"},
     "ray": {"cluster"},
     "redis": {"router", "cluster"},
     "granian": {"http"},
@@ -34,6 +34,11 @@ CONFINED = {
     "psutil": {"bench"},
     "tokenizers": {"text"},
     "jinja2": {"text"},
+    "gguf": {"text", "backends"},
+    "safetensors": {"backends"},
+    "numpy": {"text", "backends", "engine"},
+    "transformers": set(),
+    "llguidance": {"engine"},
 }
 NO_IO = {"router", "engine", "stream", "wire"}
 IO_MODULES = {"socket", "ssl", "subprocess", "http", "urllib", "tempfile"}
@@ -87,7 +92,7 @@ def test_libraries_stay_in_their_packages() -> None:
 
 
 def test_the_base_imports_no_extra() -> None:
-    extras = "torch ray redis tokenizers jinja2 aiohttp matplotlib rich psutil numpy"
+    extras = "torch ray redis tokenizers jinja2 aiohttp matplotlib rich psutil numpy gguf safetensors llguidance transformers"
     program = f"""
 import sys
 import penstock.cli.main, penstock.cli.compose, penstock.cli.config

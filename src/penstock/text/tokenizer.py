@@ -31,6 +31,9 @@ class Tokenizer(Protocol):
     max_token_bytes: int
     """The UTF-8 length of its longest token: a text of more than n times that has more than n tokens."""
 
+    definition: str | None
+    """The text of its `tokenizer.json`, which a grammar is compiled for; None where there is no such thing."""
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with whatever the model expects at its beginning."""
 

@@ -92,6 +92,7 @@ class WordTokenizer:
         self._ids = {word.decode(): 256 + index for index, word in enumerate(words)}
         self.vocab_size = len(self._table)
         self.max_token_bytes = max(map(len, self._table))
+        self.definition: str | None = None
         self.ordinary_ids: Sequence[int] = range(256, 256 + len(words))
         self.end_id, self._message_id, self._role_id = range(256 + len(words), len(self._table))
 

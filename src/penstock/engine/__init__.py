@@ -1,0 +1,1 @@
+"""The embedded engine: a Llama-family model, a radix KV cache, a scheduler, a sampler. No I/O."""

@@ -1,0 +1,83 @@
+"""A model's own settings, read with their types: what is missing or of another type is a ConfigError that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.wire.errors import ConfigError
+
+
+class ModelSettings:
+    """Values by key, as a config file or a GGUF file has them; null counts as missing. `source` names the file in errors."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
+        self.source = source
+        self.values = values
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(key, "a whole number")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.integer(key, default)
+        if value < 1:
+            raise self.wrong(key, "1 or more")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default, "a number")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, "a number")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if not 0 < value < float("inf"):
+            raise self.wrong(key, "a number above 0")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default, "a string")
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def strings(self, key: str) -> list[str]:
+        return self._array(key, str, "an array of strings")
+
+    def integers(self, key: str) -> list[int]:
+        return self._array(key, int, "an array of whole numbers")
+
+    def numbers(self, key: str) -> list[float]:
+        return self._array(key, float, "an array of numbers")
+
+    def wrong(self, key: str, expected: str) -> ConfigError:
+        value = repr(self.values.get(key))
+        shown = value if len(value) < 200 else f"{value[:200]}…"
+        return ConfigError(f"{self.source}: {key} is {shown}: expected {expected}")
+
+    def _value(self, key: str, default: object, expected: str) -> object:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError(f"{self.source}: {key} is missing: expected {expected}")
+        return default
+
+    def _array(self, key: str, element: type, expected: str) -> list[Any]:
+        value = self._value(key, None, expected)
+        if not isinstance(value, list) or not all(isinstance(one, element) for one in value):
+            raise self.wrong(key, expected)
+        return value
