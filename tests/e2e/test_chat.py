@@ -62,6 +62,18 @@ def test_without_a_limit_it_ends_by_itself(server: Server) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_a_format_of_text_asks_for_nothing(server: Server) -> None:
+    answer = server.client.chat.completions.create(
+        model="simulator",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=6,
+        seed=4,
+        response_format={"type": "text"},
+        logit_bias={"5": 10},
+    )
+    assert answer.choices[0].message.content == predicted(4, 6)
+
+
 def test_models(server: Server) -> None:
     (model,) = server.client.models.list().data
     assert model.id == "simulator"

@@ -135,6 +135,13 @@ def test_logprobs_belong_to_their_tokens(server: Server) -> None:
     assert offsets == [len("".join(tokens[:index])) for index in range(60)]
 
 
+def test_what_the_simulator_does_not_sample_by_is_accepted(server: Server) -> None:
+    answer = server.client.completions.create(
+        model="simulator", prompt="x", max_tokens=8, seed=3, logit_bias={"300": -100}, extra_body={"stop_token_ids": [300]}
+    )
+    assert answer.choices[0].text == predicted(3, 8)
+
+
 def test_without_a_seed_every_answer_is_another(server: Server) -> None:
     answer = server.client.completions.create(model="simulator", prompt="x", max_tokens=10, n=3)
     assert len({choice.text for choice in answer.choices}) == 3

@@ -52,9 +52,6 @@ class GenerationEndpoint:
         except RequestError as error:
             outcome = f"refused_{error.status}"
             await response.send_error(error.status, request_error_body(error))
-        except GenerationFault as error:
-            outcome = "fault"
-            await response.send_error(fault_status(error.fault), fault_body(error.fault))
         except (ReaderLeft, ClientGone):
             outcome = "client_left"
             self._metrics.tally.clients_left += 1
@@ -74,9 +71,13 @@ class GenerationEndpoint:
         limits = self._admission.limits
         body = await read_body(scope, receive, limits.max_body_bytes, limits.stall_seconds)
         plan, dialect = self._parse(body, self._models)
-        with self._admission.admit(len(plan.submits), response) as ticket:
-            exchange = Exchange(plan, dialect, self._producer, response, self._metrics)
-            return await exchange.run(receive, ticket)
+        try:
+            with self._admission.admit(len(plan.submits), response) as ticket:
+                exchange = Exchange(plan, dialect, self._producer, response, self._metrics)
+                return await exchange.run(receive, ticket)
+        except GenerationFault as error:
+            await response.send_error(fault_status(error.fault), fault_body(error.fault, plan.grammar_field))
+            return "fault"
 
 
 def make_app(models: Models, producer: Producer, admission: Admission, metrics: FrontEndMetrics) -> ASGIApp:

@@ -86,7 +86,7 @@ def _explain(problem: str, content: Any, unsupported: frozenset[str]) -> Request
     if field in unsupported:
         return RequestError(f"`{field}` is not supported yet; leave it out", param=field, code="unsupported_field")
     expected = located["problem"][:1].lower() + located["problem"][1:]
-    if choices := CHOICES.get(param.rpartition(".")[2]):
+    if choices := CHOICES.get(re.sub(r"\[.*?\]", "", param)):
         expected = f"expected one of {', '.join(choices)}"
     return RequestError(f"`{param}` is {_value_at(content, param)}: {expected}", param=param, code="invalid_value")
 

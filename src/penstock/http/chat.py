@@ -28,7 +28,14 @@ def parse_chat(body: bytes, models: Models) -> tuple[Plan, ChatDialect]:
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens == 0:
         raise RequestError("`max_tokens` is 0: expected at least 1", param="max_tokens")
-    plan = make_plan(model, request, [("messages", token_ids)], max_tokens=max_tokens, logprobs=_wanted_logprobs(request))
+    plan = make_plan(
+        model,
+        request,
+        [("messages", token_ids)],
+        max_tokens=max_tokens,
+        logprobs=_wanted_logprobs(request),
+        response_format=request.response_format,
+    )
     return plan, ChatDialect(plan)
 
 

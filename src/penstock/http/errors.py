@@ -7,7 +7,16 @@ import msgspec
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Fault
 
-_STATUS_OF_FAULT = {"kv_too_small": 400, "no_worker": 503, "draining": 503, "worker_lost": 503, "shutting_down": 503}
+_STATUS_OF_FAULT = {
+    "kv_too_small": 400,
+    "invalid_grammar": 400,
+    "unsupported": 400,
+    "no_worker": 503,
+    "draining": 503,
+    "worker_lost": 503,
+    "shutting_down": 503,
+}
+_FAULTS_OF_A_GRAMMAR = {"invalid_grammar", "unsupported"}
 _RETRY_AFTER = {429: b"1", 503: b"1"}
 
 
@@ -19,8 +28,10 @@ def request_error_body(error: RequestError) -> bytes:
     return error_body(error.message, _kind(error.status), error.param, error.code)
 
 
-def fault_body(fault: Fault) -> bytes:
-    return error_body(fault.message, _kind(fault_status(fault)), None, fault.code)
+def fault_body(fault: Fault, grammar_field: str | None = None) -> bytes:
+    """`grammar_field` is where the request has its grammar: a worker that refuses the grammar does not know."""
+    param = grammar_field if fault.code in _FAULTS_OF_A_GRAMMAR else None
+    return error_body(fault.message, _kind(fault_status(fault)), param, fault.code)
 
 
 def fault_status(fault: Fault) -> int:

@@ -141,7 +141,8 @@ class Exchange:
             if not self._begun:
                 raise
             # What came before the fault, then the fault; no [DONE], for it is not done.
-            return b"".join(events) + b"data: " + fault_body(error.fault) + b"\n\n", "broken_off"
+            fault = fault_body(error.fault, self._plan.grammar_field)
+            return b"".join(events) + b"data: " + fault + b"\n\n", "broken_off"
         if not self._open:
             return b"".join(events) + self._closing_events(), "ok"
         return events[0] if len(events) == 1 else b"".join(events), None

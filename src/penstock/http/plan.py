@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import random
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from penstock.http.models import ServedModel
-from penstock.http.schema import Common
+from penstock.http.schema import Common, ResponseFormat, StructuredOutputs
 from penstock.wire.errors import RequestError
-from penstock.wire.messages import GENERATION_ID_BYTES, Sampling, Submit
+from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
 
 MAX_CHOICES = 2048
+# The engine's own limit is the same; here it saves the way there.
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_BIAS = 100
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _DEFAULT_SAMPLING = Sampling()
 _SAMPLING_FIELDS = Sampling.__struct_fields__
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run for one request: one Submit a choice, in the order of their indexes."""
+    """What to run for one request: one Submit a choice, in the order of their indexes. `grammar_field` names the field that has
+    their grammar, for the errors of workers, which alone can tell whether it can be followed."""
 
     model: ServedModel
     submits: Sequence[Submit]
@@ -28,6 +37,7 @@ class Plan:
     include_usage: bool
     prompt_tokens: int
     response_id: str
+    grammar_field: str | None = None
 
 
 def make_plan(
@@ -38,6 +48,7 @@ def make_plan(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: bool = False,
+    response_format: ResponseFormat | None = None,
 ) -> Plan:
     """`prompts` has each prompt's field name, for the errors, and its tokens. `max_tokens` None: as many as fit."""
     n = request.n or 1
@@ -48,6 +59,8 @@ def make_plan(
     choices = [(field, tuple(token_ids), choice) for field, token_ids in prompts for choice in range(n)]
     response_id, *ids = _random_ids(len(choices) + 1)
     least, sampling = _min_tokens(request, max_tokens), _sampling(request)
+    grammar_field, grammar = _grammar(request.structured_outputs, response_format)
+    stop_ids, logit_bias = _stop_ids(model, request.stop_token_ids or []), _logit_bias(model, request.logit_bias or {})
     submits = [
         Submit(
             id=generation_id,
@@ -59,11 +72,14 @@ def make_plan(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             sampling=sampling,
+            stop_ids=stop_ids,
+            logit_bias=logit_bias,
+            grammar=grammar,
         )
         for generation_id, (field, token_ids, choice) in zip(ids, choices, strict=True)
     ]
     prompt_tokens = sum(len(token_ids) for _, token_ids in prompts)
-    return Plan(model, submits, request.stops, bool(request.stream), request.include_usage, prompt_tokens, response_id.hex())
+    return Plan(model, submits, request.stops, bool(request.stream), request.include_usage, prompt_tokens, response_id.hex(), grammar_field)
 
 
 def check_text_length(model: ServedModel, field: str, text: str) -> None:
@@ -109,3 +125,82 @@ def _min_tokens(request: Common, max_tokens: int | None) -> int:
 def _sampling(request: Common) -> Sampling:
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     return Sampling(**given) if given else _DEFAULT_SAMPLING
+
+
+def _stop_ids(model: ServedModel, token_ids: Sequence[int]) -> tuple[int, ...]:
+    size = model.info.vocab_size
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < size:
+            name = f"stop_token_ids[{index}]"
+            raise RequestError(f"`{name}` is {token_id}: expected a token id from 0 to {size - 1}", param=name)
+    return tuple(token_ids)
+
+
+def _logit_bias(model: ServedModel, biases: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    size = model.info.vocab_size
+    checked: list[tuple[int, float]] = []
+    for key, bias in biases.items():
+        name = f"logit_bias.{key[:80]}"
+        if not _TOKEN_ID.fullmatch(key) or int(key) >= size:
+            raise RequestError(f"`{name}`: expected a token id from 0 to {size - 1}", param=name)
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            message = f"`{name}` is {msgspec.json.encode(bias)[:80].decode(errors='replace')}: expected a number from -100 to 100"
+            raise RequestError(message, param=name)
+        checked.append((int(key), float(bias)))
+    return tuple(checked)
+
+
+def _grammar(structured: StructuredOutputs | None, response_format: ResponseFormat | None) -> tuple[str | None, Grammar | None]:
+    """The grammar that a request asks for, and the field that has it."""
+    formatted = None if response_format is None else _formatted(response_format)
+    if structured is not None and formatted is not None:
+        message = f"`structured_outputs` and `response_format` of type {formatted.kind} exclude each other"
+        raise RequestError(message, param="structured_outputs")
+    grammar = formatted if structured is None else _structured(structured)
+    if grammar is None:
+        return None, None
+    field = "response_format" if structured is None else "structured_outputs"
+    if len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"`{field}` is over the limit of {MAX_GRAMMAR_BYTES:,} bytes", param=field, code="grammar_too_large")
+    return field, grammar
+
+
+def _formatted(response_format: ResponseFormat) -> Grammar | None:
+    if (response_format.type == "json_schema") != (response_format.json_schema is not None):
+        message = "`response_format.json_schema` is required with `type` json_schema, and not allowed without"
+        raise RequestError(message, param="response_format.json_schema")
+    if response_format.json_schema is not None:
+        return Grammar("json_schema", _as_json(response_format.json_schema.schema))
+    return None if response_format.type == "text" else Grammar("json_object")
+
+
+def _structured(structured: StructuredOutputs) -> Grammar:
+    sources: dict[GrammarKind, str | None] = {
+        "json_schema": None if structured.json is None else _schema_source(structured.json),
+        "json_object": "" if structured.json_object else None,
+        "regex": structured.regex,
+        "choice": None if structured.choice is None else _as_json(structured.choice),
+        "lark": structured.grammar,
+    }
+    given = [Grammar(kind, source) for kind, source in sources.items() if source is not None]
+    if len(given) != 1:
+        message = f"`structured_outputs` has {len(given)}: expected exactly one of {', '.join(StructuredOutputs.__struct_fields__)}"
+        raise RequestError(message, param="structured_outputs")
+    return given[0]
+
+
+def _schema_source(schema: dict[str, Any] | str) -> str:
+    if not isinstance(schema, str):
+        return _as_json(schema)
+    name = "structured_outputs.json"
+    try:
+        content = msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"`{name}` is a string that is not valid JSON: {error}", param=name) from error
+    if not isinstance(content, dict):
+        raise RequestError(f"`{name}` is a string of JSON that is not an object", param=name)
+    return schema
+
+
+def _as_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

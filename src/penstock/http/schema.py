@@ -8,9 +8,14 @@ from msgspec import Meta, Struct
 
 Role = Literal["system", "developer", "user", "assistant"]
 PartType = Literal["text"]
+FormatType = Literal["text", "json_object", "json_schema"]
 
-CHOICES = {"role": get_args(Role), "type": get_args(PartType)}
-"""What a field of this name may be, for the error message."""
+CHOICES = {
+    "messages.role": get_args(Role),
+    "messages.content.type": get_args(PartType),
+    "response_format.type": get_args(FormatType),
+}
+"""What the field with this path may be, for the error message."""
 
 NonNegative = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
@@ -22,6 +27,16 @@ Stop = Text | Annotated[list[Text], Meta(max_length=16)] | None
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """What the text must be: exactly one of these. A schema may also come as a string that has it as JSON."""
+
+    json: dict[str, Any] | Text | None = None
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Meta(min_length=1)] | None = None
+    grammar: Text | None = None
 
 
 class Common(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -43,7 +58,10 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
     ignore_eos: bool | None = None
-    logit_bias: None = None
+    # Checked in plan.py, where the error can name the token.
+    logit_bias: Annotated[dict[str, Any], Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
 
     @property
@@ -88,8 +106,18 @@ class Message(Struct, forbid_unknown_fields=True):
         return self.content or ""
 
 
-class TextFormat(Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
+    """A schema, which is always kept to, `strict` or not. Name and description are the client's own."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: FormatType
+    json_schema: JsonSchemaFormat | None = None
 
 
 class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
@@ -99,7 +127,7 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: NonNegative | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
@@ -118,10 +146,9 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     web_search_options: None = None
 
 
-UNSUPPORTED_COMPLETION = frozenset({"suffix", "best_of", "logit_bias"})
+UNSUPPORTED_COMPLETION = frozenset({"suffix", "best_of"})
 UNSUPPORTED_CHAT = frozenset(
     {
-        "logit_bias",
         "tools",
         "tool_choice",
         "functions",
@@ -131,7 +158,6 @@ UNSUPPORTED_CHAT = frozenset(
         "reasoning_effort",
         "verbosity",
         "web_search_options",
-        "response_format",
         "modalities",
         "store",
         "service_tier",

@@ -18,7 +18,7 @@ from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.stream.mailbox import Mailbox
 from penstock.text.words import WordTokenizer
 from penstock.wire.errors import GapError, GenerationFault, OverlapError
-from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Submit
+from penstock.wire.messages import Delta, Fault, Finish, Grammar, ModelInfo, Submit
 
 WORDS = WordTokenizer()
 MODEL = ModelInfo("m", "by hand", "words", WORDS.vocab_size, 1000, 16)
@@ -106,6 +106,25 @@ async def test_a_fault_before_anything_came_is_a_status() -> None:
         await front_end.post(stream=stream)
         assert front_end.status == 503
         assert (b"retry-after", b"1") in front_end.sent[0]["headers"]
+
+
+@pytest.mark.parametrize("code", ["invalid_grammar", "unsupported"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_grammar_that_the_worker_refuses_is_a_400_that_names_its_field(stream: bool, code: str) -> None:
+    async def produce(request: Submit, mailbox: Mailbox) -> None:
+        assert request.grammar == Grammar("regex", "(")
+        raise GenerationFault(Fault(code, "unclosed group at character 1"))
+
+    front_end = FrontEnd(produce)
+    await front_end.post(stream=stream, structured_outputs={"regex": "("})
+    assert front_end.status == 400
+    assert json.loads(front_end.body)["error"] == {
+        "message": "unclosed group at character 1",
+        "type": "invalid_request_error",
+        "param": "structured_outputs",
+        "code": code,
+    }
+    assert front_end.tally.requests["completions", "fault"] == 1
 
 
 async def test_a_fault_in_one_choice_stops_the_others() -> None:
