@@ -33,26 +33,39 @@ from penstock.worker.runtime import WorkerRuntime
 
 log = logging.getLogger(__name__)
 
+SIMULATED_CONTEXT = 131_072
+
 
 async def run_worker(settings: WorkerSettings) -> int:
     """One worker, until SIGTERM."""
-    runtime = WorkerRuntime(make_backend(settings))
+    failed = asyncio.Event()
+    runtime = WorkerRuntime(make_backend(settings, failed.set))
     server = WorkerServer(runtime, settings.name, settings.listen, settings.secret)
     await runtime.start()
     await server.start()
     _tune_garbage_collection()
     with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
-        await stopped.wait()
+        waits = [asyncio.create_task(stopped.wait()), asyncio.create_task(failed.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     runtime.drain()
     await _until(lambda: runtime.is_idle, settings.grace)
     await server.close()
     await runtime.close()
     log.info("%s has ended", settings.name)
-    return 0
+    return 1 if failed.is_set() else 0
 
 
-def make_backend(settings: WorkerSettings) -> Backend:
+def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
     """The engine that the settings name."""
+    if settings.engine == "embedded":
+        # torch is heavy, and an extra.
+        from penstock.cli.embedded import make_embedded
+
+        return make_embedded(settings, on_failure)
+    return _make_simulator(settings)
+
+
+def _make_simulator(settings: WorkerSettings) -> Backend:
     tokenizer_name = str(settings.model.resolve()) if settings.model is not None else BUILT_IN
     tokenizer = load_tokenizer(tokenizer_name)
     model = ModelInfo(
@@ -60,7 +73,7 @@ def make_backend(settings: WorkerSettings) -> Backend:
         engine=settings.engine,
         tokenizer=tokenizer_name,
         vocab_size=tokenizer.vocab_size,
-        context_length=settings.context_length,
+        context_length=settings.context_length or SIMULATED_CONTEXT,
         block_size=BLOCK_SIZE,
     )
     return Simulator(settings.simulator, model, Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id))

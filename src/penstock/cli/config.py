@@ -18,8 +18,41 @@ from penstock.wire.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
 
+ENGINES = ("embedded", "simulator")
+ENGINE_FLAGS = (
+    "engine",
+    "model",
+    "served_name",
+    "context_length",
+    "max_batch",
+    "kv_blocks",
+    "device",
+    "threads",
+    "kv_memory",
+    "token_budget",
+    "lease_share",
+    "max_sessions",
+    "step_ms",
+    "prefill_rate",
+)
+"""What `serve` hands on to its workers as it is."""
+
 SECRET_VARIABLE = "PENSTOCK_LINK_SECRET"  # noqa: S105
 """The links' shared secret is taken from the environment, never from the command line, where others could read it."""
+
+
+@dataclass(frozen=True)
+class EmbeddedSettings:
+    """What None stands for depends on the model and the device, and is found when they are known."""
+
+    device: str = "auto"
+    threads: int | None = None
+    kv_memory: float | None = None
+    kv_blocks: int | None = None
+    max_batch: int = 256
+    token_budget: int | None = None
+    lease_share: float = 0.5
+    max_sessions: int = 1024
 
 
 @dataclass(frozen=True)
@@ -30,8 +63,9 @@ class WorkerSettings:
     engine: str
     model: Path | None
     served_name: str | None
-    context_length: int
+    context_length: int | None
     simulator: SimulatorConfig
+    embedded: EmbeddedSettings
     grace: float
     exit_with_parent: bool
 
@@ -109,12 +143,54 @@ def _add_front_end(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    simulator = SimulatorConfig()
+    simulator, embedded = SimulatorConfig(), EmbeddedSettings()
     group = parser.add_argument_group("engine")
-    group.add_argument("--engine", choices=["simulator"], default="simulator", help="what makes the tokens")
-    group.add_argument("--model", type=Path, metavar="DIR", help="a model directory whose tokenizer to use; without it, readable words")
-    group.add_argument("--served-name", metavar="NAME", help="the model's name in the API (default: the engine's or the directory's)")
-    group.add_argument("--context-length", type=int, default=131_072, metavar="TOKENS", help="prompt and answer together")
+    group.add_argument("--engine", choices=ENGINES, default="embedded", help="what makes the tokens: a model, or a simulation of one")
+    group.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a model directory in Hugging Face's layout, or a GGUF file (default: the model that the set-up installed; for the "
+        "simulator, which takes only the tokenizer, readable words)",
+    )
+    group.add_argument("--served-name", metavar="NAME", help="the model's name in the API (default: the file's or the directory's)")
+    group.add_argument(
+        "--context-length",
+        type=int,
+        metavar="TOKENS",
+        help="prompt and answer together (default: what the model was trained for; beyond it, positions are stretched by YaRN)",
+    )
+    group.add_argument(
+        "--max-batch",
+        type=int,
+        metavar="N",
+        help=f"generations in a step; more are queued (default: {embedded.max_batch}, simulator {simulator.max_batch})",
+    )
+    group.add_argument(
+        "--kv-blocks", type=int, metavar="N", help=f"KV blocks of 16 tokens (default: by --kv-memory, simulator {simulator.kv_blocks})"
+    )
+    group = parser.add_argument_group("embedded engine")
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default=embedded.device, help="cpu: float32; cuda: bfloat16")
+    group.add_argument("--threads", type=int, metavar="N", help="threads of a step on the CPU (default: one a core)")
+    group.add_argument(
+        "--kv-memory", type=float, metavar="GIB", help="memory for KV (default: 2 on the CPU, 85%% of what the weights leave on a GPU)"
+    )
+    group.add_argument(
+        "--token-budget",
+        type=int,
+        metavar="N",
+        help="most tokens that a step computes, prompts and answers together (default: 256 on the CPU, 8192 on a GPU)",
+    )
+    group.add_argument(
+        "--lease-share",
+        type=float,
+        default=embedded.lease_share,
+        metavar="SHARE",
+        help="most of the KV that leases protect",
+    )
+    group.add_argument(
+        "--max-sessions", type=int, default=embedded.max_sessions, metavar="N", help="sessions at once; further ones get no lease"
+    )
     group = parser.add_argument_group("simulator")
     group.add_argument(
         "--step-ms", type=float, default=simulator.step_ms, help="time of an engine step, which makes one token a generation"
@@ -122,20 +198,15 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prefill-rate", type=float, default=simulator.prefill_rate, metavar="TOKENS/S", help="prompt tokens computed a second"
     )
-    group.add_argument("--max-batch", type=int, default=simulator.max_batch, metavar="N", help="generations in a step; more are queued")
-    group.add_argument("--kv-blocks", type=int, default=simulator.kv_blocks, metavar="N", help="KV blocks of 16 tokens")
 
 
 def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
     """Checks everything here, so that a mistake is told once and not by every child."""
     _positive("--workers", arguments.workers)
     _limits(arguments)
-    _simulator(arguments)
-    worker = [f"--engine={arguments.engine}", f"--context-length={arguments.context_length}", f"--grace={arguments.grace}"]
-    worker += [f"--step-ms={arguments.step_ms}", f"--prefill-rate={arguments.prefill_rate}"]
-    worker += [f"--max-batch={arguments.max_batch}", f"--kv-blocks={arguments.kv_blocks}"]
-    worker += [f"--model={arguments.model}"] if arguments.model else []
-    worker += [f"--served-name={arguments.served_name}"] if arguments.served_name else []
+    _check_engine(arguments)
+    worker = [f"--grace={arguments.grace}"]
+    worker += [f"--{name.replace('_', '-')}={value}" for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None]
     front_end = [f"--host={arguments.host}", f"--port={arguments.port}", f"--grace={arguments.grace}"]
     front_end += [f"--max-generations={arguments.max_generations}", f"--max-body-bytes={arguments.max_body_bytes}"]
     front_end += [f"--stall-timeout={arguments.stall_timeout}"]
@@ -143,6 +214,7 @@ def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
 
 
 def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> WorkerSettings:
+    simulator, embedded = _check_engine(arguments)
     return WorkerSettings(
         name=arguments.name,
         listen=parse_address(arguments.listen),
@@ -150,8 +222,9 @@ def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str
         engine=arguments.engine,
         model=arguments.model,
         served_name=arguments.served_name,
-        context_length=_positive("--context-length", arguments.context_length),
-        simulator=_simulator(arguments),
+        context_length=arguments.context_length,
+        simulator=simulator,
+        embedded=embedded,
         grace=_not_negative("--grace", arguments.grace),
         exit_with_parent=arguments.exit_with_parent,
     )
@@ -180,13 +253,31 @@ def _limits(arguments: argparse.Namespace) -> Limits:
     )
 
 
-def _simulator(arguments: argparse.Namespace) -> SimulatorConfig:
-    return SimulatorConfig(
+def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, EmbeddedSettings]:
+    for flag in ("context_length", "max_batch", "kv_blocks", "threads", "kv_memory", "token_budget"):
+        value = getattr(arguments, flag)
+        if value is not None:
+            _positive(f"--{flag.replace('_', '-')}", value)
+    if not 0 <= arguments.lease_share <= 1:
+        raise ConfigError(f"--lease-share is {arguments.lease_share}: expected 0 to 1")
+    simulator, embedded = SimulatorConfig(), EmbeddedSettings()
+    simulator = SimulatorConfig(
         step_ms=_not_negative("--step-ms", arguments.step_ms),
         prefill_rate=_positive("--prefill-rate", arguments.prefill_rate),
-        max_batch=_positive("--max-batch", arguments.max_batch),
-        kv_blocks=_positive("--kv-blocks", arguments.kv_blocks),
+        max_batch=arguments.max_batch or simulator.max_batch,
+        kv_blocks=arguments.kv_blocks or simulator.kv_blocks,
     )
+    embedded = EmbeddedSettings(
+        device=arguments.device,
+        threads=arguments.threads,
+        kv_memory=arguments.kv_memory,
+        kv_blocks=arguments.kv_blocks,
+        max_batch=arguments.max_batch or embedded.max_batch,
+        token_budget=arguments.token_budget,
+        lease_share=arguments.lease_share,
+        max_sessions=_not_negative("--max-sessions", arguments.max_sessions),
+    )
+    return simulator, embedded
 
 
 def _positive(flag: str, value: Number) -> Number:

@@ -1,0 +1,114 @@
+"""The embedded engine in a worker: its step loop in a thread of its own, one hand-over to the event loop a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from penstock.engine.engine import Engine
+from penstock.wire.messages import Fault, ModelInfo, Segment, Submit, WorkerStats
+from penstock.worker.backend import Emit
+
+log = logging.getLogger(__name__)
+
+
+class EmbeddedBackend:
+    """See `worker.backend.Backend`. `make_engine` loads the model; it is called once, beside the event loop.
+
+    What the event loop asks for is done by the engine's thread before its next step. If the engine breaks, every generation gets a
+    fault that another worker can go on from, and `on_failure` is called: the process is to end, for nothing is known of the
+    engine's state.
+    """
+
+    def __init__(self, model: ModelInfo, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
+        self._model = model
+        self._make_engine = make_engine
+        self._on_failure = on_failure
+        self._asked: deque[Callable[[Engine], object]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._failure: Fault | None = None
+        self._stats = WorkerStats()
+        self._open: set[bytes] = set()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    async def start(self, emit: Emit) -> None:
+        began = time.monotonic()
+        log.info("loading %s", self._model.name)
+        engine = await asyncio.to_thread(self._make_engine)
+        self._stats = engine.stats()
+        pages = self._stats.kv_blocks_total
+        tokens = pages * self._model.block_size
+        log.info("%s is loaded after %.1f s, with room for the KV of %s tokens", self._model.name, time.monotonic() - began, f"{tokens:,}")
+        self._emit, self._loop = emit, asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="engine")
+        self._thread.start()
+
+    def submit(self, request: Submit) -> None:
+        if self._failure is not None:
+            self._emit([Segment(request.id, None, self._failure)])
+            return
+        self._open.add(request.id)
+        self._ask(lambda engine: engine.submit(request))
+
+    def cancel(self, generation: bytes) -> None:
+        self._open.discard(generation)
+        self._ask(lambda engine: engine.cancel(generation))
+
+    def stats(self) -> WorkerStats:
+        return self._stats
+
+    async def close(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _ask(self, what: Callable[[Engine], object]) -> None:
+        self._asked.append(what)
+        self._wake.set()
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            while not self._stopping:
+                self._turn(engine)
+        except Exception as error:
+            log.exception("the engine has failed")
+            fault = Fault("engine_failed", f"the engine has failed: {type(error).__name__}", retryable=True)
+            self._loop.call_soon_threadsafe(self._fail, fault)
+        finally:
+            engine.close()
+
+    def _turn(self, engine: Engine) -> None:
+        """What was asked for, then a step; or, with nothing to do, a wait for either work or the end of a lease."""
+        self._wake.clear()
+        while self._asked:
+            self._asked.popleft()(engine)
+        segments = engine.step()
+        # The loop is on its way out while the last step ends: nobody waits for that.
+        if not self._stopping:
+            self._loop.call_soon_threadsafe(self._deliver, segments, engine.stats())
+        if not engine.has_work:
+            engine.check_idle()
+            until_expiry = engine.next_expiry - time.monotonic()
+            self._wake.wait(None if until_expiry == math.inf else max(0.0, until_expiry))
+
+    def _deliver(self, segments: list[Segment], stats: WorkerStats) -> None:
+        self._stats = stats
+        self._open.difference_update([segment.id for segment in segments if segment.terminal is not None])
+        self._emit(segments)
+
+    def _fail(self, fault: Fault) -> None:
+        self._failure = fault
+        self._emit([Segment(generation, None, fault) for generation in self._open])
+        self._open.clear()
+        self._on_failure()

@@ -1,0 +1,111 @@
+"""Wires the embedded engine: from a model on disk to a backend. Apart from `compose`, for it imports torch."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.cli.config import EmbeddedSettings, WorkerSettings
+from penstock.text.load import load_tokenizer
+from penstock.text.tokenizer import Tokenizer
+from penstock.wire.errors import ConfigError
+from penstock.wire.messages import ModelInfo
+from penstock.worker.backend import Backend
+
+try:
+    import torch
+
+    from penstock.backends.checkpoint import Checkpoint, find_default_model, open_checkpoint
+    from penstock.backends.embedded import EmbeddedBackend
+    from penstock.engine.config import EngineConfig
+    from penstock.engine.engine import Engine
+    from penstock.engine.grammar import GrammarCompiler
+    from penstock.engine.model import Model
+    from penstock.engine.rope import covered_length
+    from penstock.engine.shape import ModelShape
+except ImportError as missing:
+    raise ConfigError(f"the embedded engine needs the package {missing.name!r}: pip install 'penstock[engine]'") from missing
+
+log = logging.getLogger(__name__)
+
+PAGE_SIZE = 16
+GIB = 2**30
+CPU_KV_MEMORY = 2.0
+SHARE_OF_GPU = 0.85
+CPU_TOKEN_BUDGET = 256
+GPU_TOKEN_BUDGET = 8192
+_QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
+
+
+def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
+    """What is wrong with the model's files or the settings is told here, before anything heavy is loaded."""
+    path = find_default_model() if settings.model is None else settings.model.resolve()
+    checkpoint = open_checkpoint(path)
+    tokenizer = load_tokenizer(str(path))
+    device = _device(settings.embedded.device)
+    trained = covered_length(checkpoint.shape)
+    context_length = settings.context_length or trained
+    if context_length > trained:
+        log.warning("--context-length %d is beyond the %d tokens that the model is made for: stretched by YaRN", context_length, trained)
+    info = ModelInfo(
+        name=settings.served_name or model_name(path),
+        engine="embedded",
+        tokenizer=str(path),
+        vocab_size=min(tokenizer.vocab_size, checkpoint.shape.vocab_size),
+        context_length=context_length,
+        block_size=PAGE_SIZE,
+    )
+    return EmbeddedBackend(info, lambda: load_engine(checkpoint, tokenizer, context_length, settings.embedded, device), on_failure)
+
+
+def load_engine(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, context_length: int, settings: EmbeddedSettings, device: torch.device
+) -> Engine:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    model = Model(checkpoint.shape, checkpoint.tensors(), context_length, dtype, device)
+    budget = CPU_TOKEN_BUDGET if device.type == "cpu" else GPU_TOKEN_BUDGET
+    config = EngineConfig(
+        context_length=context_length,
+        kv_pages=settings.kv_blocks or kv_pages(checkpoint.shape, dtype, device, settings.kv_memory),
+        page_size=PAGE_SIZE,
+        max_batch=settings.max_batch,
+        token_budget=settings.token_budget or budget,
+        lease_share=settings.lease_share,
+        max_sessions=settings.max_sessions,
+    )
+    end_ids = checkpoint.end_ids | {tokenizer.end_id}
+    vocab_size = min(tokenizer.vocab_size, checkpoint.shape.vocab_size)
+    compiler = None if tokenizer.definition is None else GrammarCompiler(tokenizer.definition, vocab_size, end_ids)
+    return Engine(config, model, end_ids, vocab_size, compiler, time.monotonic)
+
+
+def kv_pages(shape: ModelShape, dtype: torch.dtype, device: torch.device, gibibytes: float | None) -> int:
+    """How many pages fit into the memory for KV, which on a GPU is most of what the weights have left."""
+    page_bytes = 2 * shape.layers * PAGE_SIZE * shape.kv_heads * shape.head_dim * dtype.itemsize
+    if gibibytes is not None:
+        memory = int(gibibytes * GIB)
+    elif device.type == "cpu":
+        memory = int(CPU_KV_MEMORY * GIB)
+    else:
+        memory = int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_GPU)
+    if memory < page_bytes:
+        raise ConfigError(f"--kv-memory: {memory / GIB:.3f} GiB hold no page of {page_bytes:,} bytes, which {PAGE_SIZE} tokens need")
+    return memory // page_bytes
+
+
+def model_name(path: Path) -> str:
+    """The name of the file or directory, without its ending and its quantization."""
+    return path.name if path.is_dir() else _QUANTIZATION.sub("", path.stem)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda: torch finds no GPU here; use --device cpu")
+    return torch.device(name)

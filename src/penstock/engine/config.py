@@ -1,0 +1,20 @@
+"""The engine's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`token_budget` is the most tokens that a step computes, prompts and answers together: the longer a step, the longer everybody waits
+    for the next token."""
+
+    context_length: int
+    kv_pages: int
+    page_size: int = 16
+    max_batch: int = 256
+    token_budget: int = 256
+    lease_share: float = 0.5
+    max_sessions: int = 1024
+    session_grace: float = 30.0

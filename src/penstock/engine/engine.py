@@ -1,0 +1,275 @@
+"""The engine: generations in, a step at a time, segments out. One thread calls it; it does no I/O and never sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.engine.attention import KVStore
+from penstock.engine.batch import BatchBuilder
+from penstock.engine.compiling import Compilations
+from penstock.engine.config import EngineConfig
+from penstock.engine.grammar import GrammarCompiler, MaskPool, apply_mask
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_events import NumberedEvent, Snapshot
+from penstock.engine.lease import Lease
+from penstock.engine.model import Model
+from penstock.engine.sampler import Sampler, prompt_logprobs
+from penstock.engine.scheduler import Scheduler, Work
+from penstock.engine.sequence import Sequence
+from penstock.engine.sessions import Sessions
+from penstock.wire.errors import GrammarError
+from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Segment, Submit, Terminal, TokenLogprob, WorkerStats
+
+# How long a step with nothing to compute waits for a grammar that is being compiled.
+COMPILE_WAIT = 0.02
+
+
+class Engine:
+    """Every submitted generation gets exactly one terminal from `step`, except a cancelled one, which gets none."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        end_ids: frozenset[int],
+        vocab_size: int,
+        compiler: GrammarCompiler | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`vocab_size` is the tokenizer's: rows of the model beyond it are padding and never chosen."""
+        shape = model.shape
+        self._config = config
+        self._model = model
+        self._end_ids = end_ids
+        self._vocab_size = min(vocab_size, shape.vocab_size)
+        self._compiling = None if compiler is None else Compilations(compiler)
+        self._clock = clock
+        self._cache = KVCache(config.kv_pages, config.page_size, config.lease_share)
+        self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device)
+        self._builder = BatchBuilder(config.page_size, model.device)
+        self._scheduler = Scheduler(config, self._cache)
+        self._sampler = Sampler(end_ids)
+        self._masks = MaskPool(self._vocab_size)
+        self._refused: list[Segment] = []
+        self._prompt_tokens = 0
+        self._prompt_tokens_cached = 0
+        self.sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._refused or self._compiling)
+
+    @property
+    def next_expiry(self) -> float:
+        """When a lease runs out, if nothing else happens."""
+        return self.sessions.next_expiry
+
+    def submit(self, request: Submit) -> None:
+        """Queues a generation; one that can never run gets its fault with the next step."""
+        fault = self._why_not(request)
+        if fault is not None:
+            self._refused.append(Segment(request.id, None, fault))
+            return
+        session, state = self.sessions.begin_turn(request.session) if request.session is not None else (None, None)
+        sequence = Sequence(request, session, state)
+        if request.grammar is None:
+            self._scheduler.add(sequence)
+        else:
+            assert self._compiling is not None
+            self._compiling.add(sequence, self._clock())
+
+    def cancel(self, generation: bytes) -> None:
+        """Stops a generation in any state; all that it held is free at once. One that is unknown or has ended is ignored."""
+        sequence = self._scheduler.remove(generation)
+        if sequence is None and self._compiling is not None:
+            sequence = self._compiling.remove(generation)
+        if sequence is not None:
+            self._end_turn(sequence)
+
+    def close_session(self, session_id: str, epoch: int) -> bool:
+        return self.sessions.close(session_id, epoch)
+
+    def clear_cache(self) -> None:
+        self._cache.clear()
+
+    def take_events(self) -> list[NumberedEvent]:
+        return self._cache.events.take()
+
+    def snapshot(self) -> Snapshot:
+        return self._cache.snapshot()
+
+    def stats(self) -> WorkerStats:
+        cache, scheduler = self._cache, self._scheduler
+        return WorkerStats(
+            running=scheduler.running,
+            queued=scheduler.waiting + len(self._compiling or ()),
+            kv_blocks_used=cache.used,
+            kv_blocks_cached=cache.cached,
+            kv_blocks_total=cache.pages,
+            kv_blocks_leased=cache.leased,
+            sessions=len(self.sessions),
+            kv_blocks_evicted=cache.evicted_pages,
+            preemptions=scheduler.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tokens_cached=self._prompt_tokens_cached,
+        )
+
+    def close(self) -> None:
+        self._masks.close()
+        if self._compiling is not None:
+            self._compiling.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page is in one place and everything that holds one is known."""
+        sequences = list(self._scheduler)
+        paths, tails = [sequence.path for sequence in sequences], [sequence.tail for sequence in sequences]
+        self._cache.check_integrity(paths, tails, self.sessions.leases)
+        sequences += self._compiling or ()
+        for session in self.sessions:
+            assert session.active_turns == sum(1 for sequence in sequences if sequence.session is session)
+
+    def check_idle(self) -> None:
+        """The cheap check, for when nothing runs: every page is accounted for, and none is in use."""
+        self._cache.check_counts()
+        assert self.has_work or not self._cache.used, f"{self._cache.used} pages are in use, and nothing runs"
+
+    @torch.inference_mode()
+    def step(self) -> list[Segment]:
+        """Computes what the scheduler chose and returns what is new."""
+        now = self._clock()
+        self.sessions.expire(now)
+        self._take_compiled(now)
+        segments, self._refused = self._refused, []
+        work = self._builder.order(self._scheduler.schedule(now))
+        if work:
+            segments += self._compute(work, now)
+        return segments
+
+    def _why_not(self, request: Submit) -> Fault | None:
+        """The reason why a request can never run."""
+        size = self._vocab_size
+        length = len(request.token_ids) + max(0, request.max_tokens - request.offset)
+        pages = self._cache.pages_for(length)
+        if not request.token_ids:
+            return Fault("empty_prompt", "a prompt needs at least one token")
+        if wrong := [token for token in (*request.token_ids, *request.stop_ids, *dict(request.logit_bias)) if not 0 <= token < size]:
+            return Fault("invalid_token", f"token id {wrong[0]} is not of this model: expected 0 to {size - 1}")
+        if length > self._config.context_length:
+            return Fault("context_length_exceeded", f"{length:,} tokens do not fit the context of {self._config.context_length:,}")
+        if pages > self._cache.pages:
+            return Fault("kv_too_small", f"the request needs {pages} KV pages and the worker has {self._cache.pages}")
+        if request.grammar is not None and self._compiling is None:
+            return Fault("unsupported", "this model's tokenizer has no grammar support")
+        return None
+
+    def _take_compiled(self, now: float) -> None:
+        if not self._compiling:
+            return
+        if not self._scheduler.has_work:
+            self._compiling.wait(COMPILE_WAIT)
+        for sequence, fault in self._compiling.take(now):
+            if fault is None:
+                self._scheduler.add(sequence)
+            else:
+                self._end_turn(sequence)
+                self._refused.append(Segment(sequence.request.id, None, fault))
+
+    def _compute(self, work: list[Work], now: float) -> list[Segment]:
+        wanted: list[int] = []
+        drawn: list[tuple[Sequence, int]] = []  # who gets a token, and from which of the wanted rows
+        reports: list[tuple[Work, int]] = []  # whose prompt is asked about, and where its rows begin among the wanted
+        row = 0
+        for item in work:
+            sequence, count = item
+            row += count
+            if sequence.prompt_logprobs is not None and not sequence.reported:
+                reports.append((item, len(wanted)))
+                wanted += range(row - count, row)
+            elif sequence.to_compute == count:
+                wanted.append(row - 1)
+            if sequence.to_compute == count:
+                drawn.append((sequence, len(wanted) - 1))
+        restricted = [(sequence.matcher, index) for index, (sequence, _) in enumerate(drawn) if sequence.matcher is not None]
+        # While the model computes, what the grammars allow next is found out beside it.
+        self._masks.begin(restricted)
+        logits = self._model.logits(self._builder.build(work, wanted), self._store)[:, : self._vocab_size]
+        for item, start in reports:
+            self._report_prompt(item, logits[start : start + item.length])
+        for item in work:
+            self._scheduler.computed(item)
+        if not drawn:
+            return []
+
+        def restrict(chosen: torch.Tensor) -> None:
+            apply_mask(chosen, [index for _, index in restricted], self._masks.masks())
+
+        rows = logits if len(drawn) == len(wanted) else logits[torch.tensor([place for _, place in drawn], device=logits.device)]
+        tokens, logprobs = self._sampler.sample(rows, [sequence for sequence, _ in drawn], restrict)
+        made = zip(drawn, tokens, logprobs, strict=True)
+        return [self._advance(sequence, token, logprob, now) for (sequence, _), token, logprob in made]
+
+    def _report_prompt(self, work: Work, logits: torch.Tensor) -> None:
+        """The logprobs of the prompt's tokens behind the first, each from the row before it."""
+        sequence, count = work
+        assert sequence.prompt_logprobs is not None
+        known = sequence.tokens[sequence.computed + 1 : sequence.computed + count + 1]
+        sequence.prompt_logprobs += prompt_logprobs(logits[: len(known)], known, sequence.request.logprobs or 0)
+
+    def _advance(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> Segment:
+        """A sequence has a new token: what is told of it, and whether it is the last."""
+        request, position = sequence.request, sequence.position
+        report = self._report(sequence)
+        if position >= request.max_tokens:
+            # Only the prompt was wanted, or all had been made elsewhere.
+            self._finish(sequence, now)
+            return Segment(request.id, Delta(position, (), None, report), Finish("length"))
+        sequence.append(token)
+        terminal = self._terminal(sequence, token)
+        if terminal is not None:
+            self._finish(sequence, now)
+        return Segment(request.id, Delta(position, (token,), None if logprob is None else (logprob,), report), terminal)
+
+    def _terminal(self, sequence: Sequence, token: int) -> Terminal | None:
+        request = sequence.request
+        is_end = token in self._end_ids and (not request.ignore_eos or sequence.matcher is not None)
+        if is_end or token in request.stop_ids:
+            return Finish("stop")
+        if sequence.matcher is not None:
+            try:
+                sequence.matcher.advance(token)
+            except GrammarError as error:
+                return Fault("grammar_broken", f"the grammar does not go on: {error}")
+            if sequence.matcher.is_finished:
+                return Finish("stop")
+        return Finish("length") if sequence.position >= request.max_tokens else None
+
+    def _report(self, sequence: Sequence) -> PromptReport | None:
+        if sequence.reported:
+            return None
+        sequence.reported = True
+        cached = sequence.cached_tokens or 0
+        self._prompt_tokens += len(sequence.request.token_ids)
+        self._prompt_tokens_cached += cached
+        logprobs = None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
+        return PromptReport(cached, logprobs, sequence.session_state)
+
+    def _finish(self, sequence: Sequence, now: float) -> None:
+        request = sequence.request
+        if request.retention_seconds > 0 and sequence.path:
+            lease = Lease(request.retention_seconds, now + request.retention_seconds)
+            self._cache.retain(sequence.path, lease)
+            self.sessions.retain(lease)
+        self._scheduler.remove(request.id)
+        self._end_turn(sequence)
+
+    def _end_turn(self, sequence: Sequence) -> None:
+        session = sequence.session
+        if session is None:
+            return
+        usage = session.usage
+        usage.prompt_tokens += len(sequence.request.token_ids)
+        usage.cached_tokens += sequence.cached_tokens or 0
+        usage.generated_tokens += sequence.position - sequence.request.offset
+        self.sessions.end_turn(session, self._clock())

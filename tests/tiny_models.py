@@ -1,0 +1,127 @@
+"""Tiny random models, as transformers makes them, and the embedded engine around the same weights."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from penstock.backends.checkpoint import open_checkpoint
+from penstock.engine.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.engine.model import Model
+from penstock.wire.messages import Delta, Sampling, Submit, Terminal
+
+VOCABULARY = 300
+CONTEXT = 512
+GREEDY = Sampling(temperature=0)
+
+# Threads that wait for each other at every operation gain nothing on a model so small, and lose much where others work beside.
+torch.set_num_threads(1)
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    # Large enough that the likeliest token leads by a margin, as in a trained model.
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@functools.cache
+def reference(family: str) -> Any:
+    """The model in transformers."""
+    torch.manual_seed(7)
+    made: Any
+    if family == "llama":
+        made = LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False))  # type: ignore[no-untyped-call]
+    else:
+        made = Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=True))  # type: ignore[no-untyped-call]
+    return made.eval()
+
+
+@functools.cache
+def model(family: str) -> Model:
+    """The same model in the engine, by way of its files."""
+    with tempfile.TemporaryDirectory() as directory:
+        reference(family).save_pretrained(directory)
+        checkpoint = open_checkpoint(Path(directory))
+        return Model(checkpoint.shape, checkpoint.tensors(), CONTEXT, torch.float32, torch.device("cpu"))
+
+
+def reference_tokens(family: str, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers generates, greedily."""
+    ids = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        made = reference(family).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = made[0, len(prompt) :].tolist()
+    assert len(tokens) == count
+    return tokens
+
+
+def make_engine(family: str = "llama", clock: Callable[[], float] = time.monotonic, end_ids: Iterable[int] = (), **settings: Any) -> Engine:
+    config = EngineConfig(**{"context_length": CONTEXT, "kv_pages": 64, "session_grace": 0.0, **settings})
+    return Engine(config, model(family), frozenset(end_ids), VOCABULARY, None, clock)
+
+
+def generation_id(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def make_submit(number: int, prompt: Sequence[int], max_tokens: int = 64, **fields: Any) -> Submit:
+    return Submit(generation_id(number), tuple(prompt), max_tokens, **{"seed": 0, "sampling": GREEDY, **fields})
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(VOCABULARY) for _ in range(length)]
+
+
+class Collected:
+    """What an engine made, put together: offsets are checked, and that each generation ends once."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[bytes, list[int]] = {}
+        self.deltas: dict[bytes, list[Delta]] = {}
+        self.terminals: dict[bytes, Terminal] = {}
+
+    def step(self, engine: Engine) -> None:
+        for segment in engine.step():
+            assert segment.id not in self.terminals, "a segment after the terminal"
+            tokens = self.tokens.setdefault(segment.id, [])
+            if segment.delta is not None:
+                deltas = self.deltas.setdefault(segment.id, [])
+                start = deltas[0].offset if deltas else segment.delta.offset
+                assert segment.delta.offset == start + len(tokens)
+                tokens += segment.delta.token_ids
+                deltas.append(segment.delta)
+            if segment.terminal is not None:
+                self.terminals[segment.id] = segment.terminal
+        engine.check_integrity()
+
+
+def run(engine: Engine, requests: Iterable[Submit], most_steps: int = 10_000) -> Collected:
+    """Submits them all and steps until nothing is left, checking the integrity after every step."""
+    collected = Collected()
+    for request in requests:
+        engine.submit(request)
+    for _ in range(most_steps):
+        if not engine.has_work:
+            engine.check_idle()
+            return collected
+        collected.step(engine)
+    raise AssertionError(f"work is left after {most_steps} steps: {engine.stats()}")
