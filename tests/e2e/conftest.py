@@ -37,6 +37,15 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def model_server() -> Iterator[Server]:
+    """The default engine with the default model, as `make serve` starts it."""
+    server = Server(engine="embedded").wait_ready()
+    yield server
+    assert server.stop() == 0, server.log
+    assert not [line for line in server.log if "ERROR" in line or "Traceback" in line], server.log
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path | None:
     """The folder of shared tools beside the checkout, where there is one."""
     folder = Path(__file__).parents[3] / "shared"

@@ -18,15 +18,20 @@ from typing import Any
 import psutil
 from openai import OpenAI
 
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
 
 class Server:
     """`penstock serve` on a free port. Its log is kept for failures, and for the tests that read it."""
 
-    def __init__(self, *arguments: str, command: list[str] | None = None, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, engine: str = "simulator", command: list[str] | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         self.log: list[str] = []
         self._ready = threading.Event()
         self.url = ""
-        base = command or [sys.executable, "-m", "penstock", "serve", "--port", "0"]
+        self.model = engine if engine == "simulator" else DEFAULT_MODEL
+        base = command or [sys.executable, "-m", "penstock", "serve", "--port", "0", "--engine", engine]
         self.process = subprocess.Popen(
             [*base, *arguments], stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}, start_new_session=True
         )
@@ -43,7 +48,7 @@ class Server:
         self._ready.set()
 
     def wait_ready(self) -> Server:
-        assert self._ready.wait(30), self.log
+        assert self._ready.wait(60), self.log
         assert self.url, self.log
         return self
 
@@ -73,7 +78,7 @@ class Server:
             connection.close()
 
     def post(self, path: str, **fields: object) -> tuple[int, Any, Any]:
-        return self.request("POST", path, json.dumps({"model": "simulator", **fields}).encode())
+        return self.request("POST", path, json.dumps({"model": self.model, **fields}).encode())
 
     def metric(self, name: str, /, **labels: str) -> float:
         """One sample of /metrics."""

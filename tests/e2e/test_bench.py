@@ -47,7 +47,9 @@ BUSY = ("-c", "300", "-n", "600", "--verify")
 def broken_server(serve: Callable[..., Server], tmp_path: Path, *front_end: str) -> Iterator[Server]:
     """A worker whose merge is broken, behind this front end."""
     socket = tmp_path / "worker.sock"
-    worker = subprocess.Popen([sys.executable, BROKEN, "merge", "worker", "--listen", f"unix:{socket}", "--step-ms", "1"])
+    worker = subprocess.Popen(
+        [sys.executable, BROKEN, "merge", "worker", "--engine", "simulator", "--listen", f"unix:{socket}", "--step-ms", "1"]
+    )
     try:
         yield serve(command=[sys.executable, *front_end, "frontend", "--port", "0", "--worker", f"unix:{socket}"])
     finally:

@@ -183,7 +183,7 @@ def test_every_child_says_what_it_is(server: Server) -> None:
 
 
 def test_a_port_in_use_is_told_once(server: Server) -> None:
-    command = [sys.executable, "-m", "penstock", "serve", "--port", str(server.port)]
+    command = [sys.executable, "-m", "penstock", "serve", "--engine", "simulator", "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert f"penstock: cannot listen on --host 127.0.0.1 --port {server.port}: Address already in use" in done.stderr
@@ -222,7 +222,9 @@ def test_a_worker_and_a_front_end_of_their_own_over_tcp(serve: Callable[..., Ser
         port = probe.getsockname()[1]
     secret = {"PENSTOCK_LINK_SECRET": "between the two of us"}
     base = [sys.executable, "-m", "penstock"]
-    worker = subprocess.Popen([*base, "worker", "--listen", f"tcp://127.0.0.1:{port}", "--step-ms", "1"], env={**os.environ, **secret})
+    worker = subprocess.Popen(
+        [*base, "worker", "--engine=simulator", "--listen", f"tcp://127.0.0.1:{port}", "--step-ms", "1"], env={**os.environ, **secret}
+    )
     try:
         command = [*base, "frontend", "--port", "0", "--worker", f"tcp://127.0.0.1:{port}"]
         front_end = serve(command=command, environment=secret)
@@ -240,7 +242,19 @@ def test_a_worker_and_a_front_end_of_their_own_over_tcp(serve: Callable[..., Ser
 
 def test_without_file_descriptors_connections_are_refused_clearly(serve: Callable[..., Server]) -> None:
     limit = 200
-    command = ["prlimit", f"--nofile={limit}:{limit}", sys.executable, "-m", "penstock", "serve", "--port", "0", "--step-ms", "5"]
+    command = [
+        "prlimit",
+        f"--nofile={limit}:{limit}",
+        sys.executable,
+        "-m",
+        "penstock",
+        "serve",
+        "--engine=simulator",
+        "--port",
+        "0",
+        "--step-ms",
+        "5",
+    ]
     server = serve(command=command)
     assert resource.prlimit(server.child("frontend").pid, resource.RLIMIT_NOFILE) == (limit, limit)
     connections = [begin_stream(server, max_tokens=2000) for _ in range(250)]

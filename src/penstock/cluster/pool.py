@@ -16,7 +16,7 @@ from penstock.wire.messages import ModelInfo
 log = logging.getLogger(__name__)
 
 FIRST_RETRY = 0.05
-LONGEST_RETRY = 2.0
+LONGEST_RETRY = 0.5
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         reading = self._read()
         yield from self._load(reading)
+        yield from self._engines(reading)
         yield from self._token_path()
         yield _counter("penstock_links_lost", "Links to workers that broke.", {(): reading.links_lost})
         yield _counter(
@@ -97,12 +98,30 @@ class _Snapshot(Collector):
             queued["worker", name] = stats.queued
             blocks[name, "used"] = stats.kv_blocks_used
             blocks[name, "cached"] = stats.kv_blocks_cached
+            blocks[name, "leased"] = stats.kv_blocks_leased
             blocks[name, "total"] = stats.kv_blocks_total
         labels = ("role", "name")
         yield _gauge("penstock_requests_running", "Requests (worker: generations) that are being computed or streamed.", running, labels)
         yield _gauge("penstock_requests_queued", "Requests (worker: generations) that have not begun.", queued, labels)
-        yield _gauge("penstock_kv_blocks", "KV blocks in use, kept for reuse, and in all.", blocks, ("name", "state"))
+        yield _gauge(
+            "penstock_kv_blocks", "KV blocks in use, kept for reuse, under a lease (of either), and in all.", blocks, ("name", "state")
+        )
+        workers = reading.workers.items()
+        yield _gauge("penstock_sessions", "Sessions that hold a lease.", {(name,): stats.sessions for name, stats in workers}, ("name",))
         yield _gauge("penstock_workers", "Workers with a live link.", {(): len(reading.workers)})
+
+    def _engines(self, reading: ClusterReading) -> Iterator[Metric]:
+        """What each worker has counted since its start."""
+        label, workers = ("name",), reading.workers.items()
+        prompt: Samples = {}
+        for name, stats in workers:
+            prompt[name, "computed"] = stats.prompt_tokens - stats.prompt_tokens_cached
+            prompt[name, "cached"] = stats.prompt_tokens_cached
+        yield _counter("penstock_prompt_tokens", "Prompt tokens, by whether their KV was reused.", prompt, ("name", "source"))
+        evicted: Samples = {(name,): stats.kv_blocks_evicted for name, stats in workers}
+        yield _counter("penstock_kv_blocks_evicted", "KV blocks that made room for others.", evicted, label)
+        preempted: Samples = {(name,): stats.preemptions for name, stats in workers}
+        yield _counter("penstock_preemptions", "Generations that made room for older ones, to be computed anew.", preempted, label)
 
     def _token_path(self) -> Iterator[Metric]:
         tally = self._tally
