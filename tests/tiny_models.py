@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from penstock.backends.checkpoint import open_checkpoint
 from penstock.engine.config import EngineConfig
@@ -46,11 +46,23 @@ _SIZES: dict[str, Any] = {
 def reference(family: str) -> Any:
     """The model in transformers."""
     torch.manual_seed(7)
-    made: Any
-    if family == "llama":
-        made = LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False))  # type: ignore[no-untyped-call]
-    else:
-        made = Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=True))  # type: ignore[no-untyped-call]
+    match family:
+        case "llama":
+            config: Any = LlamaConfig(**_SIZES, tie_word_embeddings=False)
+        case "qwen3":
+            config = Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=True)
+        case "qwen2":
+            config = Qwen2Config(**_SIZES, tie_word_embeddings=False)
+        case "mistral":
+            config = MistralConfig(**_SIZES, tie_word_embeddings=False, sliding_window=24)
+        case _:
+            raise ValueError(family)
+    made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    if family == "qwen2":
+        # transformers makes these zero, with which nothing would be tested.
+        for name, weights in made.named_parameters():
+            if name.endswith("proj.bias"):
+                torch.nn.init.normal_(weights, 0, 0.5)
     return made.eval()
 
 

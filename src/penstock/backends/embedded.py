@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from penstock.engine.engine import Engine
 from penstock.wire.messages import Fault, ModelInfo, Segment, Submit, WorkerStats
@@ -18,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddedBackend:
-    """See `worker.backend.Backend`. `make_engine` loads the model; it is called once, beside the event loop.
+    """See `worker.backend.Backend`. `make_engine` loads the model; it is called once, in the engine's thread.
+
+    That it is the same thread matters: each thread that computes has helpers of its own, and with more helpers than cores OpenMP puts
+    them to sleep after every operation, which halves the speed.
 
     What the event loop asks for is done by the engine's thread before its next step. If the engine breaks, every generation gets a
     fault that another worker can go on from, and `on_failure` is called: the process is to end, for nothing is known of the
@@ -44,14 +48,13 @@ class EmbeddedBackend:
     async def start(self, emit: Emit) -> None:
         began = time.monotonic()
         log.info("loading %s", self._model.name)
-        engine = await asyncio.to_thread(self._make_engine)
-        self._stats = engine.stats()
-        pages = self._stats.kv_blocks_total
-        tokens = pages * self._model.block_size
-        log.info("%s is loaded after %.1f s, with room for the KV of %s tokens", self._model.name, time.monotonic() - began, f"{tokens:,}")
         self._emit, self._loop = emit, asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, args=(engine,), name="engine")
+        loaded: Future[WorkerStats] = Future()
+        self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine")
         self._thread.start()
+        self._stats = await asyncio.wrap_future(loaded)
+        tokens = self._stats.kv_blocks_total * self._model.block_size
+        log.info("%s is loaded after %.1f s, with room for the KV of %s tokens", self._model.name, time.monotonic() - began, f"{tokens:,}")
 
     def submit(self, request: Submit) -> None:
         if self._failure is not None:
@@ -77,7 +80,13 @@ class EmbeddedBackend:
         self._asked.append(what)
         self._wake.set()
 
-    def _run(self, engine: Engine) -> None:
+    def _run(self, loaded: Future[WorkerStats]) -> None:
+        try:
+            engine = self._make_engine()
+        except Exception as error:  # noqa: BLE001, it is raised where the start is awaited
+            loaded.set_exception(error)
+            return
+        loaded.set_result(engine.stats())
         try:
             while not self._stopping:
                 self._turn(engine)

@@ -179,7 +179,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--token-budget",
         type=int,
         metavar="N",
-        help="most tokens that a step computes, prompts and answers together (default: 256 on the CPU, 8192 on a GPU)",
+        help="most tokens that a step computes, prompts and answers together (default: 512 on the CPU, 8192 on a GPU)",
     )
     group.add_argument(
         "--lease-share",

@@ -7,7 +7,7 @@ place would replace `attend` alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.engine.shape import ModelShape
+
+Masks = dict[int | None, Tensor]
+"""What is added to the scores, by the window: made for the first layer, the same for all others."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class PromptPart:
     stop: int
     context: int
     pages: Tensor
+    masks: Masks = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class DecodeGroup:
     stop: int
     pages: Tensor
     lengths: Tensor
+    masks: Masks = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,41 +84,55 @@ def attend(queries: Tensor, store: KVStore, layer: int, plan: AttentionPlan, win
 
 def _attend_prompt(queries: Tensor, keys: Tensor, values: Tensor, part: PromptPart, window: int | None) -> Tensor:
     heads, rows = queries.shape[1], part.stop - part.start
-    keys, values = _gather(keys, part.pages, 1, part.context), _gather(values, part.pages, 1, part.context)
-    is_whole = rows == part.context and window is None
-    mask = None if is_whole else _causal_mask(rows, part.context, window, queries.device)
-    seen = scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, is_causal=is_whole, enable_gqa=heads != keys.shape[1]
-    )
+    queries = queries.transpose(0, 1).unsqueeze(0)
+    keys, values = _gather(keys, part.pages[None]), _gather(values, part.pages[None])
+    has_groups = heads != keys.shape[1]
+    if rows == part.context and window is None:
+        # A whole prompt: the library knows what is visible, and skips the rest.
+        keys, values = keys[:, :, :rows], values[:, :, :rows]
+        seen = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=has_groups)
+    else:
+        mask = _prompt_mask(part, window, keys)
+        seen = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=has_groups)
     return seen.squeeze(0).transpose(0, 1).reshape(rows, -1)
 
 
 def _attend_decode(queries: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, window: int | None) -> Tensor:
     count, heads, size = queries.shape
-    longest = group.pages.shape[1] * keys.shape[1]
-    keys, values = _gather(keys, group.pages, count, longest), _gather(values, group.pages, count, longest)
+    keys, values = _gather(keys, group.pages), _gather(values, group.pages)
     kv_heads = keys.shape[1]
-    positions = torch.arange(longest, device=queries.device)
-    visible = positions < group.lengths[:, None]
-    if window is not None:
-        visible &= positions >= group.lengths[:, None] - window
     # The queries that share a key are its rows, so that the keys need not be repeated.
     queries = queries.view(count, kv_heads, heads // kv_heads, size)
-    mask = visible[:, None, None, :].expand(count, 1, heads // kv_heads, longest)
+    mask = _decode_mask(group, window, keys).expand(count, 1, heads // kv_heads, -1)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask).reshape(count, -1)
 
 
-def _gather(cache: Tensor, pages: Tensor, count: int, length: int) -> Tensor:
-    """The first `length` tokens of each sequence, as [count, heads, length, head size]."""
+def _gather(cache: Tensor, pages: Tensor) -> Tensor:
+    """The tokens of some sequences [count, pages], those behind their end included, as [count, heads, tokens, head size]."""
     gathered = cache.index_select(0, pages.flatten())
-    return gathered.view(count, -1, *cache.shape[2:])[:, :length].transpose(1, 2)
+    return gathered.view(pages.shape[0], -1, *cache.shape[2:]).transpose(1, 2)
 
 
-def _causal_mask(rows: int, context: int, window: int | None, device: torch.device) -> Tensor:
+def _prompt_mask(part: PromptPart, window: int | None, keys: Tensor) -> Tensor:
     """Row i is the token at `context - rows + i`."""
-    own = torch.arange(context - rows, context, device=device)[:, None]
-    others = torch.arange(context, device=device)
-    visible = others <= own
+    mask = part.masks.get(window)
+    if mask is None:
+        own = torch.arange(part.context - (part.stop - part.start), part.context, device=keys.device)
+        mask = part.masks[window] = _visible_to(own[:, None], window, keys)
+    return mask
+
+
+def _decode_mask(group: DecodeGroup, window: int | None, keys: Tensor) -> Tensor:
+    mask = group.masks.get(window)
+    if mask is None:
+        mask = group.masks[window] = _visible_to(group.lengths[:, None, None, None] - 1, window, keys)
+    return mask
+
+
+def _visible_to(own: Tensor, window: int | None, keys: Tensor) -> Tensor:
+    """For tokens at these positions: nothing is added to the scores of what they see, minus infinity to those of the rest."""
+    others = torch.arange(keys.shape[2], device=keys.device)
+    hidden = others > own
     if window is not None:
-        visible &= others > own - window
-    return visible
+        hidden |= others <= own - window
+    return torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -math.inf)

@@ -14,7 +14,7 @@ class EngineConfig:
     kv_pages: int
     page_size: int = 16
     max_batch: int = 256
-    token_budget: int = 256
+    token_budget: int = 512
     lease_share: float = 0.5
     max_sessions: int = 1024
     session_grace: float = 30.0

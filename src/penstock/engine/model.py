@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from penstock.engine.attention import AttentionPlan, KVStore, attend
 from penstock.engine.rope import rotary_frequencies
 from penstock.engine.shape import ModelShape
 from penstock.wire.errors import ConfigError
+
+Parts = tuple[tuple[str, int], ...]
+"""Names of weights that become one, with the rows of each."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer. Matrices that take the same input are one matrix."""
+    """The weights of one layer, matrices as [in, out]. Those that take the same input are one matrix."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -52,10 +55,11 @@ class Model:
         self.dtype = dtype
         self.device = device
         found = _Weights(weights, dtype, device)
-        self._embedding = found.take("model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)
+        embedding = found.matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)
         self._layers = [_layer(found, shape, f"model.layers.{index}.") for index in range(shape.layers)]
         self._norm = found.take("model.norm.weight", shape.hidden_size)
-        self._head = self._embedding if shape.tied_embeddings else found.take("lm_head.weight", shape.vocab_size, shape.hidden_size)
+        self._head = embedding if shape.tied_embeddings else found.matrix("lm_head.weight", shape.vocab_size, shape.hidden_size)
+        self._embedding = embedding.t()
         frequencies, self._rope_scale = rotary_frequencies(shape, context_length)
         self._frequencies = frequencies.to(device)
 
@@ -68,17 +72,17 @@ class Model:
     @torch.inference_mode()
     def logits(self, batch: Batch, store: KVStore) -> Tensor:
         """The logits of the wanted rows, in float32; writes the keys and values of all rows."""
-        hidden = embedding(batch.token_ids, self._embedding)
+        hidden = self._embedding.index_select(0, batch.token_ids)
         rotation = self._rotation(batch.positions)
         for index, layer in enumerate(self._layers):
             hidden = self._through(index, layer, hidden, rotation, batch, store)
         hidden = hidden.index_select(0, batch.wanted)
-        return linear(self._normed(hidden, self._norm), self._head).float()
+        return torch.mm(self._normed(hidden, self._norm), self._head).float()
 
     def _through(self, index: int, layer: Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch, store: KVStore) -> Tensor:
         shape = self.shape
         rows = hidden.shape[0]
-        qkv = linear(self._normed(hidden, layer.input_norm), layer.qkv, layer.qkv_bias).view(rows, -1, shape.head_dim)
+        qkv = _times(self._normed(hidden, layer.input_norm), layer.qkv, layer.qkv_bias).view(rows, -1, shape.head_dim)
         queries_keys, values = qkv.tensor_split((shape.heads + shape.kv_heads,), 1)
         if layer.qk_norm is not None:
             queries_keys = rms_norm(queries_keys, (shape.head_dim,), None, shape.norm_eps) * layer.qk_norm
@@ -86,9 +90,9 @@ class Model:
         store.write(index, batch.attention.slots, keys, values)
         window = shape.sliding_window if index in shape.sliding_layers else None
         seen = attend(queries, store, index, batch.attention, window)
-        hidden = hidden + linear(seen, layer.output, layer.output_bias)
-        gate, up = linear(self._normed(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return hidden + linear(silu(gate).mul_(up), layer.down, layer.down_bias)
+        hidden = hidden + _times(seen, layer.output, layer.output_bias)
+        gate, up = _times(self._normed(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        return hidden + _times(silu(gate).mul_(up), layer.down, layer.down_bias)
 
     def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(hidden, (self.shape.hidden_size,), weight, self.shape.norm_eps)
@@ -98,6 +102,10 @@ class Model:
         angles = positions[:, None, None] * self._frequencies
         angles = torch.cat((angles, angles), -1)
         return (angles.cos() * self._rope_scale).to(self.dtype), (angles.sin() * self._rope_scale).to(self.dtype)
+
+
+def _times(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
 
 
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -119,8 +127,19 @@ class _Weights:
             raise ConfigError(f"the weight {name!r} has shape {tuple(tensor.shape)}: expected {shape} by the model's configuration")
         return tensor
 
-    def joined(self, prefix: str, parts: tuple[tuple[str, int], ...], suffix: str, *rest: int) -> Tensor:
-        return torch.cat([self.take(f"{prefix}{part}{suffix}", size, *rest) for part, size in parts])
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        return _input_first(self.take(name, rows, columns))
+
+    def joined_matrix(self, prefix: str, parts: Parts, columns: int) -> Tensor:
+        return _input_first(torch.cat([self.take(f"{prefix}{part}.weight", size, columns) for part, size in parts]))
+
+    def joined_bias(self, prefix: str, parts: Parts) -> Tensor:
+        return torch.cat([self.take(f"{prefix}{part}.bias", size) for part, size in parts])
+
+
+def _input_first(matrix: Tensor) -> Tensor:
+    """A matrix of [out, in] as [in, out]. On a CPU it is laid out so, too: batches of 8 to 16 rows are then up to twice as fast."""
+    return matrix.t().contiguous() if matrix.device.type == "cpu" else matrix.t()
 
 
 def _layer(found: _Weights, shape: ModelShape, prefix: str) -> Layer:
@@ -135,14 +154,14 @@ def _layer(found: _Weights, shape: ModelShape, prefix: str) -> Layer:
         qk_norm = torch.cat((query_norm.expand(shape.heads, -1), key_norm.expand(shape.kv_heads, -1)))
     return Layer(
         input_norm=found.take(prefix + "input_layernorm.weight", hidden),
-        qkv=found.joined(attention, qkv, ".weight", hidden),
-        qkv_bias=found.joined(attention, qkv, ".bias") if shape.qkv_bias else None,
+        qkv=found.joined_matrix(attention, qkv, hidden),
+        qkv_bias=found.joined_bias(attention, qkv) if shape.qkv_bias else None,
         qk_norm=qk_norm,
-        output=found.take(attention + "o_proj.weight", hidden, query_size),
+        output=found.matrix(attention + "o_proj.weight", hidden, query_size),
         output_bias=found.take(attention + "o_proj.bias", hidden) if shape.output_bias else None,
         mlp_norm=found.take(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=found.joined(mlp, gate_up, ".weight", hidden),
-        gate_up_bias=found.joined(mlp, gate_up, ".bias") if shape.mlp_bias else None,
-        down=found.take(mlp + "down_proj.weight", hidden, wide),
+        gate_up=found.joined_matrix(mlp, gate_up, hidden),
+        gate_up_bias=found.joined_bias(mlp, gate_up) if shape.mlp_bias else None,
+        down=found.matrix(mlp + "down_proj.weight", hidden, wide),
         down_bias=found.take(mlp + "down_proj.bias", hidden) if shape.mlp_bias else None,
     )

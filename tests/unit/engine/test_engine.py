@@ -53,6 +53,15 @@ def test_tokens_are_those_of_transformers(expected: tuple[str, list[list[int]]],
     assert bool(engine.stats().preemptions) == is_short
 
 
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@pytest.mark.parametrize("settings", [{"kv_pages": 512, "token_budget": 512}, {"kv_pages": 40, "token_budget": 20}], ids=["batch", "short"])
+def test_biases_and_sliding_windows(family: str, settings: dict[str, Any]) -> None:
+    prompts = PROMPTS[:16:3]
+    collected = run(make_engine(family, **settings), [make_submit(number, prompt, TOKENS) for number, prompt in enumerate(prompts)])
+    for number, prompt in enumerate(prompts):
+        assert collected.tokens[generation_id(number)] == reference_tokens(family, prompt, TOKENS)
+
+
 def test_what_was_computed_is_reused() -> None:
     engine = make_engine(kv_pages=256)
     prompt = random_prompt(1, 100)
