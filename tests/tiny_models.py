@@ -42,19 +42,19 @@ _SIZES: dict[str, Any] = {
 }
 
 
-@functools.cache
-def reference(family: str) -> Any:
-    """The model in transformers."""
+def make_reference(family: str, **changes: Any) -> Any:
+    """The model in transformers. Changes of its configuration do not change its weights."""
     torch.manual_seed(7)
+    sizes = {**_SIZES, **changes}
     match family:
         case "llama":
-            config: Any = LlamaConfig(**_SIZES, tie_word_embeddings=False)
+            config: Any = LlamaConfig(**sizes, tie_word_embeddings=False)
         case "qwen3":
-            config = Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=True)
+            config = Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)
         case "qwen2":
-            config = Qwen2Config(**_SIZES, tie_word_embeddings=False)
+            config = Qwen2Config(**sizes, tie_word_embeddings=False)
         case "mistral":
-            config = MistralConfig(**_SIZES, tie_word_embeddings=False, sliding_window=24)
+            config = MistralConfig(**sizes, tie_word_embeddings=False, sliding_window=24)
         case _:
             raise ValueError(family)
     made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -67,27 +67,38 @@ def reference(family: str) -> Any:
 
 
 @functools.cache
-def model(family: str) -> Model:
+def reference(family: str) -> Any:
+    return make_reference(family)
+
+
+@functools.cache
+def make_model(family: str, context_length: int = CONTEXT) -> Model:
     """The same model in the engine, by way of its files."""
     with tempfile.TemporaryDirectory() as directory:
         reference(family).save_pretrained(directory)
         checkpoint = open_checkpoint(Path(directory))
-        return Model(checkpoint.shape, checkpoint.tensors(), CONTEXT, torch.float32, torch.device("cpu"))
+        return Model(checkpoint.shape, checkpoint.tensors(), context_length, torch.float32, torch.device("cpu"))
 
 
-def reference_tokens(family: str, prompt: Sequence[int], count: int) -> list[int]:
+def generate(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """What transformers generates, greedily."""
     ids = torch.tensor([list(prompt)])
     with torch.inference_mode():
-        made = reference(family).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     tokens: list[int] = made[0, len(prompt) :].tolist()
     assert len(tokens) == count
     return tokens
 
 
-def make_engine(family: str = "llama", clock: Callable[[], float] = time.monotonic, end_ids: Iterable[int] = (), **settings: Any) -> Engine:
+def reference_tokens(family: str, prompt: Sequence[int], count: int) -> list[int]:
+    return generate(reference(family), prompt, count)
+
+
+def make_engine(
+    model: Model | str = "llama", clock: Callable[[], float] = time.monotonic, end_ids: Iterable[int] = (), **settings: Any
+) -> Engine:
     config = EngineConfig(**{"context_length": CONTEXT, "kv_pages": 64, "session_grace": 0.0, **settings})
-    return Engine(config, model(family), frozenset(end_ids), VOCABULARY, None, clock)
+    return Engine(config, make_model(model) if isinstance(model, str) else model, frozenset(end_ids), VOCABULARY, None, clock)
 
 
 def generation_id(number: int) -> bytes:

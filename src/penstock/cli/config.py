@@ -171,7 +171,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("embedded engine")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default=embedded.device, help="cpu: float32; cuda: bfloat16")
-    group.add_argument("--threads", type=int, metavar="N", help="threads of a step on the CPU (default: one a core)")
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="threads of a step on the CPU (default: one a core, divided among the workers)"
+    )
     group.add_argument(
         "--kv-memory", type=float, metavar="GIB", help="memory for KV (default: 2 on the CPU, 85%% of what the weights leave on a GPU)"
     )
@@ -207,6 +209,9 @@ def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
     _check_engine(arguments)
     worker = [f"--grace={arguments.grace}"]
     worker += [f"--{name.replace('_', '-')}={value}" for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None]
+    if arguments.workers > 1 and arguments.threads is None:
+        # Together they have the cores that one alone would take.
+        worker.append(f"--threads={max(1, (os.cpu_count() or 1) // arguments.workers)}")
     front_end = [f"--host={arguments.host}", f"--port={arguments.port}", f"--grace={arguments.grace}"]
     front_end += [f"--max-generations={arguments.max_generations}", f"--max-body-bytes={arguments.max_body_bytes}"]
     front_end += [f"--stall-timeout={arguments.stall_timeout}"]

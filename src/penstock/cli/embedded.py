@@ -50,6 +50,10 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
     context_length = settings.context_length or trained
     if context_length > trained:
         log.warning("--context-length %d is beyond the %d tokens that the model is made for: stretched by YaRN", context_length, trained)
+    pages = _known_pages(settings.embedded, checkpoint.shape, device)
+    if pages is not None and pages * PAGE_SIZE < context_length:
+        context_length = pages * PAGE_SIZE
+        log.warning("the context is cut to %d tokens: there is no room for the KV of more; see --kv-memory", context_length)
     info = ModelInfo(
         name=settings.served_name or model_name(path),
         engine="embedded",
@@ -64,14 +68,14 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
 def load_engine(
     checkpoint: Checkpoint, tokenizer: Tokenizer, context_length: int, settings: EmbeddedSettings, device: torch.device
 ) -> Engine:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = _dtype(device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model = Model(checkpoint.shape, checkpoint.tensors(), context_length, dtype, device)
     budget = CPU_TOKEN_BUDGET if device.type == "cpu" else GPU_TOKEN_BUDGET
     config = EngineConfig(
         context_length=context_length,
-        kv_pages=settings.kv_blocks or kv_pages(checkpoint.shape, dtype, device, settings.kv_memory),
+        kv_pages=_known_pages(settings, checkpoint.shape, device) or _pages_in(_memory_left(device), checkpoint.shape, dtype),
         page_size=PAGE_SIZE,
         max_batch=settings.max_batch,
         token_budget=settings.token_budget or budget,
@@ -84,18 +88,28 @@ def load_engine(
     return Engine(config, model, end_ids, vocab_size, compiler, time.monotonic)
 
 
-def kv_pages(shape: ModelShape, dtype: torch.dtype, device: torch.device, gibibytes: float | None) -> int:
-    """How many pages fit into the memory for KV, which on a GPU is most of what the weights have left."""
+def _known_pages(settings: EmbeddedSettings, shape: ModelShape, device: torch.device) -> int | None:
+    """How many pages of KV there will be, where that does not depend on what the weights leave on a GPU."""
+    if settings.kv_blocks is not None:
+        return settings.kv_blocks
+    if settings.kv_memory is None and device.type != "cpu":
+        return None
+    return _pages_in(int((settings.kv_memory or CPU_KV_MEMORY) * GIB), shape, _dtype(device))
+
+
+def _pages_in(memory: int, shape: ModelShape, dtype: torch.dtype) -> int:
     page_bytes = 2 * shape.layers * PAGE_SIZE * shape.kv_heads * shape.head_dim * dtype.itemsize
-    if gibibytes is not None:
-        memory = int(gibibytes * GIB)
-    elif device.type == "cpu":
-        memory = int(CPU_KV_MEMORY * GIB)
-    else:
-        memory = int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_GPU)
     if memory < page_bytes:
         raise ConfigError(f"--kv-memory: {memory / GIB:.3f} GiB hold no page of {page_bytes:,} bytes, which {PAGE_SIZE} tokens need")
     return memory // page_bytes
+
+
+def _memory_left(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_GPU)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def model_name(path: Path) -> str:

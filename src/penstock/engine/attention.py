@@ -55,6 +55,9 @@ class KVStore:
     """Keys and values of every layer, [pages, page size, heads, head size] each."""
 
     def __init__(self, model: ModelShape, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        if device.type == "cuda":
+            # cuDNN's attention makes a plan for every new shape, which takes a tenth of a second; here shapes are new all the time.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         shape = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)

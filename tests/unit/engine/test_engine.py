@@ -10,10 +10,14 @@ import torch
 from penstock.engine.engine import Engine
 from penstock.wire.messages import Fault, Finish, Sampling, Submit
 from tiny_models import (
+    CONTEXT,
     VOCABULARY,
     Collected,
+    generate,
     generation_id,
     make_engine,
+    make_model,
+    make_reference,
     make_submit,
     random_prompt,
     reference,
@@ -60,6 +64,17 @@ def test_biases_and_sliding_windows(family: str, settings: dict[str, Any]) -> No
     collected = run(make_engine(family, **settings), [make_submit(number, prompt, TOKENS) for number, prompt in enumerate(prompts)])
     for number, prompt in enumerate(prompts):
         assert collected.tokens[generation_id(number)] == reference_tokens(family, prompt, TOKENS)
+
+
+def test_positions_beyond_the_trained_length() -> None:
+    """Twice as long: transformers is told the YaRN factor, the engine only the length."""
+    stretched = make_reference(
+        "llama", rope_parameters={"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": CONTEXT}
+    )
+    prompt = random_prompt(8, CONTEXT + 100)
+    engine = make_engine(make_model("llama", 2 * CONTEXT), context_length=2 * CONTEXT, kv_pages=80)
+    collected = run(engine, [make_submit(0, prompt, 30)])
+    assert collected.tokens[generation_id(0)] == generate(stretched, prompt, 30)
 
 
 def test_what_was_computed_is_reused() -> None:
