@@ -9,11 +9,15 @@ from penstock.wire.messages import Fault
 
 _STATUS_OF_FAULT = {
     "kv_too_small": 400,
+    "context_length_exceeded": 400,
+    "empty_prompt": 400,
+    "invalid_token": 400,
     "invalid_grammar": 400,
     "unsupported": 400,
     "no_worker": 503,
     "draining": 503,
     "worker_lost": 503,
+    "engine_failed": 503,
     "shutting_down": 503,
 }
 _FAULTS_OF_A_GRAMMAR = {"invalid_grammar", "unsupported"}
