@@ -66,6 +66,12 @@ class KVStore:
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
         self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
+    def wipe(self, pages: list[int]) -> None:
+        """Forgets what these pages held."""
+        index = torch.tensor(pages, device=self.keys.device)
+        self.keys.index_fill_(1, index, 0)
+        self.values.index_fill_(1, index, 0)
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Not whatever was there: padding is masked out, but a NaN times zero is a NaN.

@@ -58,7 +58,8 @@ class BatchBuilder:
             group = [item.sequence for item in work[first : first + self._group]]
             tables = [sequence.pages for sequence in group]
             longest = max(map(len, tables))
-            padded = [table + [0] * (longest - len(table)) for table in tables]
+            # With a page of its own: what others have in theirs is hidden from it, but a NaN would show through.
+            padded = [table + table[-1:] * (longest - len(table)) for table in tables]
             lengths = [sequence.computed + 1 for sequence in group]
             yield DecodeGroup(row, row + len(group), self._tensor(padded), self._tensor(lengths))
             row += len(group)

@@ -15,7 +15,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.kv_events import NumberedEvent, Snapshot
 from penstock.engine.lease import Lease
 from penstock.engine.model import Model
-from penstock.engine.sampler import Sampler, prompt_logprobs
+from penstock.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import Sequence
 from penstock.engine.sessions import Sessions
@@ -154,8 +154,12 @@ class Engine:
         pages = self._cache.pages_for(length)
         if not request.token_ids:
             return Fault("empty_prompt", "a prompt needs at least one token")
-        if wrong := [token for token in (*request.token_ids, *request.stop_ids, *dict(request.logit_bias)) if not 0 <= token < size]:
-            return Fault("invalid_token", f"token id {wrong[0]} is not of this model: expected 0 to {size - 1}")
+        if not 0 <= request.offset <= len(request.token_ids):
+            return Fault("invalid_offset", f"{request.offset} tokens cannot have been generated, of {len(request.token_ids)}")
+        ids = (*request.token_ids, *request.stop_ids, *dict(request.logit_bias))
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < size:
+                return Fault("invalid_token", f"token id {token} is not of this model: expected 0 to {size - 1}")
         if length > self._config.context_length:
             return Fault("context_length_exceeded", f"{length:,} tokens do not fit the context of {self._config.context_length:,}")
         if pages > self._cache.pages:
@@ -225,11 +229,20 @@ class Engine:
             # Only the prompt was wanted, or all had been made elsewhere.
             self._finish(sequence, now)
             return Segment(request.id, Delta(position, (), None, report), Finish("length"))
+        if token == NO_TOKEN:
+            self._finish(sequence, now)
+            self._purge()
+            return Segment(request.id, None, Fault("invalid_logits", "the model's scores for the next token are not numbers"))
         sequence.append(token)
         terminal = self._terminal(sequence, token)
         if terminal is not None:
             self._finish(sequence, now)
         return Segment(request.id, Delta(position, (token,), None if logprob is None else (logprob,), report), terminal)
+
+    def _purge(self) -> None:
+        """A NaN may be in any page that is not in use: hidden as it is from whoever gets the page, it would still show through."""
+        self._cache.clear()
+        self._store.wipe(self._cache.free_pages)
 
     def _terminal(self, sequence: Sequence, token: int) -> Terminal | None:
         request = sequence.request

@@ -45,6 +45,10 @@ class KVCache:
         return len(self._free)
 
     @property
+    def free_pages(self) -> list[int]:
+        return list(self._free)
+
+    @property
     def cached(self) -> int:
         """Pages that nobody uses and that could be reused, or evicted."""
         return self._cached

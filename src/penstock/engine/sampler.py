@@ -20,6 +20,9 @@ from penstock.wire.messages import Sampling, TokenLogprob
 
 # What top-k and top-p look at first; all of the vocabulary only where that is not enough. Sorting it all is slow.
 CANDIDATES = 512
+NO_TOKEN = -1
+"""What is drawn from a row whose scores are not numbers: a model can be damaged, or a grammar at its end."""
+
 BLOCK = 256
 
 
@@ -45,8 +48,12 @@ class Sampler:
                 row[self._banned(sequence)] = -math.inf
         if restrict is not None:
             restrict(logits)
+        # The largest of a row is finite unless there is a NaN or nothing to choose from.
+        broken = ~logits.amax(-1).isfinite()
+        logits[broken] = 0
         tokens = _choose(logits, rows)
-        return Sampled(tokens, _logprobs(raw, tokens, tops))
+        logprobs = _logprobs(raw, tokens, tops)
+        return Sampled([NO_TOKEN if wrong else token for token, wrong in zip(tokens, broken.tolist(), strict=True)], logprobs)
 
     def _banned(self, sequence: Sequence) -> list[int]:
         return [*self._end_ids, *sequence.request.stop_ids]

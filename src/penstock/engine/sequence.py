@@ -38,7 +38,6 @@ class Sequence:
         self.session = session
         self.session_state = session_state
         self.tokens = list(request.token_ids)
-        self.prompt_tokens = frozenset(request.token_ids[: len(request.token_ids) - request.offset])
         self.computed = 0
         self.path: list[Node] = []
         self.tail: list[int] = []
@@ -49,7 +48,9 @@ class Sequence:
         self.matcher: GrammarMatcher | None = None
         sampling = request.sampling
         penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
-        self.generated_counts = Counter(request.token_ids[len(request.token_ids) - request.offset :]) if penalised else None
+        prompt = len(request.token_ids) - request.offset
+        self.prompt_tokens = frozenset(request.token_ids[:prompt]) if penalised else frozenset()
+        self.generated_counts = Counter(request.token_ids[prompt:]) if penalised else None
 
     @property
     def position(self) -> int:

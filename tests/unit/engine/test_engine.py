@@ -283,3 +283,23 @@ def test_the_cache_can_be_cleared_while_others_run() -> None:
         collected.step(engine)
     assert collected.tokens[generation_id(1)] == reference_tokens("llama", random_prompt(2, 60), 30)
     assert _cached(run(engine, [make_submit(2, prompt, 1)]), 2) == 0
+
+
+def test_scores_that_are_not_numbers_end_one_generation_and_hurt_no_other() -> None:
+    engine = make_engine()
+    model = make_model("llama")
+    damaged, healthy = random_prompt(1, 30), random_prompt(2, 40)
+    damaged[3] = 299
+    healthy = [token for token in healthy if token != 299]
+    embedding, model._embedding = model._embedding, model._embedding.clone()
+    try:
+        model._embedding[299] = torch.nan
+        collected = run(engine, [make_submit(0, damaged, 10), make_submit(1, healthy, 10)])
+    finally:
+        model._embedding = embedding
+    fault = collected.terminals[generation_id(0)]
+    assert isinstance(fault, Fault)
+    assert fault.code == "invalid_logits"
+    assert collected.tokens[generation_id(1)] == reference_tokens("llama", healthy, 10)
+    later = [make_submit(number, random_prompt(number, 200), 10) for number in range(3, 8)]
+    assert all(isinstance(terminal, Finish) for terminal in run(engine, later).terminals.values()), "the damage is not left in any page"
