@@ -88,9 +88,13 @@ class EmbeddedBackend:
             return
         loaded.set_result(engine.stats())
         try:
-            while not self._stopping:
+            while True:
+                # Before the look at what is asked for, or what is asked between the two would wait for the next time.
+                self._wake.clear()
+                if self._stopping:
+                    break
                 self._turn(engine)
-        except Exception as error:
+        except BaseException as error:
             log.exception("the engine has failed")
             fault = Fault("engine_failed", f"the engine has failed: {type(error).__name__}", retryable=True)
             self._loop.call_soon_threadsafe(self._fail, fault)
@@ -99,7 +103,6 @@ class EmbeddedBackend:
 
     def _turn(self, engine: Engine) -> None:
         """What was asked for, then a step; or, with nothing to do, a wait for either work or the end of a lease."""
-        self._wake.clear()
         while self._asked:
             self._asked.popleft()(engine)
         segments = engine.step()

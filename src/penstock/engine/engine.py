@@ -42,20 +42,20 @@ class Engine:
         shape = model.shape
         self._config = config
         self._model = model
-        self._end_ids = end_ids
         self._vocab_size = min(vocab_size, shape.vocab_size)
+        self._end_ids = frozenset(token for token in end_ids if 0 <= token < self._vocab_size)
         self._compiling = None if compiler is None else Compilations(compiler)
         self._clock = clock
         self._cache = KVCache(config.kv_pages, config.page_size, config.lease_share)
         self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device)
         self._builder = BatchBuilder(config.page_size, model.device)
         self._scheduler = Scheduler(config, self._cache)
-        self._sampler = Sampler(end_ids)
+        self._sampler = Sampler(self._end_ids)
         self._masks = MaskPool(self._vocab_size)
         self._refused: list[Segment] = []
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
-        self.sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
+        self.sessions = Sessions(self._cache, config)
 
     @property
     def has_work(self) -> bool:
@@ -271,7 +271,8 @@ class Engine:
     def _finish(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
         if request.retention_seconds > 0 and sequence.path:
-            lease = Lease(request.retention_seconds, now + request.retention_seconds)
+            seconds = min(request.retention_seconds, self._config.max_lease_seconds)
+            lease = Lease(seconds, now + seconds)
             self._cache.retain(sequence.path, lease)
             self.sessions.retain(lease)
         self._scheduler.remove(request.id)

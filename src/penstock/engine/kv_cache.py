@@ -251,6 +251,11 @@ class KVCache:
         else:
             self._offers += 1
             heapq.heappush(self._plain_leaves, (node.priority, node.last_used, self._offers, node))
+            if len(self._plain_leaves) > 2 * self.pages + 64:
+                # Every use of a node leaves an entry behind. A node that is offered twice has two that are current; one will do.
+                current = {entry[3]: entry for entry in self._plain_leaves if self._is_current(entry)}
+                self._plain_leaves = list(current.values())
+                heapq.heapify(self._plain_leaves)
 
     def _is_current(self, entry: tuple[int, int, int, Node]) -> bool:
         priority, last_used, _, node = entry
@@ -259,25 +264,39 @@ class KVCache:
 
     def _evict(self, count: int, now: float) -> None:
         gone: list[Node] = []
+        leased: list[tuple[float, int, int, int, Node]] | None = None
         for _ in range(count):
-            node = self._next_to_go(now)
-            for lease in list(node.leases):
-                self._drop_lease(node, lease)
-            self._remove(node)
+            node = self._oldest_plain()
+            if node is None or (self._leased > self._most_leased and self._leased_leaves):
+                # Weights fall with time, so their order is found anew each time that it matters.
+                leased = leased or self._by_weight(now)
+                least = leased[0][4]
+                if node is None or (least.priority, least.last_used) < (node.priority, node.last_used):
+                    node = least
+                    heapq.heappop(leased)
+            self._evict_leaf(node)
             gone.append(node)
+            parent = node.parent
+            if leased is not None and parent in self._leased_leaves:
+                heapq.heappush(leased, _by_weight(parent, now))
         self.evicted_pages += count
         self.events.removed(gone)
 
-    def _next_to_go(self, now: float) -> Node:
+    def _evict_leaf(self, node: Node) -> None:
+        for lease in list(node.leases):
+            self._drop_lease(node, lease)
+        self._remove(node)
+
+    def _oldest_plain(self) -> Node | None:
         while self._plain_leaves and not self._is_current(self._plain_leaves[0]):
             heapq.heappop(self._plain_leaves)
-        plain = self._plain_leaves[0][3] if self._plain_leaves else None
-        if plain is not None and (self._leased <= self._most_leased or not self._leased_leaves):
-            return plain
-        leased = min(self._leased_leaves, key=lambda node: (_weight(node, now), node.priority, node.last_used, node.page))
-        if plain is not None and (plain.priority, plain.last_used) <= (leased.priority, leased.last_used):
-            return plain
-        return leased
+        return self._plain_leaves[0][3] if self._plain_leaves else None
+
+    def _by_weight(self, now: float) -> list[tuple[float, int, int, int, Node]]:
+        """The leased leaves as a heap, the first to go first."""
+        leaves = [_by_weight(node, now) for node in self._leased_leaves]
+        heapq.heapify(leaves)
+        return leaves
 
     def _remove(self, node: Node) -> None:
         """Takes an evictable, unleased leaf out of the tree."""
@@ -289,5 +308,5 @@ class KVCache:
         self._offer(node.parent)
 
 
-def _weight(node: Node, now: float) -> float:
-    return max(lease.weight(now) for lease in node.leases)
+def _by_weight(node: Node, now: float) -> tuple[float, int, int, int, Node]:
+    return max(lease.weight(now) for lease in node.leases), node.priority, node.last_used, node.page, node

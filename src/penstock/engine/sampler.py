@@ -117,7 +117,7 @@ def _where_passed(weights: Tensor, numbers: Tensor) -> Tensor:
     """
     if missing := -weights.shape[-1] % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, missing))
-    blocks = weights.view(len(weights), -1, BLOCK)
+    blocks = weights.reshape(len(weights), -1, BLOCK)
     sums = blocks.sum(-1).double().cumsum(-1)
     wanted = sums[:, -1:] * numbers
     block = torch.searchsorted(sums, wanted, right=True)
@@ -129,14 +129,17 @@ def _where_passed(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _likeliest(weights: Tensor, samplings: Rows[Sampling], candidates: int = CANDIDATES) -> Tensor:
-    """The weights with all but the top-k, and of those all but the top-p, set to nothing."""
+    """The weights with all but the top-k, and of those all but the top-p, set to nothing.
+
+    Those that are as likely as the last that is kept are kept, too: which of them came first would depend on the other rows.
+    """
     size = weights.shape[-1]
     candidates = min(size, max([candidates, *(sampling.top_k for sampling in samplings)]))
-    values, ids = weights.topk(candidates)
-    ranks = torch.arange(candidates, device=weights.device)
+    values = weights.topk(candidates).values
     top_k = torch.tensor([sampling.top_k or size for sampling in samplings], device=weights.device)[:, None]
     top_p = torch.tensor([sampling.top_p for sampling in samplings], device=weights.device, dtype=torch.float64)[:, None]
-    in_top_k = values.masked_fill(ranks >= top_k, 0)
+    least_of_top_k = values.gather(-1, (top_k - 1).clamp(max=candidates - 1)).masked_fill_(top_k > candidates, 0)
+    in_top_k = values.masked_fill(values < least_of_top_k, 0)
     sums = in_top_k.cumsum(-1, dtype=torch.float64)
     # Of what top-k leaves; without top-k, of everything, the candidates or not.
     total = torch.where(top_k < size, sums[:, -1:], weights.sum(-1, keepdim=True, dtype=torch.float64))
@@ -144,8 +147,8 @@ def _likeliest(weights: Tensor, samplings: Rows[Sampling], candidates: int = CAN
     if candidates < size and bool(((sums[:, -1:] < needed) & (top_k >= size)).any()):
         return _likeliest(weights, samplings, size)
     # One is kept if those before it do not suffice.
-    kept = in_top_k.masked_fill(sums - in_top_k >= needed, 0)
-    return torch.zeros_like(weights).scatter_(-1, ids, kept)
+    least = in_top_k.masked_fill((sums - in_top_k >= needed) | (in_top_k == 0), math.inf).amin(-1, keepdim=True)
+    return weights.masked_fill(weights < least, 0)
 
 
 def _logprobs(logits: Tensor, tokens: list[int], tops: Rows[int | None]) -> list[TokenLogprob | None]:

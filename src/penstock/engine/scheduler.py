@@ -16,6 +16,9 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.radix import Key, Node
 from penstock.engine.sequence import Sequence
 
+# Rows whose logits are all wanted take the whole vocabulary each: 8,192 of them would be gigabytes.
+MOST_REPORTED = 512
+
 
 class Work(NamedTuple):
     """`length` tokens of a sequence, from the first that has no KV."""
@@ -94,7 +97,8 @@ class Scheduler:
             sequence.path += self._cache.commit(parent, keys, full, sequence.lease, sequence.request.priority)
 
     def _add_prompt(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
-        count = min(sequence.to_compute, budget)
+        most = budget if sequence.prompt_logprobs is None else min(budget, MOST_REPORTED)
+        count = min(sequence.to_compute, most)
         work.append(Work(sequence, count))
         return count
 

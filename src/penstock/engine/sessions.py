@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.engine.config import EngineConfig
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.lease import Lease
 from penstock.wire.messages import SessionState, SessionTurn
@@ -26,10 +28,10 @@ class Session:
 
     __slots__ = ("active_turns", "epoch", "id", "is_closing", "is_over", "lease", "usage")
 
-    def __init__(self, turn: SessionTurn) -> None:
+    def __init__(self, turn: SessionTurn, seconds: float) -> None:
         self.id = turn.id
         self.epoch = turn.epoch
-        self.lease = Lease(turn.timeout, is_session=True)
+        self.lease = Lease(seconds, is_session=True)
         self.active_turns = 0
         self.is_closing = False
         self.is_over = False
@@ -41,17 +43,20 @@ class Session:
 
 
 class Sessions:
-    """At most `quota` at once. `grace` is added to every timeout: a front end that lives closes its sessions before that.
+    """So many at once as the settings allow. A grace is added to every timeout: a front end that lives closes its sessions before that.
 
     A turn that gets no session is served all the same, and is told why.
     """
 
-    def __init__(self, cache: KVCache, quota: int, grace: float) -> None:
+    def __init__(self, cache: KVCache, config: EngineConfig) -> None:
         self._cache = cache
-        self._quota = quota
-        self._grace = grace
+        self._quota = config.max_sessions
+        self._grace = config.session_grace
+        self._most_seconds = config.max_lease_seconds
         self._sessions: dict[str, Session] = {}
-        self._retained: list[Lease] = []
+        # A heap by the end of each: (end, tie-breaker, lease).
+        self._retained: list[tuple[float, int, Lease]] = []
+        self._retentions = 0
         self.next_expiry = math.inf
 
     def __len__(self) -> int:
@@ -65,7 +70,7 @@ class Sessions:
 
     @property
     def leases(self) -> list[Lease]:
-        return [*(session.lease for session in self), *self._retained]
+        return [*(session.lease for session in self), *(lease for _, _, lease in self._retained)]
 
     def begin_turn(self, turn: SessionTurn) -> tuple[Session | None, SessionState]:
         """The turn is active from now on, be it queued or running; while one is, the lease does not run."""
@@ -106,8 +111,13 @@ class Sessions:
 
     def retain(self, lease: Lease) -> None:
         """Remembers a lease without a session until its end."""
-        self._retained.append(lease)
+        self._retentions += 1
+        heapq.heappush(self._retained, (lease.ends_at, self._retentions, lease))
         self.next_expiry = min(self.next_expiry, lease.ends_at)
+        if len(self._retained) > 2 * self._cache.pages + 64:
+            # Most have lost their nodes to others or to eviction: at most one a page is left.
+            self._retained = [entry for entry in self._retained if entry[2].nodes]
+            heapq.heapify(self._retained)
 
     def expire(self, now: float) -> None:
         """Ends what has run out. Retained KV becomes ordinary; a session's own is freed, as by a close."""
@@ -115,23 +125,27 @@ class Sessions:
             return
         for session in [session for session in self if session.lease.ends_at <= now]:
             self._end(session)
-        for lease in [lease for lease in self._retained if lease.ends_at <= now]:
-            self._cache.end_lease(lease, free_exclusive=False)
-        self._retained = [lease for lease in self._retained if lease.ends_at > now and lease.nodes]
-        self.next_expiry = min((lease.ends_at for lease in self.leases), default=math.inf)
+        while self._retained and self._retained[0][0] <= now:
+            self._cache.end_lease(heapq.heappop(self._retained)[2], free_exclusive=False)
+        ends = [session.lease.ends_at for session in self] + [entry[0] for entry in self._retained[:1]]
+        self.next_expiry = min(ends, default=math.inf)
 
     def _open(self, turn: SessionTurn, session: Session | None) -> Session | None:
         if session is not None and session.epoch >= turn.epoch:
             if session.epoch == turn.epoch:
                 session.is_closing = False
-                session.lease.seconds = turn.timeout
+                session.lease.seconds = self._seconds(turn)
             return session
         if session is not None:
             self._end(session)
         elif len(self._sessions) >= self._quota:
             return None
-        session = self._sessions[turn.id] = Session(turn)
+        session = self._sessions[turn.id] = Session(turn, self._seconds(turn))
         return session
+
+    def _seconds(self, turn: SessionTurn) -> float:
+        """What is no sensible time is none, or the longest."""
+        return min(turn.timeout, self._most_seconds) if turn.timeout > 0 else 0.0
 
     def _end(self, session: Session) -> None:
         session.is_over = True

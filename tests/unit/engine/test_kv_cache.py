@@ -162,6 +162,16 @@ def test_a_longer_retention_takes_the_place_of_a_shorter_one() -> None:
     cache.check_integrity([], [], leases)
 
 
+def test_using_the_same_pages_again_and_again_takes_no_more_memory() -> None:
+    cache = KVCache(8, SIZE)
+    for _ in range(1000):
+        keep(cache, tokens(1, 3))
+    assert len(cache._plain_leaves) <= 2 * 8 + 64
+    cache.check_integrity([], [], [])
+    cache.give_back(cache.allocate(8, 0.0))
+    assert known(cache, tokens(1, 3)) == 0
+
+
 class Mirror:
     """What a router knows: rebuilt from the events alone."""
 

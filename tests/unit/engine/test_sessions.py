@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from penstock.engine.engine import Engine
@@ -201,3 +202,25 @@ def test_retention_outlives_others_and_then_is_ordinary() -> None:
     for number in range(11, 16):
         run(engine, [make_submit(number, random_prompt(number + 10, 100), 4)])
     assert cached(run(engine, [make_submit(19, [*PROMPT, 1], 1)]), 19) == 0
+
+
+def test_times_that_make_no_sense_are_none_or_the_longest() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock, max_lease_seconds=50.0)
+    for number, timeout in enumerate([math.nan, -5.0, 0.0]):
+        run(engine, [turn(number, PROMPT, f"session {number}", "open", timeout=timeout)])
+        engine.step()
+        assert len(engine.sessions) == 0
+    run(engine, [turn(8, PROMPT, "for ever", "open", timeout=math.inf, retention_seconds=math.inf)])
+    run(engine, [make_submit(9, random_prompt(5, 40), 4, retention_seconds=math.nan)])
+    assert engine.next_expiry == 50.0
+    clock.now = 50.0
+    engine.step()
+    assert (len(engine.sessions), engine.stats().kv_blocks_leased) == (0, 0)
+
+
+def test_retention_again_and_again_takes_no_more_memory() -> None:
+    engine = make_engine(kv_pages=8)
+    for number in range(200):
+        run(engine, [make_submit(number, PROMPT[:20], 1, retention_seconds=3600.0)])
+    assert len(engine.sessions.leases) <= 2 * 8 + 64
