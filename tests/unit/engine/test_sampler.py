@@ -20,6 +20,9 @@ from penstock.wire.messages import Sampling, Submit
 
 GREEDY = Sampling(temperature=0)
 
+# As in `tiny_models`: threads that wait for each other lose much where others work beside.
+torch.set_num_threads(1)
+
 
 def one(seed: int = 0, sampling: Sampling = GREEDY, prompt: Sequence[int] = (0,), **fields: Any) -> Generation:
     return Generation(Submit(bytes(16), tuple(prompt), 1000, seed, sampling=sampling, **fields))
@@ -121,6 +124,17 @@ def test_no_number_falls_beside_the_weights(size: int) -> None:
     weights[0, :7] = weights[0, -7:] = 0
     for number, place in ((0.5 / 2**32, 7), (1 - 0.5 / 2**32, size - 8)):
         assert sampler._where_passed(weights, torch.tensor([[number]], dtype=torch.float64)).tolist() == [place]
+
+
+def test_a_number_on_a_border_is_of_what_comes_after_it() -> None:
+    def place(number: float, weights: Tensor) -> int:
+        return int(sampler._where_passed(weights[None], torch.tensor([[number]], dtype=torch.float64)))
+
+    assert [place(number, torch.ones(4)) for number in (0.2, 0.25, 0.5, 0.75)] == [0, 1, 2, 3]
+    assert [place(number, torch.ones(4 * BLOCK)) for number in (0.25, 0.5)] == [BLOCK, 2 * BLOCK]
+    hollow = torch.ones(4 * BLOCK)
+    hollow[: BLOCK + 3] = 0
+    assert place(0.5 / 2**32, hollow) == BLOCK + 3
 
 
 def test_rounding_does_not_lead_out_of_a_block() -> None:
@@ -345,6 +359,7 @@ def test_noise_is_within_zero_and_one_and_a_function() -> None:
     for seed in SEEDS:
         for position in [0, 1, 1000, 2**20]:
             assert 0 < uniform(seed, position) < 1
+            assert uniform(seed, position) * 2**32 % 1 == 0.5, "of 2**32 numbers the least is not zero and the greatest not one"
             assert uniform(seed, position) == uniform(seed, position)
     # Which every worker must agree on, of whatever version.
     assert [round(uniform(*pair), 9) for pair in ((0, 0), (0, 1), (1, 0), (-1, 5))] == NOISE
