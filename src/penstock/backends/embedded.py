@@ -81,6 +81,7 @@ class EmbeddedBackend:
         self._wake.set()
 
     def _run(self, loaded: Future[WorkerStats]) -> None:
+        loaded.set_running_or_notify_cancel()
         try:
             engine = self._make_engine()
         except Exception as error:  # noqa: BLE001, it is raised where the start is awaited

@@ -67,10 +67,11 @@ class KVStore:
         self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
     def wipe(self, pages: list[int]) -> None:
-        """Forgets what these pages held."""
-        index = torch.tensor(pages, device=self.keys.device)
-        self.keys.index_fill_(1, index, 0)
-        self.values.index_fill_(1, index, 0)
+        """Forgets what these pages held. What is behind a sequence's end is hidden from it, but a NaN would show through."""
+        if pages:
+            index = torch.tensor(pages, device=self.keys.device)
+            self.keys.index_fill_(1, index, 0)
+            self.values.index_fill_(1, index, 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

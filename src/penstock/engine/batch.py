@@ -11,9 +11,12 @@ from torch import Tensor
 from penstock.engine.attention import AttentionPlan, DecodeGroup, PromptPart
 from penstock.engine.model import Batch
 from penstock.engine.scheduler import Work
+from penstock.engine.sequence import Sequence
 
 # Sequences whose gathered keys and values stay in a processor's cache together.
 CPU_GROUP = 16
+# Pages that a group may take with its padding: one long sequence must not make many short ones as wide.
+MOST_GATHERED = 32_768
 
 
 class BatchBuilder:
@@ -54,8 +57,7 @@ class BatchBuilder:
 
     def _groups(self, work: Items[Work], rows: int) -> Iterable[DecodeGroup]:
         row = rows - len(work)
-        for first in range(0, len(work), self._group):
-            group = [item.sequence for item in work[first : first + self._group]]
+        for group in self._split([item.sequence for item in work]):
             tables = [sequence.pages for sequence in group]
             longest = max(map(len, tables))
             # With a page of its own: what others have in theirs is hidden from it, but a NaN would show through.
@@ -63,6 +65,18 @@ class BatchBuilder:
             lengths = [sequence.computed + 1 for sequence in group]
             yield DecodeGroup(row, row + len(group), self._tensor(padded), self._tensor(lengths))
             row += len(group)
+
+    def _split(self, sequences: Items[Sequence]) -> Iterable[list[Sequence]]:
+        """Shortest first, as they are ordered, so that the last of a group says how wide it is."""
+        group: list[Sequence] = []
+        for sequence in sequences:
+            width = len(sequence.path) + len(sequence.tail)
+            if group and (len(group) == self._group or (len(group) + 1) * width > MOST_GATHERED):
+                yield group
+                group = []
+            group.append(sequence)
+        if group:
+            yield group
 
     def _tensor(self, numbers: Items[object]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)

@@ -15,7 +15,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.kv_events import NumberedEvent, Snapshot
 from penstock.engine.lease import Lease
 from penstock.engine.model import Model
-from penstock.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs
+from penstock.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs, wrong_sampling
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import Sequence
 from penstock.engine.sessions import Sessions
@@ -44,7 +44,7 @@ class Engine:
         self._model = model
         self._vocab_size = min(vocab_size, shape.vocab_size)
         self._end_ids = frozenset(token for token in end_ids if 0 <= token < self._vocab_size)
-        self._compiling = None if compiler is None else Compilations(compiler)
+        self._compiling = None if compiler is None else Compilations(compiler, clock)
         self._clock = clock
         self._cache = KVCache(config.kv_pages, config.page_size, config.lease_share)
         self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device)
@@ -67,7 +67,7 @@ class Engine:
         return self.sessions.next_expiry
 
     def submit(self, request: Submit) -> None:
-        """Queues a generation; one that can never run gets its fault with the next step."""
+        """Queues a generation, whose id is not in use; one that can never run gets its fault with the next step."""
         fault = self._why_not(request)
         if fault is not None:
             self._refused.append(Segment(request.id, None, fault))
@@ -78,10 +78,11 @@ class Engine:
             self._scheduler.add(sequence)
         else:
             assert self._compiling is not None
-            self._compiling.add(sequence, self._clock())
+            self._compiling.add(sequence)
 
     def cancel(self, generation: bytes) -> None:
         """Stops a generation in any state; all that it held is free at once. One that is unknown or has ended is ignored."""
+        self._refused = [segment for segment in self._refused if segment.id != generation]
         sequence = self._scheduler.remove(generation)
         if sequence is None and self._compiling is not None:
             sequence = self._compiling.remove(generation)
@@ -140,9 +141,10 @@ class Engine:
         """Computes what the scheduler chose and returns what is new."""
         now = self._clock()
         self.sessions.expire(now)
-        self._take_compiled(now)
+        self._take_compiled()
         segments, self._refused = self._refused, []
         work = self._builder.order(self._scheduler.schedule(now))
+        self._store.wipe(self._cache.take_fresh())
         if work:
             segments += self._compute(work, now)
         return segments
@@ -164,16 +166,18 @@ class Engine:
             return Fault("context_length_exceeded", f"{length:,} tokens do not fit the context of {self._config.context_length:,}")
         if pages > self._cache.pages:
             return Fault("kv_too_small", f"the request needs {pages} KV pages and the worker has {self._cache.pages}")
+        if wrong := wrong_sampling(request.sampling):
+            return Fault("invalid_sampling", wrong)
         if request.grammar is not None and self._compiling is None:
             return Fault("unsupported", "this model's tokenizer has no grammar support")
         return None
 
-    def _take_compiled(self, now: float) -> None:
+    def _take_compiled(self) -> None:
         if not self._compiling:
             return
         if not self._scheduler.has_work:
             self._compiling.wait(COMPILE_WAIT)
-        for sequence, fault in self._compiling.take(now):
+        for sequence, fault in self._compiling.take():
             if fault is None:
                 self._scheduler.add(sequence)
             else:
@@ -231,7 +235,6 @@ class Engine:
             return Segment(request.id, Delta(position, (), None, report), Finish("length"))
         if token == NO_TOKEN:
             self._finish(sequence, now)
-            self._purge()
             return Segment(request.id, None, Fault("invalid_logits", "the model's scores for the next token are not numbers"))
         sequence.append(token)
         terminal = self._terminal(sequence, token)
@@ -239,23 +242,18 @@ class Engine:
             self._finish(sequence, now)
         return Segment(request.id, Delta(position, (token,), None if logprob is None else (logprob,), report), terminal)
 
-    def _purge(self) -> None:
-        """A NaN may be in any page that is not in use: hidden as it is from whoever gets the page, it would still show through."""
-        self._cache.clear()
-        self._store.wipe(self._cache.free_pages)
-
     def _terminal(self, sequence: Sequence, token: int) -> Terminal | None:
         request = sequence.request
-        is_end = token in self._end_ids and (not request.ignore_eos or sequence.matcher is not None)
-        if is_end or token in request.stop_ids:
-            return Finish("stop")
         if sequence.matcher is not None:
             try:
+                # Before all else: a grammar that has become too complex allows only an end, and says so when it is taken.
                 sequence.matcher.advance(token)
             except GrammarError as error:
-                return Fault("grammar_broken", f"the grammar does not go on: {error}")
+                return Fault("grammar_broken", f"the grammar cannot be followed any further: {error}")
             if sequence.matcher.is_finished:
                 return Finish("stop")
+        if (token in self._end_ids and not request.ignore_eos) or token in request.stop_ids:
+            return Finish("stop")
         return Finish("length") if sequence.position >= request.max_tokens else None
 
     def _report(self, sequence: Sequence) -> PromptReport | None:

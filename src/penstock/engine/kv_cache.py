@@ -30,6 +30,7 @@ class KVCache:
         self._most_leased = int(pages * lease_share)
         self._tree = RadixTree(page_size)
         self._free = list(range(pages - 1, -1, -1))
+        self._fresh: list[int] = []
         self._tail_pages = 0
         self._cached = 0
         self._used = 0
@@ -43,10 +44,6 @@ class KVCache:
     @property
     def free(self) -> int:
         return len(self._free)
-
-    @property
-    def free_pages(self) -> list[int]:
-        return list(self._free)
 
     @property
     def cached(self) -> int:
@@ -104,7 +101,14 @@ class KVCache:
         if count > len(self._free):
             self._evict(count - len(self._free), now)
         self._tail_pages += count
-        return [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
+        self._fresh += pages
+        return pages
+
+    def take_fresh(self) -> list[int]:
+        """The pages that were allocated since the last taking: they still hold what another sequence left there."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def give_back(self, tail: Sequence[int]) -> None:
         """Pages of a tail that will not be filled."""
@@ -141,9 +145,12 @@ class KVCache:
     # What leases do.
 
     def retain(self, path: Sequence[Node], lease: Lease) -> None:
-        """A lease without a session. It takes the place of those that end before it."""
+        """A lease without a session. Of several, a node keeps the one that ends last."""
         for node in path:
-            for other in [other for other in node.leases if not other.is_session and other.ends_at <= lease.ends_at]:
+            others = [other for other in node.leases if not other.is_session]
+            if any(other.ends_at > lease.ends_at for other in others):
+                continue
+            for other in others:
                 self._drop_lease(node, other)
             self._add_lease(node, lease)
 

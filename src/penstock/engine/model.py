@@ -60,6 +60,7 @@ class Model:
         self._norm = found.take("model.norm.weight", shape.hidden_size)
         self._head = embedding if shape.tied_embeddings else found.matrix("lm_head.weight", shape.vocab_size, shape.hidden_size)
         self._embedding = embedding.t()
+        found.check_all_taken()
         frequencies, self._rope_scale = rotary_frequencies(shape, context_length)
         self._frequencies = frequencies.to(device)
 
@@ -126,6 +127,12 @@ class _Weights:
         if tuple(tensor.shape) != shape:
             raise ConfigError(f"the weight {name!r} has shape {tuple(tensor.shape)}: expected {shape} by the model's configuration")
         return tensor
+
+    def check_all_taken(self) -> None:
+        """A weight that nobody takes is a part of the model that would be left out."""
+        if self._tensors:
+            names = ", ".join(sorted(self._tensors)[:3])
+            raise ConfigError(f"the model has {len(self._tensors)} weights that its configuration does not ask for, such as {names}")
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return _input_first(self.take(name, rows, columns))

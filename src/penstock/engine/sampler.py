@@ -20,6 +20,9 @@ from penstock.wire.messages import Sampling, TokenLogprob
 
 # What top-k and top-p look at first; all of the vocabulary only where that is not enough. Sorting it all is slow.
 CANDIDATES = 512
+# Below it the likeliest token is as good as certain, and a float32 would be zero.
+LEAST_TEMPERATURE = 1e-5
+LEAST_REPETITION = 0.01
 NO_TOKEN = -1
 """What is drawn from a row whose scores are not numbers: a model can be damaged, or a grammar at its end."""
 
@@ -59,6 +62,24 @@ class Sampler:
         return [*self._end_ids, *sequence.request.stop_ids]
 
 
+def wrong_sampling(sampling: Sampling) -> str | None:
+    """What cannot be sampled by: the field, its value and what would be right."""
+    allowed = {
+        "temperature": (0.0, 100.0),
+        "top_p": (1e-12, 1.0),
+        "top_k": (0, math.inf),
+        "min_p": (0.0, 1.0),
+        "presence_penalty": (-100.0, 100.0),
+        "frequency_penalty": (-100.0, 100.0),
+        "repetition_penalty": (LEAST_REPETITION, 100.0),
+    }
+    for name, (least, most) in allowed.items():
+        value = getattr(sampling, name)
+        if not least <= value <= most:
+            return f"`{name}` is {value}: expected {least:g} to {most:g}"
+    return None
+
+
 def prompt_logprobs(logits: Tensor, tokens: Rows[int], top: int) -> list[TokenLogprob]:
     """The logprobs of tokens that are known, one a row."""
     return [entry for entry in _logprobs(logits, list(tokens), [top] * len(tokens)) if entry is not None]
@@ -83,7 +104,7 @@ def _adjust(row: Tensor, sequence: Sequence) -> None:
 
 def _choose(logits: Tensor, rows: Rows[Sequence]) -> list[int]:
     """The likeliest of rows without a temperature; of the others, the token at which their noise falls."""
-    drawn = [index for index, sequence in enumerate(rows) if sequence.request.sampling.temperature > 0]
+    drawn = [index for index, sequence in enumerate(rows) if sequence.request.sampling.temperature >= LEAST_TEMPERATURE]
     if not drawn:
         return _as_list(logits.argmax(-1))
     if len(drawn) == len(rows):
@@ -136,7 +157,7 @@ def _likeliest(weights: Tensor, samplings: Rows[Sampling], candidates: int = CAN
     size = weights.shape[-1]
     candidates = min(size, max([candidates, *(sampling.top_k for sampling in samplings)]))
     values = weights.topk(candidates).values
-    top_k = torch.tensor([sampling.top_k or size for sampling in samplings], device=weights.device)[:, None]
+    top_k = torch.tensor([min(sampling.top_k or size, size) for sampling in samplings], device=weights.device)[:, None]
     top_p = torch.tensor([sampling.top_p for sampling in samplings], device=weights.device, dtype=torch.float64)[:, None]
     least_of_top_k = values.gather(-1, (top_k - 1).clamp(max=candidates - 1)).masked_fill_(top_k > candidates, 0)
     in_top_k = values.masked_fill(values < least_of_top_k, 0)

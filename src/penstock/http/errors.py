@@ -11,6 +11,7 @@ _STATUS_OF_FAULT = {
     "kv_too_small": 400,
     "context_length_exceeded": 400,
     "empty_prompt": 400,
+    "invalid_sampling": 400,
     "invalid_token": 400,
     "invalid_grammar": 400,
     "unsupported": 400,
@@ -18,6 +19,7 @@ _STATUS_OF_FAULT = {
     "draining": 503,
     "worker_lost": 503,
     "engine_failed": 503,
+    "grammar_queue": 503,
     "shutting_down": 503,
 }
 _FAULTS_OF_A_GRAMMAR = {"invalid_grammar", "unsupported"}

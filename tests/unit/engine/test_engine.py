@@ -269,6 +269,65 @@ def _cached(collected: Collected, number: int) -> int:
     return report.cached_tokens
 
 
+def test_prompts_get_on_beside_more_that_generate_than_the_budget() -> None:
+    engine = make_engine(kv_pages=256, token_budget=8)
+    for number in range(12):
+        engine.submit(make_submit(number, random_prompt(number, 4), 200))
+    for _ in range(20):
+        engine.step()
+    engine.submit(make_submit(99, random_prompt(99, 60), 2))
+    collected = Collected()
+    for _ in range(30):
+        collected.step(engine)
+    assert generation_id(99) in collected.terminals
+
+
+def test_prompt_logprobs_survive_a_preemption() -> None:
+    engine = make_engine(kv_pages=20, token_budget=32)
+    older = make_submit(0, random_prompt(0, 140), 150)
+    asked = make_submit(1, random_prompt(1, 120), 4, logprobs=1, prompt_logprobs=True)
+    engine.submit(older)
+    engine.submit(asked)
+    collected = Collected()
+    while engine.has_work:
+        collected.step(engine)
+    report = collected.deltas[asked.id][0].prompt
+    assert report is not None
+    assert report.logprobs is not None
+    assert len(report.logprobs) == 120
+    assert collected.tokens[older.id] == reference_tokens("llama", older.token_ids, 150)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "names"),
+    [
+        (Sampling(temperature=float("inf")), "temperature"),
+        (Sampling(temperature=-1), "temperature"),
+        (Sampling(top_k=-1), "top_k"),
+        (Sampling(top_p=0), "top_p"),
+        (Sampling(min_p=2), "min_p"),
+        (Sampling(repetition_penalty=1e-300), "repetition_penalty"),
+        (Sampling(frequency_penalty=float("nan")), "frequency_penalty"),
+    ],
+)
+def test_what_cannot_be_sampled_by_is_refused(sampling: Sampling, names: str) -> None:
+    terminal = run(make_engine(), [make_submit(0, [1, 2], 4, sampling=sampling)]).terminals[generation_id(0)]
+    assert isinstance(terminal, Fault)
+    assert (terminal.code, f"`{names}` is" in terminal.message) == ("invalid_sampling", True)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=1e-46), Sampling(top_k=2**63), Sampling(top_p=1e-9), Sampling(temperature=1e-40, min_p=1.0)],
+    ids=["cold", "top_k", "top_p", "min_p"],
+)
+def test_extreme_settings_that_leave_the_likeliest(sampling: Sampling) -> None:
+    collected = run(make_engine(), [make_submit(0, [1, 2], 8, sampling=sampling)])
+    assert collected.terminals[generation_id(0)] == Finish("length")
+    if sampling.top_k == 0:
+        assert collected.tokens[generation_id(0)] == reference_tokens("llama", [1, 2], 8)
+
+
 def test_the_cache_can_be_cleared_while_others_run() -> None:
     engine: Engine = make_engine(kv_pages=64)
     prompt = random_prompt(1, 60)
@@ -285,8 +344,9 @@ def test_the_cache_can_be_cleared_while_others_run() -> None:
     assert _cached(run(engine, [make_submit(2, prompt, 1)]), 2) == 0
 
 
-def test_scores_that_are_not_numbers_end_one_generation_and_hurt_no_other() -> None:
-    engine = make_engine()
+@pytest.mark.parametrize("max_tokens", [0, 10])
+def test_scores_that_are_not_numbers_end_one_generation_and_hurt_no_other(max_tokens: int) -> None:
+    engine = make_engine(kv_pages=16)
     model = make_model("llama")
     damaged, healthy = random_prompt(1, 30), random_prompt(2, 40)
     damaged[3] = 299
@@ -294,12 +354,15 @@ def test_scores_that_are_not_numbers_end_one_generation_and_hurt_no_other() -> N
     embedding, model._embedding = model._embedding, model._embedding.clone()
     try:
         model._embedding[299] = torch.nan
-        collected = run(engine, [make_submit(0, damaged, 10), make_submit(1, healthy, 10)])
+        collected = run(engine, [make_submit(0, damaged, max_tokens), make_submit(1, healthy, 10)])
     finally:
         model._embedding = embedding
-    fault = collected.terminals[generation_id(0)]
-    assert isinstance(fault, Fault)
-    assert fault.code == "invalid_logits"
+    if max_tokens:
+        fault = collected.terminals[generation_id(0)]
+        assert isinstance(fault, Fault)
+        assert fault.code == "invalid_logits"
     assert collected.tokens[generation_id(1)] == reference_tokens("llama", healthy, 10)
-    later = [make_submit(number, random_prompt(number, 200), 10) for number in range(3, 8)]
-    assert all(isinstance(terminal, Finish) for terminal in run(engine, later).terminals.values()), "the damage is not left in any page"
+    later = [make_submit(number, random_prompt(number, 100), 20) for number in range(3, 8)]
+    collected = run(engine, later)
+    for request in later:
+        assert collected.tokens[request.id] == reference_tokens("llama", request.token_ids, 20), "the damage is left in no page"

@@ -162,6 +162,35 @@ def test_a_longer_retention_takes_the_place_of_a_shorter_one() -> None:
     cache.check_integrity([], [], leases)
 
 
+def test_a_shorter_retention_does_not_end_a_longer_one_nor_a_sessions() -> None:
+    cache = KVCache(16, SIZE)
+    session, long, short = Lease(5, ends_at=5, is_session=True), Lease(50, ends_at=50), Lease(20, ends_at=20)
+    path = fill(cache, tokens(1, 3), session)
+    for lease in (long, short):
+        cache.retain(path, lease)
+    cache.release(path)
+    assert [len(lease.nodes) for lease in (session, long, short)] == [3, 3, 0]
+    cache.check_integrity([], [], [session, long, short])
+
+
+def test_a_high_priority_is_not_lost_by_a_later_low_one() -> None:
+    cache = KVCache(4, SIZE)
+    keep(cache, tokens(1, 2), priority=1)
+    keep(cache, tokens(1, 2), priority=0)
+    keep(cache, tokens(2, 2), priority=0)
+    cache.give_back(cache.allocate(2, 0.0))
+    assert (known(cache, tokens(1, 2)), cache.evicted_pages) == (2, 2)
+
+
+def test_what_was_used_without_a_session_outlives_the_session() -> None:
+    cache = KVCache(8, SIZE)
+    lease = Lease(10, ends_at=10, is_session=True)
+    keep(cache, tokens(1, 3), lease)
+    keep(cache, tokens(1, 3))
+    assert cache.end_lease(lease, free_exclusive=True) == 0
+    assert known(cache, tokens(1, 3)) == 3
+
+
 def test_using_the_same_pages_again_and_again_takes_no_more_memory() -> None:
     cache = KVCache(8, SIZE)
     for _ in range(1000):

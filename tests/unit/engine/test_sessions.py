@@ -144,6 +144,30 @@ def test_the_lease_slides_from_the_end_of_the_last_active_turn() -> None:
     assert engine.stats().kv_blocks_cached == 0
 
 
+def test_a_turn_that_continues_stops_the_lease_from_running() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    run(engine, [turn(0, PROMPT, "a", "open", timeout=10)])
+    clock.now = 9.0
+    engine.submit(turn(1, PROMPT, "a", max_tokens=20))
+    collected = Collected()
+    collected.step(engine)
+    clock.now = 30.0
+    collected.step(engine)
+    assert engine.sessions.get("a") is not None
+    while engine.has_work:
+        collected.step(engine)
+    assert engine.next_expiry == 40.0
+
+
+def test_a_turn_that_goes_on_from_elsewhere_counts_what_it_made_here() -> None:
+    engine = make_engine()
+    run(engine, [turn(0, [*PROMPT, 5, 6, 7], "a", "open", max_tokens=10, offset=3)])
+    session = engine.sessions.get("a")
+    assert session is not None
+    assert session.usage.generated_tokens == 7
+
+
 def test_the_worker_gives_the_front_end_a_grace_to_close_first() -> None:
     clock = Clock()
     engine = make_engine(clock=clock, session_grace=5.0)
