@@ -89,7 +89,7 @@ def test_what_was_computed_is_reused() -> None:
 
 
 def test_siblings_compute_their_prompt_once() -> None:
-    engine = make_engine(kv_pages=256, token_budget=64)
+    engine = make_engine(kv_pages=256, token_budget=512)
     prompt = random_prompt(2, 200)
     collected = run(engine, [make_submit(number, prompt, 8) for number in range(8)])
     assert sorted(_cached(collected, number) for number in range(8)) == [0] + [192] * 7
@@ -283,19 +283,22 @@ def test_prompts_get_on_beside_more_that_generate_than_the_budget() -> None:
 
 
 def test_prompt_logprobs_survive_a_preemption() -> None:
-    engine = make_engine(kv_pages=20, token_budget=32)
-    older = make_submit(0, random_prompt(0, 140), 150)
+    engine = make_engine(page_size=4, kv_pages=67, token_budget=8)
+    older = make_submit(0, random_prompt(0, 140), 60)
     asked = make_submit(1, random_prompt(1, 120), 4, logprobs=1, prompt_logprobs=True)
     engine.submit(older)
-    engine.submit(asked)
     collected = Collected()
+    while older.id not in collected.tokens:
+        collected.step(engine)
+    engine.submit(asked)
     while engine.has_work:
         collected.step(engine)
+    assert engine.stats().preemptions, "in the middle of its prompt"
     report = collected.deltas[asked.id][0].prompt
     assert report is not None
     assert report.logprobs is not None
     assert len(report.logprobs) == 120
-    assert collected.tokens[older.id] == reference_tokens("llama", older.token_ids, 150)
+    assert collected.tokens[older.id] == reference_tokens("llama", older.token_ids, 60)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,18 @@ def test_a_late_finish_of_an_earlier_epoch_changes_nothing() -> None:
     assert vars(session.usage) == usage
 
 
+def test_a_close_that_was_put_off_does_not_close_a_later_epoch() -> None:
+    engine = make_engine()
+    engine.submit(turn(0, PROMPT, "a", "open", epoch=1, max_tokens=40))
+    collected = Collected()
+    collected.step(engine)
+    assert engine.close_session("a", 1)
+    run_one(engine, collected, turn(1, random_prompt(4, 64), "a", "open", epoch=2))
+    while engine.has_work:
+        collected.step(engine)
+    assert engine.sessions.get("a") is not None
+
+
 def run_one(engine: Engine, collected: Collected, request: Submit) -> Collected:
     """Until this one has ended, whatever else runs."""
     engine.submit(request)
