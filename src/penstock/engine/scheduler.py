@@ -51,11 +51,6 @@ class Scheduler:
         yield from self._running.values()
         yield from self._waiting.values()
 
-    def pages_needed(self, sequence: Sequence) -> int:
-        """The most pages that it can ever need."""
-        request = sequence.request
-        return self._cache.pages_for(len(request.token_ids) + max(0, request.max_tokens - request.offset))
-
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence.request.id] = sequence
 
