@@ -1,32 +1,198 @@
-"""The choice of a worker."""
+"""The choice of a worker: a pure function of what is known at that moment."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+from msgspec import Struct
+
+from penstock.wire.errors import ConfigError
+
+Policy = Literal["kv", "round-robin", "least-loaded", "random"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+Preference = Literal["session", "affinity", "parent"]
+Reason = Literal["only", "session", "affinity", "parent", "prefix", "least_loaded", "round_robin", "random", "sampled"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+Diversion = Literal["gone", "quiet", "overloaded"]
+AHEAD_FACTOR = 1.5
 
 
 @dataclass(frozen=True)
-class WorkerView:
-    """What the router knows of one worker at the moment of the choice."""
+class RouterSettings:
+    """How to choose. The cost of a worker is `overlap_weight` × blocks to prefill there + `load_weight` × its load in blocks.
+
+    The default of `load_weight` is from bench/routing.py: a higher one loses hits, and none at all lets one worker queue. A long prefix
+    that every request has would outweigh any load yet. So a worker that is more than `most_ahead` generations ahead of the one that has
+    the fewest, and has half as many again, is out of the choice by cost; another computes that prefix once, and has it then.
+
+    A preferred worker is overloaded when its load is more than `overload_blocks` above the least loaded one's, and more than
+    `overload_factor` times what that one would have with this prompt added. So the longer the prompt, and the dearer it is to compute
+    it elsewhere, the more load is put up with; and small loads, whose ratios say little, move nobody.
+
+    Predictions last `sibling_seconds` for engines that tell what they cache, long enough for requests that come together to find each
+    other, and `prediction_seconds` for those that do not.
+    """
+
+    policy: Policy = "kv"
+    overlap_weight: float = 1.0
+    load_weight: float = 0.05
+    temperature: float = 0.0
+    prediction_seconds: float = 120.0
+    sibling_seconds: float = 10.0
+    most_ahead: int = 64
+    overload_blocks: float = 256.0
+    overload_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--router is {self.policy!r}: expected one of {', '.join(POLICIES)}")
+        for flag, value in (
+            ("--overlap-weight", self.overlap_weight),
+            ("--load-weight", self.load_weight),
+            ("--router-temperature", self.temperature),
+            ("--router-prediction-seconds", self.prediction_seconds),
+            ("--router-sibling-seconds", self.sibling_seconds),
+            ("--router-most-ahead", self.most_ahead),
+            ("--router-overload-blocks", self.overload_blocks),
+        ):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{flag} is {value}: expected 0 or more")
+        if not 1 <= self.overload_factor < math.inf:
+            raise ConfigError(f"--router-overload-factor is {self.overload_factor}: expected 1 or more")
+
+
+class WorkerView(Struct, frozen=True, gc=False):
+    """What is known of one worker at the moment of the choice.
+
+    `overlap` counts the prompt's leading blocks that it has. `is_quiet`: it owes tokens and has been silent for a while.
+    """
 
     name: str
-    active: int
-    """Generations sent to it that have not ended."""
+    overlap: int = 0
+    load: float = 0.0
+    active: int = 0
+    has_room: bool = True
+    is_quiet: bool = False
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The worker, and why."""
+class RouteRequest(Struct, frozen=True):
+    """What is to be placed: a prompt of so many blocks, where it would rather go and why, and a policy instead of the settings'."""
+
+    blocks: int = 0
+    preferred: str | None = None
+    preferred_reason: Preference = "session"
+    policy: Policy | None = None
+
+
+class Decision(Struct, frozen=True):
+    """The worker, and why.
+
+    `diverted` says why a preferred worker was not taken; `reason` is then that of the choice that was made instead. `costs` has the
+    workers that were compared. `names` are the prompt's block names, where the router needed them.
+    """
 
     worker: str
-    reason: str
+    reason: Reason
+    diverted: Diversion | None = None
+    overlap: int = 0
+    cost: float = 0.0
+    costs: tuple[tuple[str, float], ...] = ()
+    names: Sequence[bytes] = ()
 
 
-def choose(view: Sequence[WorkerView]) -> Decision | None:
-    """The least loaded worker, the first of equals; None when there is none."""
+def choose(view: Sequence[WorkerView], request: RouteRequest, settings: RouterSettings, turn: int, draw: float) -> Decision | None:
+    """The worker for a request; None when there is none.
+
+    One that is quiet, and next one without room, is taken only when all are. The preferred worker is taken unless it is gone, is one of
+    those, or is overloaded. Else the policy decides; equals are told apart by their generations, then by `turn`, which takes them one
+    after the other. `draw`, from 0 to below 1, is the chance of those policies that leave something to it.
+    """
     if not view:
         return None
-    if len(view) == 1:
-        return Decision(view[0].name, "only")
-    return Decision(min(view, key=lambda worker: worker.active).name, "least_loaded")
+    usable = _usable(view)
+    preferred, diverted = None, None
+    if request.preferred is not None:
+        preferred = next((worker for worker in view if worker.name == request.preferred), None)
+        diverted = _diversion(preferred, usable, request, settings)
+    if preferred is not None and diverted is None:
+        cost = _cost(preferred, request, settings)
+        return Decision(preferred.name, request.preferred_reason, None, preferred.overlap, cost, ((preferred.name, cost),))
+    policy, is_only = request.policy or settings.policy, len(usable) == 1
+    if policy == "kv":
+        usable = _not_ahead(usable, settings)
+    costs = [_cost(worker, request, settings) for worker in usable]
+    position, reason = _pick(usable, costs, policy, settings.temperature, turn, draw)
+    chosen = usable[position]
+    listed = tuple([(worker.name, cost) for worker, cost in zip(usable, costs, strict=True)])
+    return Decision(chosen.name, "only" if is_only else reason, diverted, chosen.overlap, costs[position], listed)
+
+
+def _usable(view: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """Those that answer and have room; if there is none, those that answer; if there is none, all."""
+    answering = [worker for worker in view if not worker.is_quiet] or view
+    return [worker for worker in answering if worker.has_room] or answering
+
+
+def _not_ahead(usable: Sequence[WorkerView], settings: RouterSettings) -> Sequence[WorkerView]:
+    """Those that have not many more generations than the one with the fewest, which is always among them."""
+    fewest = min([worker.active for worker in usable])
+    most = max(fewest + settings.most_ahead, fewest * AHEAD_FACTOR)
+    return [worker for worker in usable if worker.active <= most]
+
+
+def _diversion(
+    preferred: WorkerView | None, usable: Sequence[WorkerView], request: RouteRequest, settings: RouterSettings
+) -> Diversion | None:
+    if preferred is None:
+        return "gone"
+    if preferred not in usable:
+        return "quiet" if preferred.is_quiet else "overloaded"
+    least = min(worker.load for worker in usable)
+    above = preferred.load - least > settings.overload_blocks
+    return "overloaded" if above and preferred.load > settings.overload_factor * (least + request.blocks) else None
+
+
+def _cost(worker: WorkerView, request: RouteRequest, settings: RouterSettings) -> float:
+    return settings.overlap_weight * (request.blocks - worker.overlap) + settings.load_weight * worker.load
+
+
+def _pick(
+    usable: Sequence[WorkerView], costs: Sequence[float], policy: Policy, temperature: float, turn: int, draw: float
+) -> tuple[int, Reason]:
+    count = len(usable)
+    match policy:
+        case "round-robin":
+            return turn % count, "round_robin"
+        case "random":
+            return min(int(draw * count), count - 1), "random"
+        case "least-loaded":
+            return _lowest(usable, [worker.load for worker in usable], turn), "least_loaded"
+        case "kv" if temperature > 0:
+            return _sample(costs, temperature, draw), "sampled"
+        case "kv":
+            position = _lowest(usable, costs, turn)
+            return position, "prefix" if usable[position].overlap else "least_loaded"
+
+
+def _lowest(usable: Sequence[WorkerView], costs: Sequence[float], turn: int) -> int:
+    lowest, count = min(costs), len(costs)
+    equals = [position for position in range(count) if costs[position] == lowest]
+    if len(equals) == 1:
+        return equals[0]
+    return min(equals, key=lambda position: (usable[position].active, (position - turn) % count))
+
+
+def _sample(costs: Sequence[float], temperature: float, draw: float) -> int:
+    """By softmax of the costs, scaled so that the highest is 1 above the lowest: a temperature then means the same anywhere."""
+    lowest = min(costs)
+    scale = (max(costs) - lowest) * temperature
+    weights = [math.exp((lowest - cost) / scale) if scale else 1.0 for cost in costs]
+    left = draw * sum(weights)
+    for position, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return position
+    return len(weights) - 1

@@ -1,0 +1,475 @@
+"""Measures the router: what a decision costs, and how much of a real trace's prompts it finds cached.
+
+    python bench/routing.py                 all of it
+    python bench/routing.py --decision      what a decision costs
+    python bench/routing.py --model         the trace in virtual time, without a server: oracle, round-robin, and ours by load weight
+    python bench/routing.py --serve         the trace over HTTP, sped up, against two real servers side by side
+
+The trace is Mooncake's (one JSON object a line: timestamp, input_length, output_length, hash_ids; one id for 512 tokens). It is taken from
+../shared/traces where that exists, or named with `--trace`; without it, all but the first is skipped, and says so.
+Results go to bench-results/routing.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import heapq
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from penstock.router.load import Assignment
+from penstock.router.policy import RouterSettings
+from penstock.router.router import Candidate, Router
+from penstock.wire.blocks import block_hashes
+from penstock.wire.messages import BlocksRemoved, BlocksStored, KvEvent, KvEvents, ModelInfo, Snapshot
+from servers import Process, serving
+
+ROOT = Path(__file__).parents[1]
+TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
+BLOCK = 512
+WORKERS = 4
+BLOCKS_A_WORKER = 4000
+# The promises.
+MOST_DECISION_US = 150.0
+LEAST_GAIN = 2.1
+LEAST_OF_ORACLE = 0.95
+
+
+class Request(msgspec.Struct):
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+    @property
+    def full_blocks(self) -> list[bytes]:
+        """The names of those of its blocks that are full: an engine shares no others."""
+        return [number.to_bytes(8) for number in self.hash_ids[: self.input_length // BLOCK]]
+
+
+def read_trace(path: Path) -> list[Request]:
+    with gzip.open(path) as file:
+        return [msgspec.json.decode(line, type=Request) for line in file]
+
+
+# What a decision costs.
+
+
+def measure_decision(rounds: int = 2000) -> dict[str, Any]:
+    """16 workers with 10,000 cached blocks each, and prompts of 8,192 tokens in blocks of 16 that some of them have in part or in whole."""
+    generator = random.Random(3)
+    router = Router(RouterSettings())
+    names = [f"worker-{number}" for number in range(16)]
+    prompts = [[generator.randrange(32_000) for _ in range(8192)] for _ in range(len(names) * 20)]
+    hashed = [block_hashes(prompt, 16) for prompt in prompts]
+    model = ModelInfo("m", "simulator", "words", 32_000, 131_072, 16, capabilities=("kv_events",))
+    for position, name in enumerate(names):
+        router.join(name, model)
+        blocks: list[bytes] = []
+        while len(blocks) < 10_000:
+            # Mostly its own, and some that others have, too, so that overlaps end at different blocks.
+            owner = generator.choice([position, generator.randrange(len(names))])
+            blocks += hashed[owner * 20 + generator.randrange(20)][: generator.choice([512, 512, 300, 64])]
+        router.load_snapshot(name, Snapshot(0, (BlocksStored(b"", tuple(blocks[:10_000])),)))
+    candidates = [Candidate(name) for name in names]
+    hashing, choosing, sending = [], [], []
+    for _ in range(rounds):
+        prompt = generator.choice(prompts)
+        began = time.perf_counter()
+        fresh = block_hashes(prompt, 16)
+        hashed_at = time.perf_counter()
+        decision = router.choose(candidates, fresh, 512)
+        chosen_at = time.perf_counter()
+        assert decision is not None
+        assignment = router.sent(decision, fresh, 512)
+        hashing.append(hashed_at - began)
+        choosing.append(chosen_at - hashed_at)
+        sending.append(time.perf_counter() - chosen_at)
+        assignment.ended()
+    router.check_integrity()
+    return {"decision": _microseconds(choosing), "counting it in": _microseconds(sending), "hashing the prompt": _microseconds(hashing)}
+
+
+def _microseconds(seconds: Sequence[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=100)
+    return {"p50": round(cuts[49] * 1e6, 1), "p99": round(cuts[98] * 1e6, 1)}
+
+
+# The trace in virtual time.
+
+
+class Cache:
+    """Blocks by last use. A chain's end is older than its beginning, so that eviction takes ends."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def matched(self, names: Sequence[bytes]) -> int:
+        for count, name in enumerate(names):
+            if name not in self._blocks:
+                return count
+        return len(names)
+
+    def use(self, names: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Takes the blocks in; returns those that are new and those that had to go."""
+        new = [name for name in names if name not in self._blocks]
+        for name in reversed(names):
+            self._blocks[name] = None
+            self._blocks.move_to_end(name)
+        gone = [self._blocks.popitem(last=False)[0] for _ in range(max(0, len(self._blocks) - self._size))]
+        return new, gone
+
+
+def oracle(trace: Sequence[Request]) -> float:
+    """The share of prompt tokens that one cache as large as all together would have."""
+    cache = Cache(WORKERS * BLOCKS_A_WORKER)
+    hits = 0
+    for request in trace:
+        names = request.full_blocks
+        hits += cache.matched(names)
+        cache.use(names)
+    return hits * BLOCK / sum(request.input_length for request in trace)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast the modelled workers are. The default is that of a large model on one GPU."""
+
+    prefill_rate: float = 20_000.0
+    step_seconds: float = 0.025
+
+
+PACE = Pace()
+
+
+@dataclass
+class Job:
+    """One request on its worker."""
+
+    request: Request
+    prompt: Sequence[bytes]
+    assignment: Assignment
+
+
+class ModelledWorker:
+    """Computes one prompt after the other, and a token a step for each of its generations.
+
+    A prompt's blocks are cached, and told of, when it is computed. It is never short of memory: what is measured is where prompts go.
+    """
+
+    def __init__(self, name: str, model: VirtualTime) -> None:
+        self.name = name
+        self.busy = 0.0
+        self.hits = 0
+        self._model = model
+        self._cache = Cache(BLOCKS_A_WORKER)
+        self._waiting: deque[Job] = deque()
+        self._is_computing = False
+        self._next_number = 0
+
+    def take(self, job: Job) -> None:
+        self._waiting.append(job)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._is_computing or not self._waiting:
+            return
+        job = self._waiting.popleft()
+        self._is_computing = True
+        cached = self._cache.matched(job.prompt)
+        self.hits += cached
+        seconds = (job.request.input_length - cached * BLOCK) / self._model.pace.prefill_rate
+        self.busy += seconds
+        self._model.after(seconds, partial(self._computed, job))
+
+    def _computed(self, job: Job) -> None:
+        model = self._model
+        new, gone = self._cache.use(job.prompt)
+        events: tuple[KvEvent, ...] = (BlocksStored(b"", tuple(new)), BlocksRemoved(tuple(gone)))
+        model.router.receive(self.name, KvEvents(self._next_number, events))
+        self._next_number += len(events)
+        job.assignment.first_token()
+        model.waits.append(model.now - job.request.timestamp / 1000)
+        model.after(job.request.output_length * model.pace.step_seconds, job.assignment.ended)
+        self._is_computing = False
+        self._begin()
+
+
+class VirtualTime:
+    """Four modelled workers under our router."""
+
+    def __init__(self, settings: RouterSettings, pace: Pace) -> None:
+        self.now = 0.0
+        self.pace = pace
+        self.waits: list[float] = []
+        self.router = Router(settings, lambda: self.now, random.Random(11).random)
+        self.workers = {name: ModelledWorker(name, self) for name in (f"worker-{number}" for number in range(WORKERS))}
+        self._candidates = [Candidate(name) for name in self.workers]
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        for name in self.workers:
+            self.router.join(name, ModelInfo("m", "simulator", "words", 1, 1, BLOCK, capabilities=("kv_events",)))
+            self.router.load_snapshot(name, Snapshot(0, ()))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (self.now + seconds, next(self._order), action))
+
+    def run(self, trace: Sequence[Request]) -> None:
+        for request in trace:
+            self.after(request.timestamp / 1000, partial(self._route, request))
+        while self._agenda:
+            self.now, _, action = heapq.heappop(self._agenda)
+            action()
+        self.router.check_integrity()
+
+    def _route(self, request: Request) -> None:
+        prompt, blocks = request.full_blocks, -(-request.input_length // BLOCK)
+        decision = self.router.choose(self._candidates, prompt, blocks)
+        assert decision is not None
+        self.workers[decision.worker].take(Job(request, prompt, self.router.sent(decision, decision.names, blocks)))
+
+
+def replay(trace: Sequence[Request], settings: RouterSettings, pace: Pace = PACE) -> dict[str, float]:
+    """The trace in virtual time: hits by prompt tokens, seconds to the first token, and how busy workers are with prompts."""
+    model = VirtualTime(settings, pace)
+    model.run(trace)
+    cuts = statistics.quantiles(model.waits, n=10)
+    busy = [worker.busy / model.now for worker in model.workers.values()]
+    return {
+        "hits": sum(worker.hits for worker in model.workers.values()) * BLOCK / sum(request.input_length for request in trace),
+        "ttft_p50": cuts[4],
+        "ttft_p90": cuts[8],
+        "busy": statistics.mean(busy),
+        "busiest": max(busy),
+    }
+
+
+# The real thing.
+
+# Prompts are computed faster by as much as the trace is sped up, so that workers are as busy as in virtual time. Steps sped up like that
+# would take 2 ms, which is too short for so many processes on few cores; longer ones keep more generations at once, and their KV in use.
+# The speed is what two cores manage: at 20, they are all but full.
+SPEED = 12.0
+STEP_MS = 8.0
+# Three ids name the block, the others are all the same: equal blocks for equal ids, and small bodies.
+NAMING = range(256, 1800)
+FILLER = b"65,"
+USAGE = '"usage":{'
+TAIL = 2048
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+REQUEST_SECONDS = 120.0
+
+
+def body(request: Request) -> bytes:
+    """The prompt as token ids."""
+    parts: list[bytes] = []
+    count = len(NAMING)
+    for position, number in enumerate(request.hash_ids):
+        ids = [NAMING[number % count], NAMING[number // count % count], NAMING[number // count**2]]
+        length = min(BLOCK, request.input_length - position * BLOCK)
+        parts.append(b"%d,%d,%d," % tuple(ids) + FILLER * (length - 3) if length > 3 else b"".join(b"%d," % one for one in ids[:length]))
+    fields = b'{"model":"simulator","stream":true,"stream_options":{"include_usage":true},"ignore_eos":true,"max_tokens":%d,"prompt":[%b]}'
+    return fields % (request.output_length, b"".join(parts)[:-1])
+
+
+class _Answer(asyncio.Protocol):
+    """One answer. Its events are not looked into, so that the load costs little here: the time of the first, and the end, are all."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.first_at: float | None = None
+        self.status = b""
+        self.tail = b""
+
+    def data_received(self, data: bytes) -> None:
+        if not self.status:
+            self.status = data[9:12]
+        if self.first_at is None and b"data:" in data:
+            self.first_at = time.perf_counter()
+        self.tail = data[-TAIL:] if len(data) >= TAIL else (self.tail + data)[-TAIL:]
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+@dataclass
+class Served:
+    """What one server did with the trace."""
+
+    server: Process
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    last_error: str = ""
+    first_tokens: list[float] = field(default_factory=list)
+
+    async def ask(self, request: Request, content: bytes) -> None:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                transport, answer = await asyncio.get_running_loop().create_connection(_Answer, "127.0.0.1", self.server.port)
+                transport.write(HEAD % len(content) + content)
+                try:
+                    await answer.done
+                finally:
+                    transport.abort()
+        except OSError as error:
+            return self._fail(repr(error))
+        tail = answer.tail.decode(errors="replace")
+        usage = tail.rfind(USAGE)
+        if answer.status != b"200" or usage < 0 or answer.first_at is None:
+            return self._fail(tail[-300:])
+        figures, _ = json.JSONDecoder().raw_decode(tail, usage + len(USAGE) - 1)
+        if (figures["prompt_tokens"], figures["completion_tokens"]) != (request.input_length, request.output_length):
+            return self._fail(f"expected {request.input_length} and {request.output_length} tokens: {figures}")
+        self.finished += 1
+        self.prompt_tokens += figures["prompt_tokens"]
+        self.cached_tokens += (figures.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        self.first_tokens.append(answer.first_at - began)
+        return None
+
+    def _fail(self, message: str) -> None:
+        self.failed += 1
+        self.last_error = message
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        cuts = statistics.quantiles(self.first_tokens, n=10) if len(self.first_tokens) > 1 else [0.0] * 9
+        hits = self.cached_tokens / max(1, self.prompt_tokens)
+        return {"hits": hits, "ttft_p50": cuts[4], "ttft_p90": cuts[8], "requests": self.finished, "errors": self.failed}
+
+
+async def _replay_over_http(trace: Sequence[Request], servers: Sequence[Served], speed: float) -> float:
+    """Sends every request to every server at its time. Returns by how much the latest was late."""
+    began = time.perf_counter()
+    latest = 0.0
+    async with asyncio.TaskGroup() as group:
+        for request in trace:
+            due = began + request.timestamp / 1000 / speed
+            if (wait := due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            latest = max(latest, time.perf_counter() - due)
+            content = body(request)
+            for served in servers:
+                group.create_task(served.ask(request, content))
+    return latest
+
+
+def serve(trace: Sequence[Request], speed: float) -> dict[str, Any]:
+    """Two servers of four simulators each, the same requests for both, at the same time."""
+    arguments = [f"--workers={WORKERS}", f"--block-size={BLOCK}", f"--kv-blocks={BLOCKS_A_WORKER}", f"--step-ms={STEP_MS}"]
+    arguments += ["--engine=simulator", f"--prefill-rate={PACE.prefill_rate * speed}"]
+    with ExitStack() as stack:
+        servers = {policy: Served(stack.enter_context(serving(f"--router={policy}", *arguments))) for policy in ("round-robin", "kv")}
+        began = time.perf_counter()
+        late = uvloop.run(_replay_over_http(trace, list(servers.values()), speed))
+        took = time.perf_counter() - began
+    results: dict[str, Any] = {policy: served.figures for policy, served in servers.items()}
+    for policy, served in servers.items():
+        if served.failed:
+            print(f"   the last error of {policy}: {served.last_error}")
+    print(f"   it took {took:.0f} s; the latest request was sent {late * 1000:.0f} ms late")
+    return results
+
+
+# The report.
+
+
+def _show(rows: dict[str, dict[str, float]]) -> None:
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    print(f"   {'':24}" + "".join(f"{column:>12}" for column in columns))
+    for name, row in rows.items():
+        cells = [f"{value:12.1%}" if column in ("hits", "busy", "busiest") else f"{value:12,.4g}" for column, value in row.items()]
+        print(f"   {name:24}" + "".join(cells), flush=True)
+
+
+def _check(name: str, value: float, is_good: bool) -> bool:
+    print(f"   {'ok  ' if is_good else 'MISS'}  {name}: {value:.3g}")
+    return is_good
+
+
+def _compare(ours: float, round_robin: float, best: float) -> bool:
+    times = ours / (round_robin or math.inf)
+    gain = _check(f"hits against round-robin's (at least {LEAST_GAIN} times)", times, ours >= LEAST_GAIN * round_robin)
+    return _check(f"hits against the oracle's (at least {LEAST_OF_ORACLE})", ours / best, ours >= LEAST_OF_ORACLE * best) and gain
+
+
+def decision_point(results: dict[str, Any]) -> bool:
+    print("\nWhat a decision costs, µs: 16 workers × 10,000 blocks, prompts of 512 blocks", flush=True)
+    results["decision"] = figures = measure_decision()
+    _show(figures)
+    p50 = figures["decision"]["p50"]
+    return _check(f"p50 (under {MOST_DECISION_US:g})", p50, p50 < MOST_DECISION_US)
+
+
+def model_point(trace: Sequence[Request], results: dict[str, Any]) -> bool:
+    print("\nThe trace in virtual time: four caches of 4,000 blocks; seconds", flush=True)
+    best = oracle(trace)
+    default = RouterSettings()
+    tried = {policy: RouterSettings(policy=policy) for policy in ("round-robin", "least-loaded", "kv")}
+    tried |= {f"kv, load weight {weight}": RouterSettings(load_weight=weight) for weight in (0.01, 0.1, 0.2, 0.5, 1.0)}
+    rows = {name: replay(trace, settings) for name, settings in tried.items()}
+    rows[f"kv, load weight {default.load_weight}"] = rows.pop("kv")
+    _show({"one cache of 16,000": {"hits": best}, **rows})
+    results["model"] = {"oracle": best, **rows}
+    return _compare(rows[f"kv, load weight {default.load_weight}"]["hits"], rows["round-robin"]["hits"], best)
+
+
+def serve_point(trace: Sequence[Request], speed: float, results: dict[str, Any]) -> bool:
+    print(f"\nThe trace over HTTP, {speed:g} times as fast, to two servers of four simulators each; seconds", flush=True)
+    best = oracle(trace)
+    rows = serve(trace, speed)
+    _show({"one cache of 16,000": {"hits": best}, **rows})
+    results["serve"] = {"oracle": best, "speed": speed, **rows}
+    errors = sum(row["errors"] for row in rows.values())
+    good = _check("errors (none)", errors, not errors)
+    return _compare(rows["kv"]["hits"], rows["round-robin"]["hits"], best) and good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures the router.")
+    for point, meaning in (("decision", "what a decision costs"), ("model", "the trace in virtual time"), ("serve", "the trace over HTTP")):
+        parser.add_argument(f"--{point}", action="store_true", help=f"only {meaning} (and what else is named)")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="default: %(default)s")
+    parser.add_argument("--requests", type=int, help="only the first so many of the trace")
+    parser.add_argument("--speed", type=float, default=SPEED, help="how much faster than it was (default: %(default)g)")
+    arguments = parser.parse_args()
+    everything = not (arguments.decision or arguments.model or arguments.serve)
+    results: dict[str, Any] = {}
+    good = [decision_point(results)] if everything or arguments.decision else []
+    if everything or arguments.model or arguments.serve:
+        if not arguments.trace.exists():
+            print(f"\nThe trace is skipped: {arguments.trace} is not here; name it with --trace")
+        else:
+            trace = read_trace(arguments.trace)[: arguments.requests]
+            if everything or arguments.model:
+                good.append(model_point(trace, results))
+            if everything or arguments.serve:
+                good.append(serve_point(trace, arguments.speed, results))
+    folder = ROOT / "bench-results"
+    folder.mkdir(exist_ok=True)
+    (folder / "routing.json").write_text(json.dumps(results, indent=2))
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

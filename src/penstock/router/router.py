@@ -1,0 +1,149 @@
+"""The router: what is known of all workers, and where the next generation goes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct, structs
+
+from penstock.router.feed import KvFeed
+from penstock.router.index import PrefixIndex
+from penstock.router.load import Assignment, WorkerLoad
+from penstock.router.policy import Decision, Policy, Preference, RouteRequest, RouterSettings, WorkerView, choose
+from penstock.wire.messages import KvEvents, ModelInfo, Snapshot, WorkerStats
+
+
+class Candidate(Struct, frozen=True, gc=False):
+    """A worker that could take the generation. See `WorkerView` for what the two mean."""
+
+    name: str
+    has_room: bool = True
+    is_quiet: bool = False
+
+
+class _Worker:
+    """What is kept of one worker while it is here."""
+
+    __slots__ = ("feed", "load", "model")
+
+    def __init__(self, model: str, feed: KvFeed | None) -> None:
+        self.model = model
+        self.feed = feed
+        self.load = WorkerLoad()
+
+
+class Router:
+    """Knows the workers of all models, and chooses among those that it is given. No call waits, none does I/O.
+
+    A worker is known from `join` to `leave`; what comes of it outside that time is ignored, for a link may end at any moment.
+    `decisions` counts reasons, `diversions` why preferred workers were not taken.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random
+    ) -> None:
+        self.settings = settings
+        self.decisions: Counter[str] = Counter()
+        self.diversions: Counter[str] = Counter()
+        self.index = PrefixIndex()
+        self._clock = clock
+        self._draw = draw
+        self._workers: dict[str, _Worker] = {}
+        # One for each model, lest the turns of one model's requests all fall on the same of its workers.
+        self._turns: Counter[str] = Counter()
+
+    def join(self, worker: str, model: ModelInfo) -> bool:
+        """A fresh link to a worker, of which nothing is known. True when a snapshot must be asked for."""
+        self.leave(worker)
+        has_events = "kv_events" in model.capabilities
+        self.index.join(worker, self.settings.sibling_seconds if has_events else self.settings.prediction_seconds)
+        self._workers[worker] = _Worker(model.name, KvFeed(self.index, worker) if has_events else None)
+        return has_events
+
+    def leave(self, worker: str) -> None:
+        """The worker is gone, and with it all that was known of it. One that is not here is ignored."""
+        if self._workers.pop(worker, None) is not None:
+            self.index.leave(worker)
+
+    def receive(self, worker: str, events: KvEvents) -> bool:
+        """Takes a worker's events. True when a snapshot must be asked for."""
+        known = self._workers.get(worker)
+        return known is not None and known.feed is not None and known.feed.receive(events)
+
+    def load_snapshot(self, worker: str, snapshot: Snapshot) -> None:
+        """Takes all that a worker has cached."""
+        known = self._workers.get(worker)
+        if known is not None and known.feed is not None:
+            known.feed.load(snapshot)
+
+    def report(self, worker: str, stats: WorkerStats) -> None:
+        """Takes a worker's own figures."""
+        known = self._workers.get(worker)
+        if known is not None:
+            known.load.report(stats)
+
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        prompt: Sequence[bytes] | Callable[[], Sequence[bytes]],
+        blocks: int,
+        preferred: str | None = None,
+        preferred_reason: Preference = "session",
+        policy: Policy | None = None,
+    ) -> Decision | None:
+        """Where a prompt of so many blocks goes, the last perhaps not full; None when there is no candidate.
+
+        `prompt` has the names of its full blocks, or gives them when called. It is called only if there is a choice and the policy looks
+        at them, which it does for a preferred worker, too: its load would be guessed wrong otherwise. `Decision.names` has them then.
+        """
+        if not candidates:
+            return None
+        names: Sequence[bytes] = ()
+        if len(candidates) > 1 and (policy or self.settings.policy) == "kv":
+            names = prompt() if callable(prompt) else prompt
+        overlaps = self.index.overlaps(names, self._clock()) if names else {}
+        view = [self._view(candidate, overlaps.get(candidate.name, 0)) for candidate in candidates]
+        first = self._workers.get(candidates[0].name)
+        model = first.model if first is not None else ""
+        turn = self._turns[model]
+        self._turns[model] = turn + 1
+        request = RouteRequest(blocks, preferred, preferred_reason, policy)
+        decision = choose(view, request, self.settings, turn, self._draw())
+        assert decision is not None
+        self.decisions[decision.reason] += 1
+        if decision.diverted is not None:
+            self.diversions[decision.diverted] += 1
+        return structs.replace(decision, names=names) if names else decision
+
+    def sent(self, decision: Decision, names: Sequence[bytes], blocks: int, now: float | None = None) -> Assignment:
+        """The generation is on its way to the worker: its load is counted until the assignment's end, and its blocks are expected there."""
+        known = self._workers.get(decision.worker)
+        if known is None:
+            return WorkerLoad().begin(0)
+        # An engine that tells what it caches confirms the prediction soon, so that one that stands need not be made again.
+        expected = names[decision.overlap :] if known.feed is not None else names
+        if expected:
+            self.index.predict(decision.worker, expected, self._clock() if now is None else now)
+        return known.load.begin(max(0, blocks - decision.overlap))
+
+    def load_of(self, worker: str) -> float:
+        """The worker's load in blocks, for those who look; 0 for one that is not here."""
+        known = self._workers.get(worker)
+        return known.load.blocks if known is not None else 0.0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless index and loads are sound, and of the same workers."""
+        self.index.check_integrity()
+        for name, worker in self._workers.items():
+            self.index.held(name)
+            worker.load.check_integrity()
+
+    def _view(self, candidate: Candidate, overlap: int) -> WorkerView:
+        known = self._workers.get(candidate.name)
+        if known is None:
+            return WorkerView(candidate.name, 0, 0.0, 0, candidate.has_room, candidate.is_quiet)
+        load = known.load
+        return WorkerView(candidate.name, overlap, load.blocks, load.generations, candidate.has_room, candidate.is_quiet)

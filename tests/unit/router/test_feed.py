@@ -1,0 +1,181 @@
+"""Whatever a link loses, repeats or reorders, the index comes to what the worker has."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router.feed import MOST_KEPT, KvFeed
+from penstock.router.index import PrefixIndex
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
+
+NAMES = [bytes([number]) for number in range(20)]
+
+
+class Worker:
+    """A cache that numbers its events."""
+
+    def __init__(self) -> None:
+        self.cached: set[bytes] = set()
+        self.next_number = 0
+
+    def act(self, kind: int, names: list[bytes]) -> KvEvent:
+        self.next_number += 1
+        if kind == 0:
+            self.cached.clear()
+            return BlocksCleared()
+        if kind == 1:
+            self.cached.difference_update(names)
+            return BlocksRemoved(tuple(names))
+        self.cached.update(names)
+        return BlocksStored(b"", tuple(names))
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.next_number, tuple(BlocksStored(b"", (name,)) for name in sorted(self.cached)))
+
+
+def stored(*numbers: int) -> tuple[KvEvent, ...]:
+    return tuple(BlocksStored(b"", (NAMES[number],)) for number in numbers)
+
+
+def known(index: PrefixIndex) -> set[bytes]:
+    return {name for name in NAMES if index.overlaps([name], 0.0)}
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    index = PrefixIndex()
+    index.join("w", 5.0)
+    return index
+
+
+@pytest.fixture
+def feed(index: PrefixIndex) -> KvFeed:
+    feed = KvFeed(index, "w")
+    feed.load(Snapshot(10, stored(0)))
+    return feed
+
+
+def test_at_first_events_wait_for_the_snapshot_that_was_asked_for(index: PrefixIndex) -> None:
+    feed = KvFeed(index, "w")
+    assert not feed.receive(KvEvents(3, stored(3)))
+    assert not feed.receive(KvEvents(4, stored(4)))
+    assert not known(index)
+    feed.load(Snapshot(4, stored(0)))
+    assert known(index) == {NAMES[0], NAMES[4]}
+    assert feed.is_current
+
+
+def test_events_in_order_are_applied(index: PrefixIndex, feed: KvFeed) -> None:
+    assert not feed.receive(KvEvents(10, stored(1)))
+    assert not feed.receive(KvEvents(11, (BlocksRemoved((NAMES[0],)), *stored(2))))
+    assert known(index) == {NAMES[1], NAMES[2]}
+    assert not feed.receive(KvEvents(13, (BlocksCleared(),)))
+    assert not known(index)
+
+
+def test_old_events_are_skipped_whole_and_in_part(index: PrefixIndex, feed: KvFeed) -> None:
+    assert not feed.receive(KvEvents(5, stored(5, 6)))
+    assert known(index) == {NAMES[0]}
+    assert not feed.receive(KvEvents(8, stored(8, 9, 10, 11)))
+    assert known(index) == {NAMES[0], NAMES[10], NAMES[11]}
+    assert not feed.receive(KvEvents(12, stored(12)))
+    assert feed.is_current
+
+
+def test_a_gap_asks_once_until_the_snapshot_comes(index: PrefixIndex, feed: KvFeed) -> None:
+    assert feed.receive(KvEvents(11, stored(1)))
+    assert not feed.receive(KvEvents(12, stored(2)))
+    assert known(index) == {NAMES[0]}
+    feed.load(Snapshot(12, stored(7)))
+    assert known(index) == {NAMES[7], NAMES[2]}
+    assert feed.receive(KvEvents(14, stored(3)))
+
+
+def test_a_snapshot_too_old_to_go_on_from_is_followed_by_another(index: PrefixIndex, feed: KvFeed) -> None:
+    assert feed.receive(KvEvents(13, stored(3)))
+    feed.load(Snapshot(11, stored(1)))
+    assert not feed.is_current
+    assert feed.receive(KvEvents(14, stored(4)))
+    feed.load(Snapshot(13, stored(2)))
+    assert known(index) == {NAMES[2], NAMES[3], NAMES[4]}
+
+
+def test_a_snapshot_older_than_what_is_known_is_ignored(index: PrefixIndex, feed: KvFeed) -> None:
+    feed.receive(KvEvents(10, stored(1)))
+    feed.load(Snapshot(10, stored(5)))
+    assert known(index) == {NAMES[0], NAMES[1]}
+    feed.load(Snapshot(20, stored(6)))
+    assert known(index) == {NAMES[6]}
+    assert not feed.receive(KvEvents(19, stored(7, 8)))
+    assert known(index) == {NAMES[6], NAMES[8]}
+
+
+def test_what_is_kept_may_overlap(index: PrefixIndex, feed: KvFeed) -> None:
+    assert feed.receive(KvEvents(12, stored(2, 3)))
+    assert not feed.receive(KvEvents(12, stored(2, 3, 4)))
+    assert not feed.receive(KvEvents(13, stored(3)))
+    # Event 11 is in neither.
+    feed.load(Snapshot(11, ()))
+    assert not feed.is_current
+    feed.load(Snapshot(13, ()))
+    assert known(index) == {NAMES[3], NAMES[4]}
+
+
+def test_what_is_kept_has_no_gap(index: PrefixIndex, feed: KvFeed) -> None:
+    assert feed.receive(KvEvents(12, stored(2)))
+    assert not feed.receive(KvEvents(14, stored(4)))
+    # Event 13 is in neither.
+    feed.load(Snapshot(13, ()))
+    assert not feed.is_current
+    assert feed.receive(KvEvents(15, stored(5)))
+    feed.load(Snapshot(14, ()))
+    assert known(index) == {NAMES[4], NAMES[5]}
+
+
+def test_what_is_kept_is_bounded(index: PrefixIndex, feed: KvFeed) -> None:
+    assert feed.receive(KvEvents(11, stored(*[1] * MOST_KEPT)))
+    assert not feed.receive(KvEvents(11 + MOST_KEPT, stored(2)))
+    assert len(feed._kept) == MOST_KEPT
+    # The first of them is gone, so this one cannot be gone on from.
+    feed.load(Snapshot(11, ()))
+    assert feed.receive(KvEvents(12 + MOST_KEPT, stored(3)))
+
+
+actions = st.lists(st.tuples(st.integers(0, 8), st.lists(st.sampled_from(NAMES), min_size=1, max_size=4)), min_size=1, max_size=4)
+
+
+@given(st.lists(actions, max_size=30), st.randoms(use_true_random=False), st.floats(0, 0.6), st.floats(0, 0.6))
+def test_it_converges(batches: list[list[tuple[int, list[bytes]]]], chance: random.Random, trouble: float, delay: float) -> None:
+    """Batches are lost, repeated and late; snapshots are late, and sometimes come twice. When the link is good again, all is well."""
+    index, worker = PrefixIndex(), Worker()
+    index.join("w", 5.0)
+    feed = KvFeed(index, "w")
+    under_way: list[KvEvents | Snapshot] = [worker.snapshot()]
+
+    def deliver(message: KvEvents | Snapshot) -> None:
+        if isinstance(message, Snapshot):
+            feed.load(message)
+        elif feed.receive(message):
+            under_way.append(worker.snapshot())
+
+    for batch in batches:
+        first = worker.next_number
+        message = KvEvents(first, tuple(worker.act(*action) for action in batch))
+        under_way += [message] * (0 if chance.random() < trouble else 2 if chance.random() < trouble else 1)
+        while under_way and chance.random() > delay:
+            position = 0 if chance.random() > trouble else chance.randrange(len(under_way))
+            again = chance.random() < trouble / 2 and isinstance(under_way[position], Snapshot)
+            deliver(under_way[position] if again else under_way.pop(position))
+            if feed.is_current and feed._next_number == worker.next_number:
+                assert known(index) == worker.cached
+    for _ in range(4):
+        under_way.append(KvEvents(worker.next_number, (worker.act(2, [NAMES[0]]),)))
+        while under_way:
+            deliver(under_way.pop(0))
+    assert feed.is_current
+    assert known(index) == worker.cached
+    index.check_integrity()
