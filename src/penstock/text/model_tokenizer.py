@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jinja2
@@ -12,7 +13,8 @@ import jinja2.sandbox
 import tokenizers
 
 from penstock.text.detokenizer import ByteDetokenizer, Detokenizer
-from penstock.text.tokenizer import ChatMessage
+from penstock.text.separators import any_of, separators
+from penstock.text.tokenizer import Answer, ChatMessage
 from penstock.wire.errors import ConfigError, RequestError
 
 # No character has more bytes, so what is incomplete after as many byte tokens will stay so.
@@ -37,8 +39,16 @@ class ModelTokenizer:
         self._template = None if template is None else _compiled(template)
         definition = tokenizer.to_str()
         self.definition: str | None = definition
-        self._decoder = json.loads(definition)["decoder"]
-        self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        described = json.loads(definition)
+        self._decoder = described["decoder"]
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, description in added.items() if description.special}
+        self._special_texts = any_of(added[token].content for token in self._special)
+        # With a fixed length, or special tokens taken for text, the whole is more than its parts.
+        whole_only = tokenizer.truncation is not None or tokenizer.padding is not None or tokenizer.encode_special_tokens
+        self._separators = () if whole_only else separators(added.values())
+        self._cuts = any_of(self._separators)
+        self._lost_bytes = _lost_bytes(described)
         self.vocab_size = max(size, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
         self._pieces = _byte_pieces(tokenizer, self.vocab_size, _is_byte_level(self._decoder))
         self._table = [b"" if index in self._special else piece for index, piece in enumerate(self._pieces)]
@@ -50,13 +60,54 @@ class ModelTokenizer:
         return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self.encode_part(self.render_chat(messages))
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **self._named_tokens)
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._named_tokens)
         except jinja2.TemplateError as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def parts(self, rendered: str) -> list[str]:
+        edges = [0, *(found.start() for found in self._cuts.finditer(rendered, 1)), len(rendered)]
+        return [rendered[start:stop] for start, stop in pairwise(edges)]
+
+    def begins_part(self, rendered: str, position: int) -> bool:
+        return rendered.startswith(self._separators, position)
+
+    def encode_part(self, part: str) -> list[int]:
+        return list(self._tokenizer.encode(part, add_special_tokens=False).ids)
+
+    def read_answer(self, before: str, token_ids: Sequence[int]) -> Answer | None:
+        if not self._separators:
+            return None
+        if token_ids and token_ids[-1] in self._special:
+            token_ids = token_ids[:-1]
+        try:
+            text = b"".join([self._pieces[token_id] for token_id in token_ids]).decode()
+        except UnicodeDecodeError:
+            return None
+        # What prepends a space to a part would prepend it to this one, too.
+        for candidate in dict.fromkeys((text, text.removeprefix(" "))):
+            if self._is_answer(before, candidate, token_ids):
+                return Answer(candidate, token_ids)
+        return None
+
+    def _is_answer(self, before: str, text: str, token_ids: Sequence[int]) -> bool:
+        if any(found.end() > len(before) for found in self._special_texts.finditer(before + text)):
+            return False
+        if self._lost_bytes is not None:
+            data = text.encode()
+            return len(data.translate(None, self._lost_bytes)) == len(data)
+        if not (_is_byte_level(self._decoder) or _is_sentence_piece(self._decoder)):
+            return False
+        generated = [*self.encode_part(before), *token_ids]
+        return self._joined(generated) == self._joined(self.encode_part(before + text))
+
+    def _joined(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join([self._table[token_id] for token_id in token_ids])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -152,6 +203,39 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
     if decoder["type"] == "Sequence":
         return all(_is_byte_level(part) for part in decoder["decoders"])
     return bool(decoder["type"] == "ByteLevel")
+
+
+def _lost_bytes(described: Mapping[str, Any]) -> bytes | None:
+    """Text without special tokens is decoded to itself, but for these bytes, which the vocabulary lacks. None where this is not certain.
+
+    It is certain of byte-level BPE that only cuts text into words.
+    """
+    model = described["model"]
+    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return None
+    if not _is_byte_level(described["decoder"]) or described["normalizer"] is not None or not _only_cuts(described["pre_tokenizer"]):
+        return None
+    if any(token["lstrip"] or token["rstrip"] or not token["content"].isascii() for token in described["added_tokens"]):
+        return None
+    return bytes(byte for letter, byte in _byte_level_alphabet().items() if letter not in model["vocab"])
+
+
+def _only_cuts(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    match pre_tokenizer:
+        case {"type": "Sequence", "pretokenizers": [*first, last]}:
+            return all(_loses_nothing(part) for part in first) and _only_cuts(last)
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            return True
+    return False
+
+
+def _loses_nothing(pre_tokenizer: Mapping[str, Any]) -> bool:
+    match pre_tokenizer:
+        case {"type": "Digits"}:
+            return True
+        case {"type": "Split", "behavior": behavior}:
+            return bool(behavior != "Removed")
+    return False
 
 
 def _is_sentence_piece(decoder: Mapping[str, Any] | None) -> bool:

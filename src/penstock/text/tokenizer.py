@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NotRequired, Protocol, TypedDict
+from typing import NamedTuple, NotRequired, Protocol, TypedDict
 
 from penstock.text.detokenizer import Detokenizer
 
@@ -14,6 +14,13 @@ class ChatMessage(TypedDict):
     role: str
     content: str
     name: NotRequired[str]
+
+
+class Answer(NamedTuple):
+    """What a model generated: the text as a chat template would have to write it, and its tokens without the one that ended it."""
+
+    text: str
+    token_ids: Sequence[int]
 
 
 class Tokenizer(Protocol):
@@ -38,7 +45,26 @@ class Tokenizer(Protocol):
         """The tokens of a prompt, with whatever the model expects at its beginning."""
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """The tokens of a chat, ready for the assistant to answer."""
+        """The tokens of a chat, ready for the assistant to answer: those of the parts of its rendered text, one after the other."""
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+        """The text of a chat, special tokens included. Raises RequestError where the messages are none that the model knows."""
+
+    def parts(self, rendered: str) -> list[str]:
+        """A rendered text, cut wherever a part can be tokenized without the others. Joined they are the text; there is at least one."""
+
+    def begins_part(self, rendered: str, position: int) -> bool:
+        """Whether `parts` of any text that goes on like this from here would cut here, whatever stands before."""
+
+    def encode_part(self, part: str) -> list[int]:
+        """The tokens of one of the parts."""
+
+    def read_answer(self, before: str, token_ids: Sequence[int]) -> Answer | None:
+        """What was generated after the part `before`, the last of a chat.
+
+        `before` and the answer's text are one part then, and its tokens, together with those of `before`, decode to what the tokens
+        of that part decode to. None where this is not certain: special tokens within, characters that are incomplete.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text of these tokens, special ones left out."""

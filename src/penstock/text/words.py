@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from penstock.text.detokenizer import ByteDetokenizer
-from penstock.text.tokenizer import ChatMessage
+from penstock.text.tokenizer import Answer, ChatMessage
 
 _WORDS = """
 able about above across action active actor adapt add admit adult advice affair after again age agent agree ahead air album alert alike
@@ -80,6 +80,9 @@ winter wire wisdom wise wish witness wolf wonder wood wool word work world worth
 """.split()  # noqa: SIM905, a block of words reads better
 
 _SPECIAL = ("<|end|>", "<|message|>", "<|role|>")
+# Rendered text has these for them. They are no characters: UTF-8 has no bytes for them, so no message can contain one.
+_END, _MESSAGE, _ROLE = _MARKS = "\ud800\ud801\ud802"
+_PARTS = re.compile(f"[{_MARKS}]?[^{_MARKS}]*")
 _PIECES = re.compile(r" ?[a-z]+|[^a-z ]+| +(?![a-z])| ")
 
 
@@ -107,10 +110,32 @@ class WordTokenizer:
         return token_ids
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        token_ids: list[int] = []
-        for message in messages:
-            token_ids += [self._role_id, *self.encode(message["role"]), self._message_id, *self.encode(message["content"]), self.end_id]
-        return [*token_ids, self._role_id, *self.encode("assistant"), self._message_id]
+        return [token_id for part in self.parts(self.render_chat(messages)) for token_id in self.encode_part(part)]
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+        text = "".join([f"{_ROLE}{message['role']}{_MESSAGE}{message['content']}{_END}" for message in messages])
+        return f"{text}{_ROLE}assistant{_MESSAGE}"
+
+    def parts(self, rendered: str) -> list[str]:
+        return [part for part in _PARTS.findall(rendered) if part] or [""]
+
+    def begins_part(self, rendered: str, position: int) -> bool:
+        return rendered.startswith(tuple(_MARKS), position)
+
+    def encode_part(self, part: str) -> list[int]:
+        if not self.begins_part(part, 0):
+            return self.encode(part)
+        return [self.end_id + _MARKS.index(part[0]), *self.encode(part[1:])]
+
+    def read_answer(self, before: str, token_ids: Sequence[int]) -> Answer | None:  # noqa: ARG002
+        if token_ids and token_ids[-1] == self.end_id:
+            token_ids = token_ids[:-1]
+        if any(token_id >= self.end_id for token_id in token_ids):
+            return None
+        try:
+            return Answer(b"".join([self._table[token_id] for token_id in token_ids]).decode(), token_ids)
+        except UnicodeDecodeError:
+            return None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join([self._table[token_id] for token_id in token_ids]).decode("utf-8", "replace")

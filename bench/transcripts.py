@@ -1,0 +1,133 @@
+"""Measures what a turn of a long session costs to tokenize, and says whether the promise holds.
+
+    python bench/transcripts.py
+
+A conversation of 20 turns grows to 60,000 tokens of the default model: a long first message, as agents send it, then answers of about
+1,500 tokens to messages of about 200. Each turn is encoded with what is known of its session, and from scratch; rendering the chat
+template is part of both. CPU time of this process, the median of several repetitions, each with a session of its own.
+
+canonical   the answers have the tokens that the tokenizer would make of their text
+spelled     every answer is spelled letter by letter: its tokens are kept, and from scratch there would be others
+
+What is new costs what it always costs, about 1.5 µs a token; the rest grows by some 20 ns a token.
+`record`, after the answer, takes some 0.1 µs for each of its tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from penstock.backends.checkpoint import find_default_model
+from penstock.text.load import load_tokenizer
+from penstock.text.tokenizer import ChatMessage, Tokenizer
+from penstock.text.transcript import Transcripts
+
+TOKENS = 60_000
+TURNS = 20
+QUESTION_WORDS = 180
+ANSWER_TOKENS = 1_500
+LIMIT_MS = 3.0
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Turn:
+    tokens: int = 0
+    new_tokens: int = 0
+    same_text: bool = True
+    same_tokens: bool = True
+    known_ms: list[float] = field(default_factory=list)
+    record_ms: list[float] = field(default_factory=list)
+    scratch_ms: list[float] = field(default_factory=list)
+
+
+def timed(into: list[float], work: Callable[..., Result], *arguments: object) -> Result:
+    started = time.process_time()
+    result = work(*arguments)
+    into.append((time.process_time() - started) * 1000)
+    return result
+
+
+def prose(chooser: random.Random, words: Sequence[str], count: int) -> str:
+    """Sentences of random words, with a number and a line end here and there."""
+    chosen = chooser.choices(words, k=count)
+    for place in range(9, count, 10):
+        chosen[place] += chooser.choice([".", ",", ";", "?", f" {chooser.randrange(1000)}.", ".\n\n", " (`x = 1`)"])
+    return " ".join(chosen)
+
+
+def canonical(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text)[:ANSWER_TOKENS]
+
+
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    letters = {piece: index for index in tokenizer.ordinary_ids if len(piece := tokenizer.token_bytes(index)) == 1}
+    return [letters[bytes([byte])] for byte in text.encode()][:ANSWER_TOKENS]
+
+
+ANSWERS = {"canonical": canonical, "spelled": spelled}
+
+
+def converse(tokenizer: Tokenizer, answer: Callable[[Tokenizer, str], list[int]], turns: list[Turn]) -> None:
+    """One conversation, with transcripts of its own."""
+    chooser = random.Random(11)
+    words = load_tokenizer("words")
+    vocabulary = [words.token_bytes(index).decode().strip() for index in words.ordinary_ids]
+    first = TOKENS - TURNS * (QUESTION_WORDS + 40) - (TURNS - 1) * ANSWER_TOKENS
+    messages = [ChatMessage(role="user", content=prose(chooser, vocabulary, int(first / 1.13)))]
+    transcripts = Transcripts(1 << 30)
+    for turn in turns:
+        known = timed(turn.known_ms, transcripts.encode_chat, "session", "model", tokenizer, messages)
+        scratch = timed(turn.scratch_ms, tokenizer.encode_chat, messages)
+        turn.tokens, turn.new_tokens = len(known.token_ids), len(known.token_ids) - known.reused_tokens
+        turn.same_tokens = list(known.token_ids) == scratch
+        turn.same_text = tokenizer.decode(known.token_ids) == tokenizer.decode(scratch)
+        generated = answer(tokenizer, prose(chooser, vocabulary, ANSWER_TOKENS))
+        timed(turn.record_ms, transcripts.record, known, [*generated, tokenizer.end_id])
+        question = prose(chooser, vocabulary, QUESTION_WORDS)
+        messages = [
+            *messages,
+            ChatMessage(role="assistant", content=tokenizer.decode(generated)),
+            ChatMessage(role="user", content=question),
+        ]
+
+
+def report(name: str, turns: list[Turn]) -> bool:
+    print(f"\n{name}\n turn  tokens    new  known, ms  scratch, ms  record, ms  same text  same tokens")
+    for number, turn in enumerate(turns, 1):
+        known, scratch, record = map(statistics.median, (turn.known_ms, turn.scratch_ms, turn.record_ms))
+        print(
+            f"{number:5} {turn.tokens:7,} {turn.new_tokens:6,} {known:10.2f} {scratch:12.2f} {record:11.2f}"
+            f" {turn.same_text!s:>10} {turn.same_tokens!s:>12}"
+        )
+    took = statistics.median(turns[-1].known_ms)
+    same = all(turn.same_text and (turn.same_tokens or name != "canonical") for turn in turns)
+    holds = took < LIMIT_MS and same and turns[-1].tokens >= TOKENS
+    print(f"turn {len(turns)} of {turns[-1].tokens:,} tokens: {took:.2f} ms, the limit is {LIMIT_MS} ms: {'holds' if holds else 'BROKEN'}")
+    return holds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=7)
+    repetitions = parser.parse_args().repetitions
+    tokenizer = load_tokenizer(str(find_default_model()))
+    held = []
+    for name, answer in ANSWERS.items():
+        turns = [Turn() for _ in range(TURNS)]
+        for _ in range(repetitions):
+            converse(tokenizer, answer, turns)
+        held.append(report(name, turns))
+    sys.exit(0 if all(held) else 1)
+
+
+if __name__ == "__main__":
+    main()

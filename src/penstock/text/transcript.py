@@ -1,0 +1,234 @@
+"""What was said in each session, as tokens: a turn tokenizes only what is new, and answers keep the tokens that the model generated."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.text.tokenizer import ChatMessage, Tokenizer
+
+MOST_BRANCHES = 8
+"""As many transcripts of one session are kept as differ in their ends: of overlapping turns, or of an edited history."""
+
+TOKEN_BYTES = 4
+
+# More than the objects themselves take: the part, its list, its place among the leaves; the session, its place among the sessions.
+PART_BYTES = 400
+SESSION_BYTES = 1000
+
+
+class _Part:
+    """A piece of rendered text that is tokenized on its own, and its tokens, packed. Those that may follow are its children."""
+
+    __slots__ = ("children", "packed", "parent", "size", "text")
+
+    def __init__(self, text: str, packed: bytes, parent: _Part | None) -> None:
+        self.text = text
+        self.packed = packed
+        self.parent = parent
+        self.children: list[_Part] = []
+        self.size = PART_BYTES + sys.getsizeof(text) + sys.getsizeof(packed)
+
+
+class _Session:
+    """A tree of parts: transcripts that begin alike share them. Of its leaves only the latest are kept."""
+
+    def __init__(self, key: str, model: str, tokenizer: Tokenizer) -> None:
+        self.model = model
+        self.tokenizer = weakref.ref(tokenizer)
+        self.root = _Part("", b"", None)
+        self.leaves: dict[_Part, None] = {}
+        """The least recently used first."""
+        self.size = SESSION_BYTES + sys.getsizeof(key) + sys.getsizeof(model)
+
+    def find(self, tokenizer: Tokenizer, text: str) -> list[_Part]:
+        """The known parts with which this text begins, none of them the last of its own."""
+        path: list[_Part] = []
+        part = self.root
+        position = 0
+        while (following := _next(tokenizer, part, text, position)) is not None:
+            path.append(following)
+            part = following
+            position += len(part.text)
+        if path and path[-1] in self.leaves:
+            self._touch(path[-1])
+        return path
+
+    def put(self, parent: _Part, text: str, packed: bytes) -> _Part:
+        """A child of `parent` with this text and these tokens, whichever it had."""
+        for part in parent.children:
+            if part.text == text:
+                growth = sys.getsizeof(packed) - sys.getsizeof(part.packed)
+                part.packed = packed
+                part.size += growth
+                self.size += growth
+                return part
+        part = _Part(text, packed, parent)
+        parent.children.append(part)
+        self.size += part.size
+        self.leaves.pop(parent, None)
+        self.leaves[part] = None
+        if len(self.leaves) > MOST_BRANCHES:
+            self._remove(next(iter(self.leaves)))
+        return part
+
+    def holds(self, part: _Part) -> bool:
+        return part is self.root or part.parent is not None
+
+    def clear(self) -> None:
+        """Takes it apart, so that nothing of it waits for the garbage collector."""
+        while self.leaves:
+            self._remove(next(iter(self.leaves)))
+
+    def _touch(self, leaf: _Part) -> None:
+        del self.leaves[leaf]
+        self.leaves[leaf] = None
+
+    def _remove(self, leaf: _Part) -> None:
+        """With those before it that lead nowhere else."""
+        del self.leaves[leaf]
+        part = leaf
+        while not part.children and (parent := part.parent) is not None:
+            parent.children.remove(part)
+            part.parent = None
+            self.size -= part.size
+            part = parent
+
+
+def _next(tokenizer: Tokenizer, part: _Part, text: str, position: int) -> _Part | None:
+    for child in part.children:
+        if text.startswith(child.text, position) and tokenizer.begins_part(text, position + len(child.text)):
+            return child
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Where in its session a prompt ends: after `end` comes its last part, which the answer will continue."""
+
+    key: str
+    session: _Session
+    tokenizer: Tokenizer
+    end: _Part
+    last: str
+    last_packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A chat as tokens, and how many of them were known. `turn` is for `Transcripts.record`."""
+
+    token_ids: tuple[int, ...]
+    reused_tokens: int = 0
+    turn: _Turn | None = field(default=None, repr=False)
+
+
+class Transcripts:
+    """The transcripts of many sessions, within `max_bytes` after every call: the least recently used sessions go first.
+
+    What `encode_chat` returns is what the tokenizer's own `encode_chat` returns, except in answers that were recorded: those have the
+    tokens with which they were generated, as long as the chat has the very text that they stand for. Both always decode to the same.
+    Nothing depends on what is remembered but the time it takes. One thread only.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self.bytes = 0
+        """What is remembered takes so much."""
+        self.tokens_reused = 0
+        self.tokens_encoded = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def encode_chat(self, key: str | None, model: str, tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> EncodedChat:
+        """The tokens of a chat, ready for the assistant to answer. Without a key, nothing is looked up or remembered.
+
+        Raises RequestError as the tokenizer does.
+        """
+        if key is None:
+            token_ids = tuple(tokenizer.encode_chat(messages))
+            self.tokens_encoded += len(token_ids)
+            return EncodedChat(token_ids)
+        text = tokenizer.render_chat(messages)
+        session = self._open(key, model, tokenizer)
+        size = session.size
+        path = session.find(tokenizer, text)
+        end = path[-1] if path else session.root
+        packed = [part.packed for part in path]
+        reused = sum(map(len, packed)) // TOKEN_BYTES
+        *complete, last = tokenizer.parts(text[sum(len(part.text) for part in path) :])
+        for part in complete:
+            packed.append(_pack(tokenizer.encode_part(part)))
+            end = session.put(end, part, packed[-1])
+        packed.append(_pack(tokenizer.encode_part(last)))
+        self._settle(session.size - size)
+        encoded = _unpack(b"".join(packed))
+        self.tokens_reused += reused
+        self.tokens_encoded += len(encoded) - reused
+        return EncodedChat(encoded, reused, _Turn(key, session, tokenizer, end, last, packed[-1]))
+
+    def record(self, prompt: EncodedChat, token_ids: Sequence[int]) -> None:
+        """These tokens were generated after this prompt; the one that ended them may be the last. More than one answer may be recorded.
+
+        Does nothing where the prompt is not remembered any more, or the tokens cannot stand for text in a chat.
+        """
+        turn = prompt.turn
+        if turn is None or self._sessions.get(turn.key) is not turn.session or not turn.session.holds(turn.end):
+            return
+        answer = turn.tokenizer.read_answer(turn.last, token_ids)
+        if answer is None:
+            return
+        size = turn.session.size
+        self._sessions.move_to_end(turn.key)
+        turn.session.put(turn.end, turn.last + answer.text, turn.last_packed + _pack(answer.token_ids))
+        self._settle(turn.session.size - size)
+
+    def forget(self, key: str) -> None:
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self.bytes -= session.size
+            session.clear()
+
+    def check_integrity(self) -> None:
+        """Every part is counted, is where it says it is, and leads to a leaf."""
+        assert self.bytes == sum(session.size for session in self._sessions.values()) <= self._max_bytes
+        for key, session in self._sessions.items():
+            parts = [session.root]
+            for part in parts:
+                assert all(child.parent is part for child in part.children)
+                assert len({child.text for child in part.children}) == len(part.children)
+                parts += part.children
+            assert {part for part in parts[1:] if not part.children} == session.leaves.keys()
+            assert len(session.leaves) <= MOST_BRANCHES
+            base = SESSION_BYTES + sys.getsizeof(key) + sys.getsizeof(session.model)
+            assert session.size == base + sum(part.size for part in parts[1:])
+
+    def _open(self, key: str, model: str, tokenizer: Tokenizer) -> _Session:
+        session = self._sessions.get(key)
+        if session is not None and session.model == model and session.tokenizer() is tokenizer:
+            self._sessions.move_to_end(key)
+            return session
+        self.forget(key)
+        session = self._sessions[key] = _Session(key, model, tokenizer)
+        self.bytes += session.size
+        return session
+
+    def _settle(self, growth: int) -> None:
+        self.bytes += growth
+        while self.bytes > self._max_bytes:
+            self.forget(next(iter(self._sessions)))
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    # A quarter of what a tuple takes, or less, and unpacking them all at once is nearly as fast as joining tuples.
+    return struct.pack(f"={len(token_ids)}I", *token_ids)
+
+
+def _unpack(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"={len(packed) // TOKEN_BYTES}I", packed)

