@@ -25,7 +25,7 @@ RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 CONFINED = {
     "torch": {"engine", "backends", "cli"},
     "ray": {"cluster"},
-    "redis": {"router", "cluster"},
+    "redis": {"cluster"},
     "granian": {"http"},
     "starlette": {"http"},
     "aiohttp": {"bench"},
@@ -89,6 +89,11 @@ def test_libraries_stay_in_their_packages() -> None:
             if root == "pickle":
                 wrong.append(f"{path.relative_to(SOURCE)} imports pickle")
     assert not wrong, "\n".join(wrong)
+
+
+def test_redis_is_in_one_file() -> None:
+    found = {path.name for _, path in modules() for name in imported(path) if name.split(".")[0] == "redis"}
+    assert found == {"redis_store.py"}
 
 
 def test_the_base_imports_no_extra() -> None:

@@ -1,0 +1,137 @@
+"""Which workers there are, when they tell it themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol, Self
+
+from penstock.cluster.address import Address, parse_address
+from penstock.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MEMBER_SECONDS = 10.0
+RENEW_SECONDS = 3.0
+POLL_SECONDS = 1.0
+
+
+class Directory(Protocol):
+    """Where workers are written down. It may be away for a while; nothing raises then."""
+
+    async def register(self, name: str, address: str, seconds: float) -> bool: ...
+
+    async def deregister(self, name: str, address: str) -> None: ...
+
+    async def members(self) -> dict[str, str] | None:
+        """The addresses by name; None when that cannot be known now."""
+
+
+class Registration:
+    """Keeps a worker in the directory while it is entered, or until it leaves: also one that was lost, and comes back empty."""
+
+    def __init__(self, directory: Directory, name: str, address: Address, renew_seconds: float = RENEW_SECONDS) -> None:
+        self._directory = directory
+        self._name = name
+        self._address = str(address)
+        self._renew_seconds = renew_seconds
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._register()
+        self._task = asyncio.create_task(self._keep(), name=f"registration of {self._name}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.leave()
+
+    async def leave(self) -> None:
+        """For a worker that takes no new work. A second time is ignored."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await self._directory.deregister(self._name, self._address)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_seconds)
+            await self._register()
+
+    async def _register(self) -> None:
+        await self._directory.register(self._name, self._address, MEMBER_SECONDS)
+
+
+class Discovery:
+    """Calls `on_change` with the addresses of all workers: once on entering, then whenever they have changed. It must not raise.
+
+    A worker that is no longer in the directory stays for `linger_seconds`, in which the directory is there: one that comes back
+    empty does not cost the front end its workers before they have registered again. Whether a worker lives, its link knows better.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        on_change: Callable[[frozenset[Address]], None],
+        poll_seconds: float = POLL_SECONDS,
+        linger_seconds: float = MEMBER_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = directory
+        self._on_change = on_change
+        self._poll_seconds = poll_seconds
+        self._linger_seconds = linger_seconds
+        self._clock = clock
+        # By name: the address, and when it was there.
+        self._known: dict[str, tuple[Address, float]] = {}
+        self._refused: dict[str, str] = {}
+        self._told: frozenset[Address] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._poll()
+        self._task = asyncio.create_task(self._keep(), name="discovery of workers")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_seconds)
+            await self._poll()
+
+    async def _poll(self) -> None:
+        members = await self._directory.members()
+        now = self._clock()
+        if members is None:
+            # Whoever was there before may be there still.
+            self._known = {name: (address, now) for name, (address, _) in self._known.items()}
+        else:
+            self._known |= {name: (address, now) for name, address in self._parsed(members).items()}
+        self._known = {name: (address, seen) for name, (address, seen) in self._known.items() if now - seen <= self._linger_seconds}
+        self._tell(frozenset(address for address, _ in self._known.values()))
+
+    def _parsed(self, members: dict[str, str]) -> dict[str, Address]:
+        """Without those that cannot be understood, of which it is said once."""
+        parsed: dict[str, Address] = {}
+        refused: dict[str, str] = {}
+        for name, address in members.items():
+            try:
+                parsed[name] = parse_address(address)
+            except ConfigError as error:
+                refused[name] = address
+                if self._refused.get(name) != address:
+                    log.error("worker %s cannot be used: %s", name, error)  # noqa: TRY400, its message says it all
+        self._refused = refused
+        return parsed
+
+    def _tell(self, addresses: frozenset[Address]) -> None:
+        if addresses != self._told:
+            self._told = addresses
+            self._on_change(addresses)

@@ -1,0 +1,116 @@
+"""What the Redis store does in one step, in Redis: its keys, and its Lua scripts."""
+
+from __future__ import annotations
+
+# Keys, after the prefix:
+#   binding:<key>          hash {epoch, binding, index, session}; index is empty for a mere affinity
+#   owner:<owner>:ends     sorted set of an owner's sessions by the millisecond of their end
+#   owner:<owner>:names    the same sessions, in the order of their names
+#   workers, workers:ends  hash from name to address, and sorted set of the names by the end of their registration
+#   epoch                  the last one given
+# Each has a time to live. The scripts make some of their keys from others, so this is for one Redis, not for Redis Cluster.
+PRELUDE = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+
+-- Lets a collection live as long as the last of its members.
+local function keep(key, milliseconds)
+  if redis.call('PTTL', key) < tonumber(milliseconds) then redis.call('PEXPIRE', key, milliseconds) end
+end
+
+local function remember(index, session, milliseconds)
+  if index == '' then return end
+  redis.call('ZADD', index .. ':ends', now + milliseconds, session)
+  redis.call('ZADD', index .. ':names', 0, session)
+  keep(index .. ':ends', milliseconds)
+  keep(index .. ':names', milliseconds)
+end
+
+local function forget(index, session)
+  if index == '' then return end
+  redis.call('ZREM', index .. ':ends', session)
+  redis.call('ZREM', index .. ':names', session)
+end
+
+local function sweep(index, most)
+  local ended = redis.call('ZRANGEBYSCORE', index .. ':ends', '-inf', now, 'LIMIT', 0, most)
+  for _, session in ipairs(ended) do forget(index, session) end
+  return #ended
+end
+
+local function bind(key, epoch, binding, milliseconds, index, session)
+  redis.call('HSET', key, 'epoch', epoch, 'binding', binding, 'index', index, 'session', session)
+  redis.call('PEXPIRE', key, milliseconds)
+  remember(index, session, milliseconds)
+end
+"""
+
+CLAIM = """
+local epoch, binding, milliseconds, index, session, quota = unpack(ARGV)
+local held = redis.call('HGET', KEYS[1], 'binding')
+if held then return {0, held} end
+if index ~= '' then
+  sweep(index, 100)
+  local live = redis.call('ZCOUNT', index .. ':ends', string.format('(%.0f', now), '+inf')
+  if quota ~= '' and live >= tonumber(quota) then return {0, false} end
+end
+bind(KEYS[1], epoch, binding, milliseconds, index, session)
+return {1, binding}
+"""
+
+REBIND = """
+local epoch, binding, milliseconds, index, session, old_epoch = unpack(ARGV)
+local held = redis.call('HMGET', KEYS[1], 'epoch', 'binding', 'index')
+if held[1] and held[1] ~= old_epoch then return held[2] end
+bind(KEYS[1], epoch, binding, milliseconds, held[3] or index, session)
+return binding
+"""
+
+RENEW = """
+local epoch, milliseconds = unpack(ARGV)
+local held = redis.call('HMGET', KEYS[1], 'epoch', 'index', 'session')
+if held[1] ~= epoch then return 0 end
+redis.call('PEXPIRE', KEYS[1], milliseconds)
+remember(held[2], held[3], milliseconds)
+return 1
+"""
+
+RELEASE = """
+local held = redis.call('HMGET', KEYS[1], 'epoch', 'index', 'session')
+if held[1] ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+forget(held[2], held[3])
+return 1
+"""
+
+SWEEP_OWNER = "return sweep(KEYS[1], ARGV[1])"
+
+# By the clock, so that a Redis that lost its memory goes on above what it gave before. Microseconds are exact in Lua's numbers until 2255.
+NEXT_EPOCH = """
+local last = math.max(tonumber(redis.call('GET', KEYS[1]) or 0), tonumber(ARGV[1]))
+local epoch = string.format('%.0f', math.max(last + 1, clock[1] * 1000000 + clock[2]))
+redis.call('SET', KEYS[1], epoch, 'EX', 86400)
+return epoch
+"""
+
+REGISTER = """
+local name, address, milliseconds = unpack(ARGV)
+redis.call('HSET', KEYS[1], name, address)
+redis.call('ZADD', KEYS[2], now + milliseconds, name)
+keep(KEYS[1], milliseconds)
+keep(KEYS[2], milliseconds)
+"""
+
+DEREGISTER = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return end
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+"""
+
+MEMBERS = """
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
+  redis.call('HDEL', KEYS[1], name)
+  redis.call('ZREM', KEYS[2], name)
+end
+return redis.call('HGETALL', KEYS[1])
+"""
