@@ -8,14 +8,17 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from penstock.engine.engine import Engine
-from penstock.wire.messages import Fault, ModelInfo, Segment, Submit, WorkerStats
+from penstock.wire.messages import Fault, KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, WorkerStats
 from penstock.worker.backend import Emit
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 
 class EmbeddedBackend:
@@ -24,9 +27,9 @@ class EmbeddedBackend:
     That it is the same thread matters: each thread that computes has helpers of its own, and with more helpers than cores OpenMP puts
     them to sleep after every operation, which halves the speed.
 
-    What the event loop asks for is done by the engine's thread before its next step. If the engine breaks, every generation gets a
-    fault that another worker can go on from, and `on_failure` is called: the process is to end, for nothing is known of the
-    engine's state.
+    What the event loop asks for is done by the engine's thread before its next step; an idle engine steps once for it, and tells what came
+    of it. If the engine breaks, every generation gets a fault that another worker can go on from, every question that is open gets
+    an empty answer, and `on_failure` is called: the process is to end, for nothing is known of the engine's state.
     """
 
     def __init__(self, model: ModelInfo, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
@@ -39,6 +42,7 @@ class EmbeddedBackend:
         self._failure: Fault | None = None
         self._stats = WorkerStats()
         self._open: set[bytes] = set()
+        self._questions: set[asyncio.Future[None]] = set()
         self._thread: threading.Thread | None = None
 
     @property
@@ -58,7 +62,7 @@ class EmbeddedBackend:
 
     def submit(self, request: Submit) -> None:
         if self._failure is not None:
-            self._emit([Segment(request.id, None, self._failure)])
+            self._emit([Segment(request.id, None, self._failure)], None)
             return
         self._open.add(request.id)
         self._ask(lambda engine: engine.submit(request))
@@ -66,6 +70,15 @@ class EmbeddedBackend:
     def cancel(self, generation: bytes) -> None:
         self._open.discard(generation)
         self._ask(lambda engine: engine.cancel(generation))
+
+    def close_session(self, session_id: str, epoch: int) -> None:
+        self._ask(lambda engine: engine.close_session(session_id, epoch))
+
+    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+        return await self._answer(lambda engine: engine.describe_sessions(session_ids)) or []
+
+    async def snapshot(self) -> Snapshot | None:
+        return await self._answer(lambda engine: engine.snapshot())
 
     def stats(self) -> WorkerStats:
         return self._stats
@@ -75,6 +88,31 @@ class EmbeddedBackend:
         self._wake.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+        self._answer_nothing()
+
+    async def _answer(self, question: Callable[[Engine], Answer]) -> Answer | None:
+        """What the engine says; None when it fails or is closed before that."""
+        if self._failure is not None or self._stopping:
+            return None
+        answers: list[Answer] = []
+        answered = self._loop.create_future()
+
+        def ask(engine: Engine) -> None:
+            answers.append(question(engine))
+            if not self._stopping:
+                self._loop.call_soon_threadsafe(_set, answered)
+
+        self._questions.add(answered)
+        self._ask(ask)
+        try:
+            await answered
+        finally:
+            self._questions.discard(answered)
+        return answers[0] if answers else None
+
+    def _answer_nothing(self) -> None:
+        for question in self._questions:
+            _set(question)
 
     def _ask(self, what: Callable[[Engine], object]) -> None:
         self._asked.append(what)
@@ -107,21 +145,29 @@ class EmbeddedBackend:
         while self._asked:
             self._asked.popleft()(engine)
         segments = engine.step()
+        events = engine.take_events()
         # The loop is on its way out while the last step ends: nobody waits for that.
         if not self._stopping:
-            self._loop.call_soon_threadsafe(self._deliver, segments, engine.stats())
+            self._loop.call_soon_threadsafe(self._deliver, segments, events, engine.stats())
         if not engine.has_work:
             engine.check_idle()
             until_expiry = engine.next_expiry - time.monotonic()
             self._wake.wait(None if until_expiry == math.inf else max(0.0, until_expiry))
 
-    def _deliver(self, segments: list[Segment], stats: WorkerStats) -> None:
+    def _deliver(self, segments: list[Segment], events: KvEvents | None, stats: WorkerStats) -> None:
         self._stats = stats
         self._open.difference_update([segment.id for segment in segments if segment.terminal is not None])
-        self._emit(segments)
+        self._emit(segments, events)
 
     def _fail(self, fault: Fault) -> None:
         self._failure = fault
-        self._emit([Segment(generation, None, fault) for generation in self._open])
+        self._emit([Segment(generation, None, fault) for generation in self._open], None)
         self._open.clear()
+        self._answer_nothing()
         self._on_failure()
+
+
+def _set(answered: asyncio.Future[None]) -> None:
+    """Unless who asked has left, or was told already."""
+    if not answered.done():
+        answered.set_result(None)

@@ -1,28 +1,47 @@
 """The simulator: an engine that is all there but for the model.
 
-Continuous batching with chunked prefill, a KV cache with prefix reuse and preemption, and a timing model. Its tokens are
+Continuous batching with chunked prefill, the embedded engine's own KV cache and sessions, preemption, and a timing model. Its tokens are
 a pure function of (seed, position), so that a client can prove that nothing was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from msgspec import structs
-
-from penstock.backends.simulated_cache import BLOCK_SIZE, SimulatedCache
 from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, run_of_tokens
-from penstock.wire.blocks import block_hashes
-from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, PromptReport, Segment, Submit, WorkerStats
+from penstock.engine.config import EngineConfig
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.lease import Lease
+from penstock.engine.radix import Key, Node
+from penstock.engine.sessions import Session, Sessions
+from penstock.wire.messages import (
+    Delta,
+    Fault,
+    Finish,
+    FinishReason,
+    ModelInfo,
+    PromptReport,
+    Segment,
+    SessionReport,
+    SessionState,
+    Snapshot,
+    Submit,
+    WorkerStats,
+)
 from penstock.worker.backend import Emit
 
 # An engine computes on while its process is busy sending, so steps that come late are made up for: beyond the few milliseconds that a
 # timer may be late, and up to a tenth of a second.
 LEAST_BEHIND = 0.005
 MOST_BEHIND = 0.1
+
+# How many of those that wait for another to compute what they share are passed by in a step, so that others get on.
+MOST_DEFERRED = 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,10 @@ class SimulatorConfig:
     max_batch: int = 8192
     kv_blocks: int = 262_144
     prefill_budget: int = 8192
+    block_size: int = 16
+    lease_share: float = 0.5
+    max_sessions: int = 1024
+    session_grace: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,42 +70,52 @@ class Vocabulary:
 class _Sequence:
     """One generation in the simulator.
 
-    `position` is the offset of the next token to make; `made` has the tokens from `made_from` on, a run ahead at most. It
-    holds one shared block for each hash of its prompt, and `private` blocks for the rest and for what it generates.
+    `prompt` is what is prefilled: that of the request, and after a preemption also what was made until then. `position` is the offset of
+    the next token to make; `made` has the tokens from `made_from` on, some ahead. Its KV is in a `path` of the tree and in a `tail` that
+    only it fills; the newest token has none yet.
     """
 
     __slots__ = (
         "cached_tokens",
-        "hashes",
+        "full_at",
         "last_position",
         "made",
         "made_from",
         "next_event",
+        "path",
         "position",
-        "private",
+        "prompt",
+        "reason",
+        "reported",
         "request",
+        "session",
+        "session_state",
+        "tail",
         "to_prefill",
-        "was_preempted",
     )
 
-    def __init__(self, request: Submit) -> None:
+    def __init__(self, request: Submit, session: Session | None, session_state: SessionState | None) -> None:
         self.request = request
+        self.session = session
+        self.session_state = session_state
+        self.prompt = request.token_ids
         self.position = request.offset
-        self.last_position = _last_position(request)
-        self.hashes = block_hashes(request.token_ids, BLOCK_SIZE)
+        self.last_position, self.reason = _end(request)
         # Known when it is first admitted, told with its first token, and not counted again after a preemption.
         self.cached_tokens: int | None = None
-        self.was_preempted = False
+        self.reported = False
         self.to_prefill = 0
-        self.private = 1
+        self.path: list[Node] = []
+        self.tail: list[int] = []
         self.made: list[int] = []
         self.made_from = request.offset // RUN * RUN
-        # The position at which more is to be done than to hand out the next token that is made.
+        # The position at which it needs another block, and that at which more is to be done than to hand out the next token that is made.
+        self.full_at = request.offset
         self.next_event = request.offset
 
     @property
     def token_count(self) -> int:
-        """How many tokens its KV covers: the prompt, and what was generated."""
+        """The prompt, and what was generated."""
         return len(self.request.token_ids) + self.position - self.request.offset
 
     @property
@@ -91,27 +124,47 @@ class _Sequence:
         start, stop = self.request.offset - self.made_from, self.position - self.made_from
         return (*self.request.token_ids, *self.made[start:stop])
 
+    @property
+    def lease(self) -> Lease | None:
+        """That of its session, unless the session is over: then it is a sequence like any other."""
+        return None if self.session is None or self.session.is_over else self.session.lease
 
-def _last_position(request: Submit) -> int:
-    """The position after its last token, by its length or by its natural end."""
+
+def _end(request: Submit) -> tuple[int, FinishReason]:
+    """The position after its last token, by its length or by its natural end, and which of them."""
     if request.ignore_eos:
-        return request.max_tokens
-    return min(request.max_tokens, max(natural_length(request.seed), request.min_tokens) + 1)
+        return request.max_tokens, "length"
+    natural = max(natural_length(request.seed), request.min_tokens) + 1
+    return (natural, "stop") if natural <= request.max_tokens else (request.max_tokens, "length")
 
 
 class Simulator:
-    """See the module's docstring, and `worker.backend.Backend` for what it promises."""
+    """See the module's docstring, and `worker.backend.Backend` for what it promises.
 
-    def __init__(self, config: SimulatorConfig, model: ModelInfo, vocabulary: Vocabulary) -> None:
+    Sessions, leases, eviction and events are those of the embedded engine. `clock` tells when a lease ends; the event loop's is of no
+    use, for it may be cached.
+    """
+
+    def __init__(
+        self, config: SimulatorConfig, model: ModelInfo, vocabulary: Vocabulary, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._config = config
         self._model = model
         self._vocabulary = vocabulary
-        self._cache = SimulatedCache(config.kv_blocks)
+        self._clock = clock
+        self._now = clock()
+        self._block_size = config.block_size
+        self._cache = KVCache(config.kv_blocks, config.block_size, config.lease_share)
+        self._sessions = Sessions(self._cache, _engine_config(config, model))
         self._waiting: OrderedDict[bytes, _Sequence] = OrderedDict()
         self._prefilling: dict[bytes, _Sequence] = {}
         self._running: dict[bytes, _Sequence] = {}
         self._refused: list[Segment] = []
-        self._work = asyncio.Event()
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._prompt_tokens_cached = 0
+        # Set when something was asked for that the next step is to tell of.
+        self._asked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -129,37 +182,60 @@ class Simulator:
     def submit(self, request: Submit) -> None:
         refusal = self._refusal(request)
         if refusal is None:
-            self._waiting[request.id] = _Sequence(request)
+            session, state = self._sessions.begin_turn(request.session) if request.session is not None else (None, None)
+            self._waiting[request.id] = _Sequence(request, session, state)
         else:
             self._refused.append(Segment(request.id, None, refusal))
-        self._work.set()
+        self._asked.set()
 
     def _refusal(self, request: Submit) -> Fault | None:
         if request.grammar is not None:
             return Fault("unsupported", "the simulator has no grammar: its tokens follow from the seed")
-        needed = (len(request.token_ids) + request.max_tokens - request.offset) // BLOCK_SIZE + 1
-        if needed > self._cache.total:
-            return Fault("kv_too_small", f"the request needs {needed} KV blocks and the worker has {self._cache.total}")
+        needed = self._cache.pages_for(len(request.token_ids) + max(0, request.max_tokens - request.offset))
+        if needed > self._cache.pages:
+            return Fault("kv_too_small", f"the request needs {needed} KV blocks and the worker has {self._cache.pages}")
         return None
 
     def cancel(self, generation: bytes) -> None:
-        if self._waiting.pop(generation, None) is not None:
-            return
-        sequence = self._prefilling.pop(generation, None) or self._running.pop(generation, None)
+        self._refused = [segment for segment in self._refused if segment.id != generation]
+        sequence = self._waiting.pop(generation, None) or self._take_out(generation)
         if sequence is not None:
-            self._release(sequence)
+            self._end_turn(sequence)
+            self._asked.set()
+
+    def close_session(self, session_id: str, epoch: int) -> None:
+        if self._sessions.close(session_id, epoch):
+            self._asked.set()
+
+    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+        return self._sessions.describe(session_ids, self._clock())
+
+    async def snapshot(self) -> Snapshot | None:
+        return self._cache.snapshot()
 
     def stats(self) -> WorkerStats:
         cache = self._cache
-        return WorkerStats(len(self._prefilling) + len(self._running), len(self._waiting), cache.used, cache.cached, cache.total)
+        return WorkerStats(
+            running=len(self._prefilling) + len(self._running),
+            queued=len(self._waiting),
+            kv_blocks_used=cache.used,
+            kv_blocks_cached=cache.cached,
+            kv_blocks_total=cache.pages,
+            kv_blocks_leased=cache.leased,
+            sessions=len(self._sessions),
+            kv_blocks_evicted=cache.evicted_pages,
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tokens_cached=self._prompt_tokens_cached,
+        )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the cache is sound and is used by the active sequences alone."""
-        self._cache.check_integrity()
+        """Raises AssertionError unless the cache is sound, and active sequences and known leases hold all that is held."""
         active = [*self._prefilling.values(), *self._running.values()]
-        shared = {block for sequence in active for block in sequence.hashes}
-        private = sum(sequence.private for sequence in active)
-        assert self._cache.used == len(shared) + private, (self._cache.used, len(shared), private)
+        self._cache.check_integrity([sequence.path for sequence in active], [sequence.tail for sequence in active], self._sessions.leases)
+        for session in self._sessions:
+            turns = sum(1 for sequence in (*active, *self._waiting.values()) if sequence.session is session)
+            assert session.active_turns == turns, (session.active_turns, turns)
 
     async def _steps(self, emit: Emit) -> None:
         """One turn is one engine step: schedule, let the time pass that it would take, hand out its tokens."""
@@ -167,9 +243,9 @@ class Simulator:
         end_of_step = loop.time()
         while True:
             if not (self._waiting or self._prefilling or self._running or self._refused):
-                self._work.clear()
-                await self._work.wait()
+                await self._idle()
                 end_of_step = loop.time()
+            self._asked.clear()
             prompt_tokens = self._schedule()
             if self._prefilling or self._running:
                 end_of_step += self._config.step_ms / 1000 + prompt_tokens / self._config.prefill_rate
@@ -181,31 +257,74 @@ class Simulator:
             segments, self._refused = self._refused, []
             self._promote()
             self._decode(segments)
-            emit(segments)
+            emit(segments, self._cache.events.take())
+
+    async def _idle(self) -> None:
+        """Waits until something is asked for, or a lease runs out."""
+        seconds = self._sessions.next_expiry - self._clock()
+        try:
+            async with asyncio.timeout(None if seconds == math.inf else max(0.0, seconds)):
+                await self._asked.wait()
+        except TimeoutError:
+            pass
 
     def _schedule(self) -> int:
-        """Admits what fits and spends the prefill budget, oldest first. Returns the prompt tokens of this step."""
+        """Ends what has run out, admits what fits, and spends the prefill budget, oldest first. Returns the prompt tokens of this step."""
+        self._now = self._clock()
+        self._sessions.expire(self._now)
+        self._cache.take_fresh()
         budget = self._config.prefill_budget
         for sequence in self._prefilling.values():
             budget -= self._prefill(sequence, budget)
-        while budget and self._waiting and len(self._running) + len(self._prefilling) < self._config.max_batch:
-            sequence = next(iter(self._waiting.values()))
-            if not self._cache.can_allocate(sequence.hashes, 1):
-                break
-            del self._waiting[sequence.request.id]
-            self._admit(sequence)
-            budget -= self._prefill(sequence, budget)
+        if budget and self._waiting:
+            budget = self._admit(budget)
         return self._config.prefill_budget - budget
 
-    def _admit(self, sequence: _Sequence) -> None:
-        length = len(sequence.request.token_ids)
-        # The last token is always computed: its logits are what the first new token comes from.
-        cached = min(self._cache.matched(sequence.hashes) * BLOCK_SIZE, length - 1)
-        self._cache.allocate(sequence.hashes, 1)
-        if not sequence.was_preempted:
+    def _admit(self, budget: int) -> int:
+        """Begins what fits into the batch, the pool and the budget; returns what is left of that."""
+        in_progress = {self._next_block(sequence, sequence.path) for sequence in self._prefilling.values()} - {None}
+        deferred = 0
+        for generation, sequence in list(self._waiting.items()):
+            if not budget or deferred == MOST_DEFERRED or len(self._running) + len(self._prefilling) >= self._config.max_batch:
+                break
+            path = self._cache.match(sequence.prompt)
+            next_block = self._next_block(sequence, path)
+            if next_block in in_progress:
+                # Another computes the same now: in a moment it will be there to share.
+                deferred += 1
+                continue
+            if not self._begin(sequence, path):
+                break
+            del self._waiting[generation]
+            self._prefilling[generation] = sequence
+            if next_block is not None:
+                in_progress.add(next_block)
+            budget -= self._prefill(sequence, budget)
+        return budget
+
+    def _next_block(self, sequence: _Sequence, path: list[Node]) -> tuple[Node, Key] | None:
+        """The full block of its prompt that it computes next, if there is one."""
+        start = len(path) * self._block_size
+        if len(sequence.prompt) - start <= self._block_size:
+            return None
+        return path[-1] if path else self._cache.root, sequence.prompt[start : start + self._block_size]
+
+    def _begin(self, sequence: _Sequence, path: list[Node]) -> bool:
+        """Takes the blocks for its prompt, if they can be had beside one for every sequence that is active."""
+        cache = self._cache
+        needed = cache.pages_for(len(sequence.prompt)) - len(path)
+        unused = sum([not node.references for node in path])
+        if not cache.can_allocate(needed + unused + len(self._prefilling) + len(self._running)):
+            return False
+        cache.acquire(path, sequence.lease, sequence.request.priority)
+        sequence.path = path
+        sequence.tail = cache.allocate(needed, self._now)
+        cached = len(path) * self._block_size
+        if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
-        sequence.to_prefill = length - cached
-        self._prefilling[sequence.request.id] = sequence
+        sequence.to_prefill = len(sequence.prompt) - cached
+        sequence.full_at = sequence.position + (len(path) + needed) * self._block_size - len(sequence.prompt) + 1
+        return True
 
     def _prefill(self, sequence: _Sequence, budget: int) -> int:
         tokens = min(sequence.to_prefill, budget)
@@ -213,10 +332,21 @@ class Simulator:
         return tokens
 
     def _promote(self) -> None:
-        """Those whose prompt is done decode from now on."""
-        done = [generation for generation, sequence in self._prefilling.items() if not sequence.to_prefill]
-        for generation in done:
-            self._running[generation] = self._prefilling.pop(generation)
+        """What was prefilled can be shared from now on; those whose prompt is done decode."""
+        for generation, sequence in list(self._prefilling.items()):
+            self._commit(sequence, sequence.prompt, len(sequence.prompt) - sequence.to_prefill)
+            if not sequence.to_prefill:
+                self._running[generation] = self._prefilling.pop(generation)
+
+    def _commit(self, sequence: _Sequence, tokens: tuple[int, ...], computed: int) -> None:
+        """The full blocks of these tokens, of which so many are computed, go into the tree."""
+        size, path = self._block_size, sequence.path
+        first, last = len(path), computed // size
+        if last > first:
+            keys = [tokens[start : start + size] for start in range(first * size, last * size, size)]
+            full, sequence.tail = sequence.tail[: last - first], sequence.tail[last - first :]
+            parent = path[-1] if path else self._cache.root
+            path += self._cache.commit(parent, keys, full, sequence.lease, sequence.request.priority)
 
     def _decode(self, segments: list[Segment]) -> None:
         """The next token of every running sequence."""
@@ -228,66 +358,94 @@ class Simulator:
             else:
                 sequence.position = position + 1
                 segments.append(Segment(generation, Delta(position, (sequence.made[position - sequence.made_from],))))
+        self._extend([sequence for sequence in eventful if sequence.position == sequence.full_at])
         for sequence in eventful:
             # One before it in the list may have preempted it.
             if sequence.request.id in self._running:
                 self._decode_eventful(sequence, segments)
 
+    def _extend(self, full: list[_Sequence]) -> None:
+        """A block for each of them at once, if there are so many; else each sees to itself."""
+        if self._cache.can_allocate(len(full)):
+            for sequence, page in zip(full, self._cache.allocate(len(full), self._now), strict=True):
+                sequence.tail.append(page)
+                sequence.full_at += self._block_size
+
     def _decode_eventful(self, sequence: _Sequence, segments: list[Segment]) -> None:
-        """The next token where more happens than that: a new run or block, logprobs, the end."""
-        request = sequence.request
-        position = sequence.position
-        if not self._has_room(sequence):
+        """The next token where more happens than that: a new run or block, the report, logprobs, the end."""
+        position, request = sequence.position, sequence.request
+        if position >= sequence.full_at and not self._has_room(sequence):
             return
         self._make_ahead(sequence)
-        segments.append(self._segment(sequence))
-        sequence.position = position + 1
-        if sequence.position >= sequence.last_position:
-            del self._running[request.id]
-            self._release(sequence)
+        if sequence.reported and position + 1 < sequence.last_position and request.logprobs is None:
+            segments.append(Segment(request.id, Delta(position, (sequence.made[position - sequence.made_from],))))
+            sequence.position = position + 1
+            sequence.next_event = min(sequence.full_at, sequence.last_position - 1)
             return
-        sequence.next_event = self._following_event(sequence)
+        segment = self._segment(sequence)
+        segments.append(segment)
+        if segment.terminal is None:
+            sequence.position = position + 1
+            sequence.next_event = sequence.position if request.logprobs is not None else min(sequence.full_at, sequence.last_position - 1)
+        else:
+            sequence.position = max(position, sequence.last_position)
+            self._take_out(request.id, request.retention_seconds)
+            self._end_turn(sequence)
 
     def _has_room(self, sequence: _Sequence) -> bool:
-        """Takes another block when its blocks are full; when there is none, the newest sequence makes room."""
-        if sequence.token_count < (len(sequence.hashes) + sequence.private) * BLOCK_SIZE:
-            return True
-        while not self._cache.can_allocate((), 1):
+        """Takes another block; when there is none, the newest sequence makes room, which may be itself."""
+        while not self._cache.can_allocate(1):
             newest = next(reversed(self._prefilling or self._running))
             self._preempt(newest)
             if newest == sequence.request.id:
                 return False
-        self._cache.allocate((), 1)
-        sequence.private += 1
+        sequence.tail += self._cache.allocate(1, self._now)
+        sequence.full_at += self._block_size
         return True
 
-    def _release(self, sequence: _Sequence) -> None:
-        """Gives its blocks back. What it generated stays cached, under its hashes, for whoever comes with the same tokens."""
-        parent = sequence.hashes[-1] if sequence.hashes else b""
-        generated = block_hashes(sequence.tokens[len(sequence.hashes) * BLOCK_SIZE :], BLOCK_SIZE, parent)
-        self._cache.release(sequence.hashes, generated, sequence.private)
+    def _take_out(self, generation: bytes, retention_seconds: float = 0.0) -> _Sequence | None:
+        """An active sequence gives its blocks back. What is computed stays cached for whoever comes with the same tokens."""
+        sequence = self._running.pop(generation, None)
+        if sequence is not None:
+            self._commit(sequence, sequence.tokens, sequence.token_count - 1)
+        else:
+            sequence = self._prefilling.pop(generation, None)
+            if sequence is None:
+                return None
+        self._sessions.retain(sequence.path, retention_seconds, self._now)
+        self._cache.give_back(sequence.tail)
+        self._cache.release(sequence.path)
+        sequence.path, sequence.tail = [], []
+        return sequence
 
     def _preempt(self, generation: bytes) -> None:
         """Gives its blocks back; it is computed anew, from its prompt and what it made, when there is room."""
-        sequence = self._prefilling.pop(generation, None) or self._running.pop(generation)
-        self._release(sequence)
-        again = _Sequence(structs.replace(sequence.request, token_ids=sequence.tokens, offset=sequence.position))
-        again.cached_tokens = sequence.cached_tokens
-        again.was_preempted = True
-        self._waiting[generation] = again
+        sequence = self._take_out(generation)
+        assert sequence is not None
+        sequence.prompt = sequence.tokens
+        sequence.next_event = sequence.position
+        self._preemptions += 1
+        self._waiting[generation] = sequence
         self._waiting.move_to_end(generation, last=False)
+
+    def _end_turn(self, sequence: _Sequence) -> None:
+        session, request = sequence.session, sequence.request
+        if session is not None:
+            session.usage.count(len(request.token_ids), sequence.cached_tokens or 0, sequence.position - request.offset)
+            self._sessions.end_turn(session, self._clock())
 
     def _segment(self, sequence: _Sequence) -> Segment:
         """The token at the sequence's position, with whatever comes with it."""
         request, position = sequence.request, sequence.position
         report = self._report(sequence)
-        if request.max_tokens == 0:
-            return Segment(request.id, Delta(0, (), None, report), Finish("length"))
+        if position >= sequence.last_position:
+            # Only the prompt was wanted, or all had been made elsewhere.
+            return Segment(request.id, Delta(position, (), None, report), Finish(sequence.reason))
         token, terminal = sequence.made[position - sequence.made_from], None
         if position + 1 == sequence.last_position:
-            stopped = not request.ignore_eos and position >= max(natural_length(request.seed), request.min_tokens)
-            token = self._vocabulary.end_id if stopped else token
-            terminal = Finish("stop" if stopped else "length")
+            terminal = Finish(sequence.reason)
+            if sequence.reason == "stop":
+                token = self._vocabulary.end_id
         logprobs = None
         if request.logprobs is not None:
             logprobs = (logprob_at(request.seed, position, token, request.logprobs, self._vocabulary.token_ids),)
@@ -295,25 +453,35 @@ class Simulator:
 
     def _report(self, sequence: _Sequence) -> PromptReport | None:
         """What is known of the prompt, once."""
-        cached, sequence.cached_tokens = sequence.cached_tokens, None
-        if cached is None:
+        if sequence.reported:
             return None
-        request = sequence.request
+        sequence.reported = True
+        request, cached = sequence.request, sequence.cached_tokens or 0
+        self._prompt_tokens += len(request.token_ids)
+        self._prompt_tokens_cached += cached
         if not request.prompt_logprobs:
-            return PromptReport(cached)
+            return PromptReport(cached, None, sequence.session_state)
         top, vocabulary = request.logprobs or 0, self._vocabulary.token_ids
         logprobs = [logprob_at(0, index, token, top, vocabulary) for index, token in enumerate(request.token_ids[1:], 1)]
-        return PromptReport(cached, (None, *logprobs))
+        return PromptReport(cached, (None, *logprobs), sequence.session_state)
 
     def _make_ahead(self, sequence: _Sequence) -> None:
-        """Makes tokens at least up to the end of the sequence's blocks."""
-        made = sequence.made
-        while sequence.made_from + len(made) < sequence.position + BLOCK_SIZE:
-            made += run_of_tokens(sequence.request.seed, (sequence.made_from + len(made)) // RUN, self._vocabulary.token_ids)
+        """Makes tokens at least up to the end of the sequence's blocks, or to its own."""
+        made, seed = sequence.made, sequence.request.seed
+        made_to = sequence.made_from + len(made)
+        wanted = min(sequence.full_at, sequence.last_position)
+        while made_to < wanted:
+            made += run_of_tokens(seed, made_to // RUN, self._vocabulary.token_ids)
+            made_to += RUN
 
-    def _following_event(self, sequence: _Sequence) -> int:
-        position = sequence.position
-        if sequence.request.logprobs is not None:
-            return position
-        next_block = position + (len(sequence.hashes) + sequence.private) * BLOCK_SIZE - sequence.token_count
-        return min(next_block, sequence.last_position - 1)
+
+def _engine_config(config: SimulatorConfig, model: ModelInfo) -> EngineConfig:
+    """What of the embedded engine's settings the two share."""
+    return EngineConfig(
+        context_length=model.context_length,
+        kv_pages=config.kv_blocks,
+        page_size=config.block_size,
+        lease_share=config.lease_share,
+        max_sessions=config.max_sessions,
+        session_grace=config.session_grace,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,15 +12,26 @@ from penstock.engine.compiling import Compilations
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar import GrammarCompiler, MaskPool, apply_mask
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.kv_events import NumberedEvent, Snapshot
-from penstock.engine.lease import Lease
 from penstock.engine.model import Model
 from penstock.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs, wrong_sampling
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import Sequence
 from penstock.engine.sessions import Sessions
 from penstock.wire.errors import GrammarError
-from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Segment, Submit, Terminal, TokenLogprob, WorkerStats
+from penstock.wire.messages import (
+    Delta,
+    Fault,
+    Finish,
+    KvEvents,
+    PromptReport,
+    Segment,
+    SessionReport,
+    Snapshot,
+    Submit,
+    Terminal,
+    TokenLogprob,
+    WorkerStats,
+)
 
 # How long a step with nothing to compute waits for a grammar that is being compiled.
 COMPILE_WAIT = 0.02
@@ -95,10 +106,16 @@ class Engine:
     def clear_cache(self) -> None:
         self._cache.clear()
 
-    def take_events(self) -> list[NumberedEvent]:
+    def describe_sessions(self, session_ids: Iterable[str]) -> list[SessionReport]:
+        """Those of these sessions that there are."""
+        return self.sessions.describe(session_ids, self._clock())
+
+    def take_events(self) -> KvEvents | None:
+        """What has happened to the cached KV since the last taking; None when nothing has."""
         return self._cache.events.take()
 
     def snapshot(self) -> Snapshot:
+        """All that is cached now, whether or not the events that tell of it were taken."""
         return self._cache.snapshot()
 
     def stats(self) -> WorkerStats:
@@ -267,21 +284,12 @@ class Engine:
         return PromptReport(cached, logprobs, sequence.session_state)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
-        request = sequence.request
-        if request.retention_seconds > 0 and sequence.path:
-            seconds = min(request.retention_seconds, self._config.max_lease_seconds)
-            lease = Lease(seconds, now + seconds)
-            self._cache.retain(sequence.path, lease)
-            self.sessions.retain(lease)
-        self._scheduler.remove(request.id)
+        self.sessions.retain(sequence.path, sequence.request.retention_seconds, now)
+        self._scheduler.remove(sequence.request.id)
         self._end_turn(sequence)
 
     def _end_turn(self, sequence: Sequence) -> None:
-        session = sequence.session
-        if session is None:
-            return
-        usage = session.usage
-        usage.prompt_tokens += len(sequence.request.token_ids)
-        usage.cached_tokens += sequence.cached_tokens or 0
-        usage.generated_tokens += sequence.position - sequence.request.offset
-        self.sessions.end_turn(session, self._clock())
+        session, request = sequence.session, sequence.request
+        if session is not None:
+            session.usage.count(len(request.token_ids), sequence.cached_tokens or 0, sequence.position - request.offset)
+            self.sessions.end_turn(session, self._clock())

@@ -14,9 +14,11 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from penstock.engine.kv_events import KvEventLog, Snapshot
+from penstock.engine.kv_events import KvEventLog
 from penstock.engine.lease import Lease
 from penstock.engine.radix import Key, Node, RadixTree
+from penstock.wire.blocks import block_hash
+from penstock.wire.messages import Snapshot
 
 
 class KVCache:
@@ -40,6 +42,9 @@ class KVCache:
         # Leaves that could go: unleased ones in a heap that may be out of date, leased ones (few: one a branch) in a set.
         self._plain_leaves: list[tuple[int, int, int, Node]] = []
         self._leased_leaves: set[Node] = set()
+        # The leased leaves as a heap, the first to go first, as weighed at one moment; it may be out of date, but none is missing.
+        self._weighed: list[tuple[float, int, int, int, Node]] = []
+        self._weighed_at: float | None = None
 
     @property
     def free(self) -> int:
@@ -85,23 +90,28 @@ class KVCache:
     def release(self, path: Sequence[Node]) -> None:
         """A sequence has ended, or is preempted: its nodes stay cached for whoever comes with the same tokens."""
         self._clock += 1
-        for node in reversed(path):
+        unused = 0
+        for node in path:
             node.last_used = self._clock
             node.references -= 1
-            if not node.references:
-                self._used -= 1
-                self._cached += 1
-                self._offer(node)
+            unused += not node.references
+        self._used -= unused
+        self._cached += unused
+        # Of a path, only the end can be a leaf.
+        if path:
+            self._offer(path[-1])
 
     def can_allocate(self, count: int) -> bool:
         return count <= len(self._free) + self._cached
 
     def allocate(self, count: int, now: float) -> list[int]:
-        """Pages for a sequence's tail. Evicts what it must; the caller has asked `can_allocate`."""
-        if count > len(self._free):
-            self._evict(count - len(self._free), now)
+        """Pages for the tails of sequences. Evicts what it must; the caller has asked `can_allocate`."""
+        free = self._free
+        if count > len(free):
+            self._evict(count - len(free), now)
         self._tail_pages += count
-        pages = [self._free.pop() for _ in range(count)]
+        pages = free[len(free) - count :]
+        del free[len(free) - count :]
         self._fresh += pages
         return pages
 
@@ -121,33 +131,41 @@ class KVCache:
         Where another sequence was quicker, its page is taken and ours is given back.
         """
         path: list[Node] = []
-        new: list[Node] = []
-        start = parent
-        for key, page in zip(keys, pages, strict=True):
+        for key in keys:
             node = parent.children.get(key)
             if node is None:
-                node = parent.children[key] = Node(key, page, parent)
-                node.references = 1
-                self._used += 1
-                self._tail_pages -= 1
-                self._mark(node, lease, priority)
-                new.append(node)
-            else:
-                self.give_back((page,))
-                self.acquire((node,), lease, priority)
-                start = node
+                break
             path.append(node)
             parent = node
-        if new:
-            self.events.stored(start, new)
+        known = len(path)
+        self.give_back(pages[:known])
+        self.acquire(path, lease, priority)
+        if known < len(keys):
+            path += self._grow(parent, keys[known:], pages[known:], lease, priority)
         return path
+
+    def _grow(self, parent: Node, keys: Sequence[Key], pages: Sequence[int], lease: Lease | None, priority: int) -> list[Node]:
+        """A branch of new nodes behind `parent`."""
+        new: list[Node] = []
+        node, is_public = parent, lease is None
+        for key, page in zip(keys, pages, strict=True):
+            child = node.children[key] = Node(key, page, node, block_hash(node.name, key), priority, is_public)
+            new.append(child)
+            node = child
+        self._used += len(new)
+        self._tail_pages -= len(new)
+        if lease is not None:
+            for node in new:
+                self._add_lease(node, lease)
+        self.events.stored(parent, new)
+        return new
 
     # What leases do.
 
     def retain(self, path: Sequence[Node], lease: Lease) -> None:
         """A lease without a session. Of several, a node keeps the one that ends last."""
         for node in path:
-            others = [other for other in node.leases if not other.is_session]
+            others = [other for other in node.leases or () if not other.is_session]
             if any(other.ends_at > lease.ends_at for other in others):
                 continue
             for other in others:
@@ -173,9 +191,7 @@ class KVCache:
         """Forgets all that nobody uses."""
         gone = [node for node in self._tree.nodes() if not node.references]
         for node in reversed(gone):
-            for lease in list(node.leases):
-                self._drop_lease(node, lease)
-            self._remove(node)
+            self._evict_leaf(node)
         if not self._used:
             self.events.cleared()
         elif gone:
@@ -204,7 +220,7 @@ class KVCache:
         in_tree = set(nodes)
         for lease in leases:
             assert lease.nodes <= in_tree, "a lease holds nodes that are gone"
-            assert all(lease in node.leases for node in lease.nodes)
+            assert all(lease in (node.leases or ()) for node in lease.nodes)
         assert self._used == sum(1 for node in nodes if node.references)
         assert self._leased == sum(1 for node in nodes if node.leases)
         self._check_leaves(nodes)
@@ -217,7 +233,7 @@ class KVCache:
         if node.parent is not self.root:
             assert node.parent.references >= node.references
             assert node.parent.leases or not node.leases, "a leased node behind one that is not"
-        for lease in node.leases:
+        for lease in node.leases or ():
             assert lease in leases, "a lease that nobody holds"
             assert node in lease.nodes
 
@@ -237,12 +253,16 @@ class KVCache:
 
     def _add_lease(self, node: Node, lease: Lease) -> None:
         self._leased += not node.leases
-        node.leases.add(lease)
+        if node.leases is None:
+            node.leases = {lease}
+        else:
+            node.leases.add(lease)
         lease.nodes.add(node)
         if node.is_evictable_leaf:
-            self._leased_leaves.add(node)
+            self._add_leased_leaf(node)
 
     def _drop_lease(self, node: Node, lease: Lease) -> None:
+        assert node.leases is not None
         node.leases.discard(lease)
         lease.nodes.discard(node)
         self._leased -= not node.leases
@@ -251,10 +271,10 @@ class KVCache:
 
     def _offer(self, node: Node) -> None:
         """If nobody needs the node any more, it can be evicted from now on."""
-        if not node.is_evictable_leaf or node is self.root:
+        if not node.is_evictable_leaf:
             return
         if node.leases:
-            self._leased_leaves.add(node)
+            self._add_leased_leaf(node)
         else:
             self._offers += 1
             heapq.heappush(self._plain_leaves, (node.priority, node.last_used, self._offers, node))
@@ -269,28 +289,45 @@ class KVCache:
         is_same = (node.priority, node.last_used) == (priority, last_used)
         return is_same and node.is_evictable_leaf and not node.leases and node.page >= 0
 
+    def _add_leased_leaf(self, node: Node) -> None:
+        self._leased_leaves.add(node)
+        if self._weighed_at is not None:
+            heapq.heappush(self._weighed, _by_weight(node, self._weighed_at))
+            if len(self._weighed) > 2 * len(self._leased_leaves) + 64:
+                self._weighed, self._weighed_at = [], None
+
     def _evict(self, count: int, now: float) -> None:
         gone: list[Node] = []
-        leased: list[tuple[float, int, int, int, Node]] | None = None
-        for _ in range(count):
+        while len(gone) < count:
             node = self._oldest_plain()
-            if node is None or (self._leased > self._most_leased and self._leased_leaves):
-                # Weights fall with time, so their order is found anew each time that it matters.
-                leased = leased or self._by_weight(now)
-                least = leased[0][4]
-                if node is None or (least.priority, least.last_used) < (node.priority, node.last_used):
-                    node = least
-                    heapq.heappop(leased)
+            if node is not None and not (self._leased > self._most_leased and self._leased_leaves):
+                self._evict_branch(node, count, gone)
+                continue
+            least = self._least_leased(now)
+            if node is None or (least.priority, least.last_used) < (node.priority, node.last_used):
+                node = least
             self._evict_leaf(node)
             gone.append(node)
-            parent = node.parent
-            if leased is not None and parent in self._leased_leaves:
-                heapq.heappush(leased, _by_weight(parent, now))
         self.evicted_pages += count
         self.events.removed(gone)
 
+    def _evict_branch(self, node: Node, count: int, gone: list[Node]) -> None:
+        """The oldest leaf, and then its parents, for as long as they are the oldest: they mostly are, as they were used together."""
+        leaves = self._plain_leaves
+        heapq.heappop(leaves)
+        while True:
+            parent = node.parent
+            assert parent is not None
+            self._cut(node)
+            gone.append(node)
+            is_next = parent.is_evictable_leaf and not parent.leases
+            if not is_next or len(gone) == count or (leaves and leaves[0] < (parent.priority, parent.last_used)):
+                break
+            node = parent
+        self._offer(parent)
+
     def _evict_leaf(self, node: Node) -> None:
-        for lease in list(node.leases):
+        for lease in list(node.leases or ()):
             self._drop_lease(node, lease)
         self._remove(node)
 
@@ -299,21 +336,35 @@ class KVCache:
             heapq.heappop(self._plain_leaves)
         return self._plain_leaves[0][3] if self._plain_leaves else None
 
-    def _by_weight(self, now: float) -> list[tuple[float, int, int, int, Node]]:
-        """The leased leaves as a heap, the first to go first."""
-        leaves = [_by_weight(node, now) for node in self._leased_leaves]
-        heapq.heapify(leaves)
-        return leaves
+    def _least_leased(self, now: float) -> Node:
+        """The leased leaf of the least weight. Weights fall with time: their order holds for one moment, and is found anew in the next."""
+        if self._weighed_at != now:
+            self._weighed_at = now
+            self._weighed = [_by_weight(node, now) for node in self._leased_leaves]
+            heapq.heapify(self._weighed)
+        while True:
+            entry = self._weighed[0]
+            node = entry[4]
+            if node not in self._leased_leaves:
+                heapq.heappop(self._weighed)
+            elif entry == (current := _by_weight(node, now)):
+                return node
+            else:
+                heapq.heapreplace(self._weighed, current)
 
     def _remove(self, node: Node) -> None:
         """Takes an evictable, unleased leaf out of the tree."""
+        assert node.parent is not None
+        self._cut(node)
+        self._offer(node.parent)
+
+    def _cut(self, node: Node) -> None:
         assert node.parent is not None
         del node.parent.children[node.key]
         self._free.append(node.page)
         node.page = -1  # so that its entries in the heap are known to be out of date
         self._cached -= 1
-        self._offer(node.parent)
 
 
 def _by_weight(node: Node, now: float) -> tuple[float, int, int, int, Node]:
-    return max(lease.weight(now) for lease in node.leases), node.priority, node.last_used, node.page, node
+    return max([lease.weight(now) for lease in node.leases or ()]), node.priority, node.last_used, node.page, node

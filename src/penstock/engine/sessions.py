@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.lease import Lease
-from penstock.wire.messages import SessionState, SessionTurn
+from penstock.engine.radix import Node
+from penstock.wire.messages import SessionReport, SessionState, SessionTurn
 
 
 @dataclass
@@ -21,6 +22,12 @@ class SessionUsage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+
+    def count(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int) -> None:
+        """A turn has ended."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.generated_tokens += generated_tokens
 
 
 class Session:
@@ -41,6 +48,21 @@ class Session:
     def pages(self) -> int:
         return len(self.lease.nodes)
 
+    def report(self, now: float, grace: float) -> SessionReport:
+        """`expires_in` is the client's time: without the grace that the worker adds."""
+        usage, ends_at = self.usage, self.lease.ends_at
+        return SessionReport(
+            id=self.id,
+            epoch=self.epoch,
+            kv_blocks=self.pages,
+            turns=usage.turns,
+            active_turns=self.active_turns,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            generated_tokens=usage.generated_tokens,
+            expires_in=None if self.active_turns else max(0.0, ends_at - grace - now),
+        )
+
 
 class Sessions:
     """So many at once as the settings allow. A grace is added to every timeout: a front end that lives closes its sessions before that.
@@ -54,9 +76,10 @@ class Sessions:
         self._grace = config.session_grace
         self._most_seconds = config.max_lease_seconds
         self._sessions: dict[str, Session] = {}
-        # A heap by the end of each: (end, tie-breaker, lease).
+        # Heaps by the end of each: (end, tie-breaker, what ends). That of the sessions may be out of date: every turn leaves an entry.
+        self._idle: list[tuple[float, int, Session]] = []
         self._retained: list[tuple[float, int, Lease]] = []
-        self._retentions = 0
+        self._entries = 0
         self.next_expiry = math.inf
 
     def __len__(self) -> int:
@@ -67,6 +90,11 @@ class Sessions:
 
     def get(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
+
+    def describe(self, session_ids: Iterable[str], now: float) -> list[SessionReport]:
+        """Those of them that there are."""
+        sessions = [self._sessions.get(session_id) for session_id in session_ids]
+        return [session.report(now, self._grace) for session in sessions if session is not None]
 
     @property
     def leases(self) -> list[Lease]:
@@ -97,7 +125,7 @@ class Sessions:
             self._end(session)
         else:
             session.lease.ends_at = now + session.lease.seconds + self._grace
-            self.next_expiry = min(self.next_expiry, session.lease.ends_at)
+            self._await_end(session)
 
     def close(self, session_id: str, epoch: int) -> bool:
         """Closes it now, or when its last active turn ends. Returns whether there was one: that of another epoch is left alone."""
@@ -109,10 +137,15 @@ class Sessions:
             self._end(session)
         return True
 
-    def retain(self, lease: Lease) -> None:
-        """Remembers a lease without a session until its end."""
-        self._retentions += 1
-        heapq.heappush(self._retained, (lease.ends_at, self._retentions, lease))
+    def retain(self, path: Sequence[Node], seconds: float, now: float) -> None:
+        """A lease without a session on these nodes, remembered until its end. No time at all is none."""
+        if not (path and seconds > 0):
+            return
+        seconds = min(seconds, self._most_seconds)
+        lease = Lease(seconds, now + seconds)
+        self._cache.retain(path, lease)
+        self._entries += 1
+        heapq.heappush(self._retained, (lease.ends_at, self._entries, lease))
         self.next_expiry = min(self.next_expiry, lease.ends_at)
         if len(self._retained) > 2 * self._cache.pages + 64:
             # Most have lost their nodes to others or to eviction: at most one a page is left.
@@ -123,12 +156,27 @@ class Sessions:
         """Ends what has run out. Retained KV becomes ordinary; a session's own is freed, as by a close."""
         if now < self.next_expiry:
             return
-        for session in [session for session in self if session.lease.ends_at <= now]:
-            self._end(session)
+        while self._idle and (self._idle[0][0] <= now or not self._is_current(self._idle[0])):
+            entry = heapq.heappop(self._idle)
+            if self._is_current(entry):
+                self._end(entry[2])
         while self._retained and self._retained[0][0] <= now:
             self._cache.end_lease(heapq.heappop(self._retained)[2], free_exclusive=False)
-        ends = [session.lease.ends_at for session in self] + [entry[0] for entry in self._retained[:1]]
-        self.next_expiry = min(ends, default=math.inf)
+        self.next_expiry = min([entry[0] for entry in (*self._idle[:1], *self._retained[:1])], default=math.inf)
+
+    def _await_end(self, session: Session) -> None:
+        self._entries += 1
+        heapq.heappush(self._idle, (session.lease.ends_at, self._entries, session))
+        self.next_expiry = min(self.next_expiry, session.lease.ends_at)
+        if len(self._idle) > 2 * len(self._sessions) + 64:
+            current = {entry[2].id: entry for entry in self._idle if self._is_current(entry)}
+            self._idle = list(current.values())
+            heapq.heapify(self._idle)
+
+    def _is_current(self, entry: tuple[float, int, Session]) -> bool:
+        """Nothing has happened to the session since the entry was made."""
+        ends_at, _, session = entry
+        return not session.is_over and session.lease.ends_at == ends_at
 
     def _open(self, turn: SessionTurn, session: Session | None) -> Session | None:
         if session is not None and session.epoch >= turn.epoch:

@@ -12,6 +12,7 @@
     │   └── PutAfterTerminal    a delta or a second terminal after the terminal
     └── LinkError               the connection between a front end and a worker
         ├── LinkBroken          it ended
+        ├── WorkerStalled       the worker owes tokens and has said nothing for too long
         ├── FrameTooLarge       a frame over the limit
         ├── FrameMalformed      bytes that are no message, or a message out of place
         └── HandshakeRefused    wrong version or wrong secret
@@ -85,6 +86,12 @@ class LinkBroken(LinkError):
     """The connection ended."""
 
     code = "link_broken"
+
+
+class WorkerStalled(LinkError):
+    """The worker owes tokens and has said nothing for longer than the stall time."""
+
+    code = "worker_stalled"
 
 
 class FrameTooLarge(LinkError):

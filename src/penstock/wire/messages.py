@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 GENERATION_ID_BYTES = 16
 DEFAULT_SESSION_SECONDS = 300.0
 
@@ -94,6 +94,13 @@ class BlocksCleared(Struct, frozen=True, tag="cleared", gc=False):
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
+class KvEvents(Struct, frozen=True, array_like=True, gc=False):
+    """What happened to a worker's cached KV, in order. Events are numbered without a gap; `first` is the number of the first of these."""
+
+    first: int
+    events: tuple[KvEvent, ...]
+
+
 class WorkerStats(Struct, frozen=True, array_like=True):
     """What a worker holds at the moment of sending; below `sessions`, what it has counted since its start."""
 
@@ -110,10 +117,15 @@ class WorkerStats(Struct, frozen=True, array_like=True):
     prompt_tokens_cached: int = 0
 
 
-class ModelInfo(Struct, frozen=True):
-    """What a front end must know about the model that a worker serves.
+Role = Literal["aggregated", "prefill", "decode"]
+Capability = Literal["kv_events", "sessions", "logprobs", "prompt_logprobs", "grammar"]
 
-    `tokenizer` is `words` for the built-in one, else the directory that holds `tokenizer.json`.
+
+class ModelInfo(Struct, frozen=True):
+    """What a front end must know about the model that a worker serves, and about how it serves it.
+
+    `tokenizer` is `words` for the built-in one, else the directory that holds `tokenizer.json`. `max_batch` is how many generations
+    the worker computes at once, 0 when it does not say. `parsers` names the formats of tool calls and reasoning that the model writes.
     """
 
     name: str
@@ -123,6 +135,10 @@ class ModelInfo(Struct, frozen=True):
     context_length: int
     block_size: int
     created: int = 0
+    max_batch: int = 0
+    roles: tuple[Role, ...] = ("aggregated",)
+    parsers: tuple[str, ...] = ()
+    capabilities: tuple[Capability, ...] = ()
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -191,11 +207,58 @@ class Cancel(Struct, frozen=True, tag="cancel"):
     ids: tuple[bytes, ...]
 
 
+class CloseSession(Struct, frozen=True, tag="close_session"):
+    """Front end to worker: end this session, now or when its last active turn ends. One of another epoch is left alone."""
+
+    id: str
+    epoch: int
+
+
+class SessionQuery(Struct, frozen=True, tag="session_query"):
+    """Front end to worker: tell of these sessions. `number` comes back with the answer."""
+
+    number: int
+    ids: tuple[str, ...]
+
+
+class SessionReport(Struct, frozen=True, array_like=True, gc=False):
+    """What a worker knows of a session. `expires_in` is None while a turn is active."""
+
+    id: str
+    epoch: int
+    kv_blocks: int
+    turns: int
+    active_turns: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    expires_in: float | None = None
+
+
+class SessionReports(Struct, frozen=True, tag="session_reports"):
+    """Worker to front end: those of the sessions asked for that there are."""
+
+    number: int
+    reports: tuple[SessionReport, ...]
+
+
+class SnapshotRequest(Struct, frozen=True, tag="snapshot_request"):
+    """Front end to worker: tell all that is cached, for events were missed, or none has been seen yet."""
+
+
+class Snapshot(Struct, frozen=True, tag="snapshot"):
+    """Worker to front end: all that is cached, as events that make it from nothing. The event that follows it has `next_number`."""
+
+    next_number: int
+    events: tuple[KvEvent, ...]
+
+
 class Step(Struct, frozen=True, tag="step"):
-    """Worker to front end: all that is new for it, of all its generations, in one frame."""
+    """Worker to front end: all that is new for it, of all its generations, in one frame; and what happened to the cached KV."""
 
     segments: list[Segment]
     stats: WorkerStats
+    events: KvEvents | None = None
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -241,4 +304,19 @@ class Goodbye(Struct, frozen=True, tag="goodbye"):
     message: str
 
 
-Message = Submit | Cancel | Step | Ready | Challenge | Hello | Welcome | Draining | Goodbye
+Message = (
+    Submit
+    | Cancel
+    | CloseSession
+    | SessionQuery
+    | SessionReports
+    | SnapshotRequest
+    | Snapshot
+    | Step
+    | Ready
+    | Challenge
+    | Hello
+    | Welcome
+    | Draining
+    | Goodbye
+)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.wire.messages import ModelInfo, Segment, Submit, WorkerStats
+from penstock.wire.messages import KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, WorkerStats
 
-Emit = Callable[[Sequence[Segment]], None]
-"""Takes what one engine step made, for all its generations at once. Called on the event loop; never blocks."""
+Emit = Callable[[Sequence[Segment], KvEvents | None], None]
+"""Takes what one engine step made, for all its generations at once, and what it did to the cached KV. Called on the event loop after every
+step, also when nothing is new; never blocks."""
 
 
 class Backend(Protocol):
@@ -29,6 +30,15 @@ class Backend(Protocol):
 
     def cancel(self, generation: bytes) -> None:
         """Stops a generation, begun or queued, and frees what it held at once. An unknown or ended one is ignored."""
+
+    def close_session(self, session_id: str, epoch: int) -> None:
+        """Ends a session, now or when its last active turn ends. An unknown one, or one of another epoch, is ignored."""
+
+    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+        """Those of these sessions that there are."""
+
+    async def snapshot(self) -> Snapshot | None:
+        """All that is cached now; None from an engine that tells no events."""
 
     def stats(self) -> WorkerStats: ...
 

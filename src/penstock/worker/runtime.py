@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 
 from penstock.stream.outbox import Outbox, Outgoing
 from penstock.wire.errors import FrameMalformed, StreamError
 from penstock.wire.messages import (
     GENERATION_ID_BYTES,
+    BlocksCleared,
     Cancel,
+    CloseSession,
     Draining,
     Fault,
+    KvEvent,
+    KvEvents,
     Message,
     ModelInfo,
     Ready,
     Segment,
+    SessionQuery,
+    SessionReports,
+    SnapshotRequest,
     Step,
     Submit,
     WorkerStats,
@@ -28,41 +37,138 @@ Send = Callable[[Message], bool]
 """Writes one frame; says whether the socket could take another at once."""
 
 
+# A front end with open generations hears of the engine's steps at least so often, though there be nothing new: so it can tell a slow
+# engine from a stalled one.
+BEACON_SECONDS = 1.0
+
+# How many block names may wait for one front end.
+MOST_WAITING_BLOCKS = 65_536
+
+
+class WaitingEvents:
+    """The KV events that wait for one front end: always the newest, without a gap between them.
+
+    When there are too many, all are dropped; the number of the next one then tells the front end, which asks for a snapshot. From that
+    request until the snapshot is sent they are held back, and what the snapshot has in it is not sent again.
+    """
+
+    def __init__(self, most_blocks: int = MOST_WAITING_BLOCKS) -> None:
+        self._most_blocks = most_blocks
+        self._first = 0
+        self._skipped_to = 0
+        self._events: list[KvEvent] = []
+        self._blocks = 0
+        self.is_held = False
+
+    def __bool__(self) -> bool:
+        """There is something that may be sent now."""
+        return bool(self._events) and not self.is_held
+
+    def put(self, new: KvEvents, blocks: int) -> None:
+        """These events, with so many block names in all."""
+        if new.first < self._skipped_to:
+            new = KvEvents(self._skipped_to, new.events[self._skipped_to - new.first :])
+            blocks = count_blocks(new.events)
+            if not new.events:
+                return
+        if new.first != self._first + len(self._events):
+            self._drop_before(new.first)
+        self._events += new.events
+        self._blocks += blocks
+        if self._blocks > self._most_blocks:
+            self._drop_before(new.first + len(new.events))
+
+    def take(self) -> KvEvents | None:
+        """What waits, unless it is held back."""
+        if not self:
+            return None
+        taken = KvEvents(self._first, tuple(self._events))
+        self._drop_before(self._first + len(self._events))
+        return taken
+
+    def hold(self) -> None:
+        """A snapshot was asked for: nothing is sent before it."""
+        self.is_held = True
+
+    def resume(self) -> None:
+        """Nothing is held back any more."""
+        self.is_held = False
+
+    def skip_to(self, number: int) -> None:
+        """Those before this number are known to the front end, whether they have come already or not."""
+        self._skipped_to = number
+        known = number - self._first
+        if 0 < known < len(self._events):
+            self._first, self._events = number, self._events[known:]
+            self._blocks = count_blocks(self._events)
+        elif known > 0:
+            self._drop_before(number)
+
+    def _drop_before(self, number: int) -> None:
+        self._first, self._events, self._blocks = number, [], 0
+
+
+def count_blocks(events: Sequence[KvEvent]) -> int:
+    return sum([1 if isinstance(event, BlocksCleared) else len(event.blocks) for event in events])
+
+
 class FrontEndPort:
-    """One connected front end: its outbox, and whether it takes a step now.
+    """One connected front end: what waits for it, and whether it takes a step now.
 
     It does when it has said that it is ready for another and its socket has room; else what comes waits, and is merged.
     """
 
-    def __init__(self, name: str, send: Send) -> None:
+    def __init__(self, name: str, send: Send, clock: Callable[[], float]) -> None:
         self.name = name
         self.outbox = Outbox()
-        self._send = send
+        self.events = WaitingEvents()
+        self.open_generations = 0
+        self.tasks: set[asyncio.Task[None]] = set()
         self.writable = True
         self.ready = True
+        self._send = send
+        self._clock = clock
         self._sent_stats = WorkerStats()
+        self._last_step = clock()
+
+    @property
+    def takes_a_step(self) -> bool:
+        return self.ready and self.writable
 
     def flush(self, stats: WorkerStats) -> None:
         """Sends what waits, if the front end takes it now."""
-        if self.ready and self.writable and (self.outbox.waiting or stats != self._sent_stats):
-            self._sent_stats = stats
-            self.ready = False
-            self.writable = self._send(Step(self.outbox.drain(), stats))
+        if self.takes_a_step and (self.outbox.waiting or self.events or stats != self._sent_stats):
+            self._send_step(stats)
+
+    def flush_step(self, stats: WorkerStats) -> None:
+        """After a step of the engine: sends what waits; and now and then, with nothing to send, that there was a step."""
+        self.flush(stats)
+        if self.open_generations and self.takes_a_step and self._clock() - self._last_step >= BEACON_SECONDS:
+            self._send_step(stats)
 
     def announce(self, message: Message) -> None:
         self.writable = self._send(message)
+
+    def _send_step(self, stats: WorkerStats) -> None:
+        self._sent_stats = stats
+        self._last_step = self._clock()
+        self.ready = False
+        self.writable = self._send(Step(self.outbox.drain(), stats, self.events.take()))
 
 
 class WorkerRuntime:
     """Routes submissions to the backend and each step's results to the front ends that own them.
 
-    A front end that leaves has its generations aborted at once. A generation that breaks the stream's contract ends in a fault.
+    A front end that leaves has its generations aborted at once; its sessions stay until they expire here. A generation that breaks the
+    stream's contract ends in a fault. What takes the engine time to answer is answered by a task, and holds up nothing else.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self._backend = backend
+        self._clock = clock
         self._ports: list[FrontEndPort] = []
         self._open: dict[bytes, tuple[FrontEndPort, Outgoing]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self.late_segments = 0
 
@@ -79,11 +185,17 @@ class WorkerRuntime:
         await self._backend.start(self._on_step)
 
     async def close(self) -> None:
+        """Ends everything that it started, and the backend."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         await self._backend.close()
 
     def attach(self, name: str, send: Send) -> FrontEndPort:
         """A front end has connected."""
-        port = FrontEndPort(name, send)
+        port = FrontEndPort(name, send, self._clock)
         self._ports.append(port)
         if self._draining:
             port.announce(Draining())
@@ -91,10 +203,12 @@ class WorkerRuntime:
         return port
 
     def detach(self, port: FrontEndPort) -> None:
-        """A front end is gone: nobody will read its generations."""
+        """A front end is gone: nobody will read its generations, nor the answers to its questions."""
         self._ports.remove(port)
+        for task in port.tasks:
+            task.cancel()
         for generation in [generation for generation, (owner, _) in self._open.items() if owner is port]:
-            del self._open[generation]
+            self._forget(generation)
             self._backend.cancel(generation)
         self._flush_all()
 
@@ -109,6 +223,15 @@ class WorkerRuntime:
         for port in self._ports:
             port.announce(Draining())
 
+    def hand_over(self) -> None:
+        """Ends what still runs, so that the front ends go on with it elsewhere. What was made until now is delivered first."""
+        fault = Fault("draining", "the worker is shutting down, and hands its work over", retryable=True)
+        for generation, (_, slot) in list(self._open.items()):
+            self._forget(generation)
+            self._backend.cancel(generation)
+            slot.end(fault)
+        self._flush_all()
+
     def handle(self, port: FrontEndPort, message: Message) -> None:
         """Acts on what a front end says. Raises FrameMalformed for what it should not have said."""
         match message:
@@ -119,8 +242,17 @@ class WorkerRuntime:
                     self._cancel(port, generation)
             case Ready():
                 port.ready = True
+            case CloseSession():
+                self._backend.close_session(message.id, message.epoch)
+            case SessionQuery():
+                self._begin(port, self._describe_sessions(port, message))
+            case SnapshotRequest():
+                # One that is under way answers this, too.
+                if not port.events.is_held:
+                    port.events.hold()
+                    self._begin(port, self._send_snapshot(port))
             case _:
-                raise FrameMalformed(f"a front end may send Submit, Cancel and Ready, not {type(message).__name__}")
+                raise FrameMalformed(f"a front end may send requests, Cancel and Ready, not {type(message).__name__}")
 
     def flush(self) -> None:
         """To be called once after the messages of one read were handled."""
@@ -134,17 +266,42 @@ class WorkerRuntime:
             slot.end(Fault("draining", "the worker is shutting down", retryable=True))
             return
         self._open[request.id] = port, slot
+        port.open_generations += 1
         self._backend.submit(request)
 
     def _cancel(self, port: FrontEndPort, generation: bytes) -> None:
         # It may have ended while the cancel was on its way; then its terminal is on its way, too.
         owner, slot = self._open.get(generation, (None, None))
         if slot is not None and owner is port:
-            del self._open[generation]
+            self._forget(generation)
             self._backend.cancel(generation)
             slot.cancel()
 
-    def _on_step(self, segments: Sequence[Segment]) -> None:
+    def _forget(self, generation: bytes) -> None:
+        owner, _ = self._open.pop(generation)
+        owner.open_generations -= 1
+
+    def _begin(self, port: FrontEndPort, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name=f"answering {port.name}")
+        for tasks in (self._tasks, port.tasks):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _describe_sessions(self, port: FrontEndPort, query: SessionQuery) -> None:
+        reports = await self._backend.describe_sessions(query.ids)
+        port.announce(SessionReports(query.number, tuple(reports)))
+
+    async def _send_snapshot(self, port: FrontEndPort) -> None:
+        try:
+            snapshot = await self._backend.snapshot()
+            if snapshot is not None:
+                port.events.skip_to(snapshot.next_number)
+                port.announce(snapshot)
+        finally:
+            port.events.resume()
+        port.flush(self._backend.stats())
+
+    def _on_step(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
         open_generations = self._open
         for segment in segments:
             owned = open_generations.get(segment.id)
@@ -157,14 +314,20 @@ class WorkerRuntime:
                     slot.put(segment.delta)
                 if segment.terminal is not None:
                     slot.end(segment.terminal)
-                    del open_generations[segment.id]
+                    self._forget(segment.id)
             except StreamError as error:
                 self._breach(slot, error)
-        self._flush_all()
+        if events is not None:
+            blocks = count_blocks(events.events)
+            for port in self._ports:
+                port.events.put(events, blocks)
+        stats = self._backend.stats()
+        for port in self._ports:
+            port.flush_step(stats)
 
     def _breach(self, slot: Outgoing, error: StreamError) -> None:
         log.error("the engine broke the stream of generation %s: %s", slot.generation.hex(), error)
-        del self._open[slot.generation]
+        self._forget(slot.generation)
         self._backend.cancel(slot.generation)
         slot.end(Fault("stream_breach", f"the engine broke the stream: {error}"))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +14,20 @@ import pytest
 
 from penstock.backends.embedded import EmbeddedBackend
 from penstock.engine.engine import Engine
-from penstock.wire.messages import Fault, Finish, ModelInfo, Segment, SessionTurn, Terminal
+from penstock.wire.messages import (
+    BlocksRemoved,
+    BlocksStored,
+    Fault,
+    Finish,
+    KvEvent,
+    KvEvents,
+    ModelInfo,
+    Segment,
+    SessionReport,
+    SessionTurn,
+    Snapshot,
+    Terminal,
+)
 from tiny_models import generation_id, make_engine, make_submit, random_prompt, reference_tokens
 
 MODEL = ModelInfo("tiny", "embedded", "none", 300, 512, 16)
@@ -24,9 +39,18 @@ class Receiver:
     def __init__(self) -> None:
         self.tokens: dict[bytes, list[int]] = {}
         self.terminals: dict[bytes, Terminal] = {}
+        self.cached: set[bytes] = set()
+        self.next_number = 0
+        self.history = {0: frozenset[bytes]()}
         self._news = asyncio.Event()
 
-    def __call__(self, segments: Sequence[Segment]) -> None:
+    def __call__(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
+        if events is not None:
+            assert events.first == self.next_number, "a gap"
+            for event in events.events:
+                apply_event(self.cached, event)
+                self.next_number += 1
+                self.history[self.next_number] = frozenset(self.cached)
         for segment in segments:
             assert segment.id not in self.terminals
             if segment.delta is not None:
@@ -40,6 +64,28 @@ class Receiver:
             while not condition():
                 self._news.clear()
                 await self._news.wait()
+
+
+def apply_event(blocks: set[bytes], event: KvEvent) -> None:
+    match event:
+        case BlocksStored():
+            assert event.parent == b"" or event.parent in blocks
+            assert blocks.isdisjoint(event.blocks)
+            blocks.update(event.blocks)
+        case BlocksRemoved():
+            assert blocks.issuperset(event.blocks)
+            blocks.difference_update(event.blocks)
+
+
+async def check_events(backend: EmbeddedBackend, receiver: Receiver) -> Snapshot:
+    """The events up to a snapshot, of which some may still be to come, tell exactly what is in it."""
+    snapshot, cached = await backend.snapshot(), set[bytes]()
+    assert snapshot is not None
+    for event in snapshot.events:
+        apply_event(cached, event)
+    await receiver.until(lambda: snapshot.next_number in receiver.history)
+    assert cached == receiver.history[snapshot.next_number]
+    return snapshot
 
 
 @asynccontextmanager
@@ -97,6 +143,91 @@ async def test_it_wakes_from_idleness_for_work_and_for_the_end_of_a_lease() -> N
             await receiver.until(lambda number=number: generation_id(number) in receiver.terminals)  # type: ignore[misc]
             await receiver.until(lambda: backend.stats().sessions == 0)
             assert backend.stats().kv_blocks_cached == 0, "nobody asked; its lease ran out"
+
+
+async def test_an_idle_engine_closes_a_session_at_once_and_tells_so() -> None:
+    async with started(clock=time.monotonic) as (backend, receiver, _):
+        backend.submit(make_submit(0, random_prompt(1, 64), 3, session=SessionTurn("a", "open", epoch=5)))
+        await receiver.until(lambda: generation_id(0) in receiver.terminals and backend.stats().running == 0)
+        (told,) = await backend.describe_sessions(["a", "nobody"])
+        assert (told.id, told.epoch, told.kv_blocks, told.turns, told.active_turns, told.generated_tokens) == ("a", 5, 4, 1, 0, 3)
+        assert len(receiver.cached) == 4
+        backend.close_session("a", 4)
+        assert len(await backend.describe_sessions(["a"])) == 1, "another incarnation was meant"
+        backend.close_session("a", 5)
+        await receiver.until(lambda: not receiver.cached and backend.stats().sessions == 0)
+        assert await backend.describe_sessions(["a"]) == []
+
+
+async def test_events_tell_exactly_what_is_cached_whatever_happens() -> None:
+    """Turns of many sessions on a pool that holds few, closed, expired, aborted and preempted."""
+    chance = random.Random(1)
+    async with started(clock=time.monotonic, kv_pages=30, session_grace=0.0) as (backend, receiver, _):
+        for number in range(80):
+            who = chance.randrange(12)
+            session = SessionTurn(f"session {who}", chance.choice(["open", "continue", "close"]), 0.05, 1)
+            prompt = [*random_prompt(0, 16), *random_prompt(who + 1, 50)]
+            backend.submit(make_submit(number, prompt, chance.randrange(1, 12), session=chance.choice([None, session])))
+            if chance.random() < 0.2:
+                backend.cancel(generation_id(chance.randrange(number + 1)))
+            if chance.random() < 0.2:
+                backend.close_session(f"session {chance.randrange(12)}", 1)
+            if chance.random() < 0.5:
+                await check_events(backend, receiver)
+        await receiver.until(lambda: (backend.stats().running, backend.stats().queued, backend.stats().sessions) == (0, 0, 0))
+        snapshot = await check_events(backend, receiver)
+        assert snapshot.next_number == receiver.next_number
+        assert backend.stats().kv_blocks_evicted > 0
+
+
+async def test_questions_do_not_outlive_the_backend() -> None:
+    """Asked while the engine is in a step that does not end before the close."""
+    engine = make_engine()
+    whole_step, held, asked = engine.step, threading.Event(), threading.Event()
+
+    def step() -> list[Segment]:
+        if held.is_set():
+            asked.wait(30)
+        return whole_step()
+
+    engine.step = step  # type: ignore[method-assign]
+    backend = EmbeddedBackend(MODEL, lambda: engine, lambda: None)
+    await backend.start(Receiver())
+    held.set()
+    backend.submit(make_submit(0, [1, 2, 3], 4))
+    while backend._asked:
+        await asyncio.sleep(0)
+    questions = [asyncio.create_task(backend.snapshot()), asyncio.create_task(backend.describe_sessions(["a"]))]
+    while len(backend._questions) < 2:
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(backend.close())
+    while not backend._stopping:
+        await asyncio.sleep(0)
+    asked.set()
+    async with asyncio.timeout(30):
+        assert await asyncio.gather(*questions) == [None, []]
+        await closing
+        assert (await backend.snapshot(), await backend.describe_sessions(["a"])) == (None, [])
+
+
+async def test_questions_to_an_engine_that_breaks_get_an_empty_answer() -> None:
+    engine = make_engine()
+
+    def broken(_: Sequence[str]) -> list[SessionReport]:
+        raise RuntimeError
+
+    engine.describe_sessions = broken  # type: ignore[method-assign, assignment]
+    failed = asyncio.Event()
+    backend = EmbeddedBackend(MODEL, lambda: engine, failed.set)
+    await backend.start(Receiver())
+    try:
+        async with asyncio.timeout(30):
+            reports, snapshot = await asyncio.gather(backend.describe_sessions(["a"]), backend.snapshot())
+            assert (reports, snapshot) == ([], None)
+            await failed.wait()
+            assert (await backend.snapshot(), await backend.describe_sessions(["a"])) == (None, [])
+    finally:
+        await backend.close()
 
 
 async def test_closing_while_it_runs_does_not_hang() -> None:

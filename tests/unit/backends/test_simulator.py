@@ -3,36 +3,60 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.simulated_cache import BLOCK_SIZE, SimulatedCache
 from penstock.backends.simulated_tokens import natural_length, run_of_tokens, tokens_between
 from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
 from penstock.stream.merge import merge
 from penstock.wire.blocks import block_hashes
-from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Segment, Submit, Terminal
+from penstock.wire.messages import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Delta,
+    Fault,
+    Finish,
+    KvEvent,
+    KvEvents,
+    ModelInfo,
+    PromptReport,
+    Segment,
+    SessionAction,
+    SessionTurn,
+    Submit,
+    Terminal,
+)
 
 WORDS = range(300, 1800)
 END = 1
-MODEL = ModelInfo("simulator", "simulator", "words", 1842, 100_000, BLOCK_SIZE)
+MODEL = ModelInfo("simulator", "simulator", "words", 1842, 100_000, 16)
 
 
 class Collector:
-    """Takes what the simulator emits, and lets a test wait for it."""
+    """Takes what the simulator emits, and lets a test wait for it. `cached` is what the events alone tell."""
 
     def __init__(self) -> None:
         self.deltas: dict[bytes, list[Delta]] = {}
         self.terminals: dict[bytes, Terminal] = {}
-        self.steps = 0
+        self.cached: set[bytes] = set()
+        self.next_number = 0
+        self.history = {0: frozenset[bytes]()}
         self._changed = asyncio.Event()
 
-    def __call__(self, segments: Sequence[Segment]) -> None:
-        self.steps += 1
+    def __call__(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
+        if events is not None:
+            assert events.first == self.next_number, "a gap"
+            for event in events.events:
+                apply_events(self.cached, [event])
+                self.next_number += 1
+                self.history[self.next_number] = frozenset(self.cached)
         for segment in segments:
             assert segment.id not in self.terminals, "something came after the terminal"
             if segment.delta is not None:
@@ -48,16 +72,58 @@ class Collector:
         while not all(generation in self.terminals for generation in generations):
             await self.step()
 
+    def report(self, name: int) -> PromptReport:
+        report = self.deltas[name.to_bytes(16)][0].prompt
+        assert report is not None
+        return report
+
     async def step(self) -> None:
         self._changed.clear()
         async with asyncio.timeout(20):
             await self._changed.wait()
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.step()
+
+
+def apply_events(blocks: set[bytes], events: Sequence[KvEvent]) -> None:
+    for event in events:
+        match event:
+            case BlocksStored():
+                assert event.parent == b"" or event.parent in blocks
+                assert blocks.isdisjoint(event.blocks)
+                blocks.update(event.blocks)
+            case BlocksRemoved():
+                assert blocks.issuperset(event.blocks)
+                blocks.difference_update(event.blocks)
+            case BlocksCleared():
+                blocks.clear()
+
+
+async def check_events(simulator: Simulator, collector: Collector) -> None:
+    """The events up to a snapshot, of which some may still be to come, tell exactly what is in it."""
+    snapshot, cached = await simulator.snapshot(), set[bytes]()
+    assert snapshot is not None
+    apply_events(cached, snapshot.events)
+    await collector.until(lambda: snapshot.next_number in collector.history)
+    assert cached == collector.history[snapshot.next_number]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
 
 @asynccontextmanager
-async def running(**config: float) -> AsyncIterator[tuple[Simulator, Collector]]:
-    settings = SimulatorConfig(**{"step_ms": 0.0, "prefill_rate": 1e9, **config})  # type: ignore[arg-type]
-    simulator, collector = Simulator(settings, MODEL, Vocabulary(WORDS, END)), Collector()
+async def running(clock: Clock | None = None, **config: float) -> AsyncIterator[tuple[Simulator, Collector]]:
+    """With a small pool: the check looks at every block of it."""
+    settings = SimulatorConfig(**{"step_ms": 0.0, "prefill_rate": 1e9, "kv_blocks": 4096, **config})  # type: ignore[arg-type]
+    clocks = [clock] if clock is not None else []
+    simulator, collector = Simulator(settings, MODEL, Vocabulary(WORDS, END), *clocks), Collector()
     await simulator.start(collector)
     try:
         yield simulator, collector
@@ -127,17 +193,16 @@ async def test_going_on_from_the_middle_gives_the_same_tokens() -> None:
         assert collector.tokens((7).to_bytes(16)) == tuple(tokens_between(7, 21, 60, WORDS))
 
 
-async def test_a_repeated_prompt_is_cached_but_for_its_last_token() -> None:
+async def test_a_repeated_prompt_is_cached_but_for_its_last_block() -> None:
     async with running() as (simulator, collector):
         prompt = range(64)
         cached = []
         for name in (1, 2):
             simulator.submit(submit(name, prompt))
             await collector.until_ended(name.to_bytes(16))
-            report = collector.deltas[name.to_bytes(16)][0].prompt
-            assert report is not None
-            cached.append(report.cached_tokens)
-        assert cached == [0, 63]
+            cached.append(collector.report(name).cached_tokens)
+        assert cached == [0, 48], "the last block is computed again: its logits are needed"
+        assert (simulator.stats().prompt_tokens, simulator.stats().prompt_tokens_cached) == (128, 48)
 
 
 async def test_a_second_turn_finds_what_the_first_generated() -> None:
@@ -146,9 +211,7 @@ async def test_a_second_turn_finds_what_the_first_generated() -> None:
         await collector.until_ended((1).to_bytes(16))
         simulator.submit(submit(2, [*range(32), *collector.tokens((1).to_bytes(16)), 5, 6, 7], 4))
         await collector.until_ended((2).to_bytes(16))
-        report = collector.deltas[(2).to_bytes(16)][0].prompt
-        assert report is not None
-        assert report.cached_tokens == 64
+        assert collector.report(2).cached_tokens == 64
 
 
 async def test_cancelling_frees_at_once_in_any_state() -> None:
@@ -176,6 +239,8 @@ async def test_a_short_cache_preempts_and_stays_exact() -> None:
             simulator.check_integrity()
         for name in names:
             assert collector.tokens(name.to_bytes(16)) == tuple(tokens_between(name, 0, 100, WORDS))
+        assert simulator.stats().preemptions > 0
+        await check_events(simulator, collector)
 
 
 async def test_what_can_never_fit_is_refused_with_the_reason() -> None:
@@ -219,30 +284,197 @@ async def test_a_step_takes_its_time() -> None:
         assert asyncio.get_running_loop().time() - began >= 0.145
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=0, max_size=80), min_size=1, max_size=12), st.integers(3, 12), st.data())
-def test_the_cache_stays_sound(prompts: list[list[int]], total: int, data: st.DataObject) -> None:
-    cache = SimulatedCache(total)
-    held: list[tuple[list[bytes], int]] = []
-    for prompt in prompts:
-        hashes = block_hashes(prompt, BLOCK_SIZE)
-        if cache.can_allocate(hashes, 1):
-            cache.allocate(hashes, 1)
-            held.append((hashes, 1))
-            assert cache.matched(hashes) == len(hashes)
-        elif held:
-            hashes, private = held.pop(data.draw(st.integers(0, len(held) - 1)))
-            cache.release(hashes, block_hashes(range(BLOCK_SIZE), BLOCK_SIZE, hashes[-1] if hashes else b"")[:private], private)
-        cache.check_integrity()
-        assert cache.used == len({block for hashes, _ in held for block in hashes}) + len(held)
-    for hashes, private in held:
-        cache.release(hashes, [], private)
-    cache.check_integrity()
-    assert cache.used == 0
+@pytest.mark.parametrize(("offset", "max_tokens", "expected"), [(8, 8, Finish("length")), (2000, 5000, Finish("stop"))])
+async def test_what_was_complete_elsewhere_only_ends(offset: int, max_tokens: int, expected: Finish) -> None:
+    async with running() as (simulator, collector):
+        simulator.submit(submit(1, range(20 + offset), max_tokens, offset=offset))
+        await collector.until_ended((1).to_bytes(16))
+        assert collector.terminals[(1).to_bytes(16)] == expected
+        assert [delta.token_ids for delta in collector.deltas[(1).to_bytes(16)]] == [()]
 
 
-def test_the_cache_check_finds_what_is_wrong() -> None:
-    cache = SimulatedCache(4)
-    cache.allocate(block_hashes(range(32), BLOCK_SIZE), 1)
-    cache._private = -1
-    with pytest.raises(AssertionError):
-        cache.check_integrity()
+async def test_siblings_compute_their_prompt_once_and_let_others_pass() -> None:
+    async with running() as (simulator, collector):
+        for name in range(8):
+            simulator.submit(submit(name, range(200), 8))
+        simulator.submit(submit(9, range(500, 530), 8))
+        await collector.step()
+        assert sorted(collector.deltas) == [(0).to_bytes(16), (9).to_bytes(16)]
+        await collector.until_ended(*(name.to_bytes(16) for name in (*range(8), 9)))
+        assert [collector.report(name).cached_tokens for name in range(8)] == [0] + [192] * 7
+
+
+async def test_blocks_are_named_as_a_router_names_them() -> None:
+    async with running() as (simulator, collector):
+        simulator.submit(submit(1, range(40), 42))
+        await collector.until_ended((1).to_bytes(16))
+        whole = [*range(40), *collector.tokens((1).to_bytes(16))]
+        # The last token was not computed any further, so it has no KV: five blocks of the 82 tokens are full.
+        assert collector.cached == set(block_hashes(whole[:-1], 16))
+        await check_events(simulator, collector)
+
+
+async def test_prompt_blocks_are_told_while_it_generates_and_generated_ones_at_the_end() -> None:
+    async with running(step_ms=1.0) as (simulator, collector):
+        simulator.submit(submit(1, range(33), 10_000, ignore_eos=True))
+        await collector.until(lambda: len(collector.deltas.get((1).to_bytes(16), [])) >= 40)
+        assert collector.cached == set(block_hashes(range(33), 16))
+        simulator.cancel((1).to_bytes(16))
+        await collector.step()
+        assert len(collector.cached) >= (33 + 39) // 16, "nobody else asked for a step"
+        await check_events(simulator, collector)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 512])
+async def test_blocks_of_any_size(block_size: int) -> None:
+    async with running(block_size=block_size, kv_blocks=6000 // block_size + 2) as (simulator, collector):
+        names = range(6)
+        for name in names:
+            simulator.submit(submit(name, range(name * 2000, name * 2000 + 700), 900, ignore_eos=True))
+        await collector.until_ended(*(name.to_bytes(16) for name in names))
+        for name in names:
+            assert collector.tokens(name.to_bytes(16)) == tuple(tokens_between(name, 0, 900, WORDS))
+        assert simulator.stats().preemptions > 0
+        await check_events(simulator, collector)
+        simulator.submit(submit(9, [*range(700), *collector.tokens((0).to_bytes(16))], 1))
+        await collector.until_ended((9).to_bytes(16))
+        assert collector.report(9).cached_tokens % block_size == 0
+
+
+# Sessions.
+
+
+def turn(name: int, session: str, action: SessionAction = "continue", prompt: Sequence[int] = range(64), **fields: Any) -> Submit:
+    # A prompt of 64 tokens and 4 generated ones, of which the last has no KV: four full blocks.
+    timeout, epoch = fields.pop("timeout", 300.0), fields.pop("epoch", 1)
+    return submit(name, prompt, fields.pop("max_tokens", 4), session=SessionTurn(session, action, timeout, epoch), **fields)
+
+
+async def run_turn(simulator: Simulator, collector: Collector, request: Submit) -> PromptReport:
+    simulator.submit(request)
+    await collector.until_ended(request.id)
+    return collector.report(int.from_bytes(request.id))
+
+
+async def test_a_session_from_its_opening_to_its_close() -> None:
+    async with running() as (simulator, collector):
+        assert (await run_turn(simulator, collector, turn(1, "a", "open"))).session == "open"
+        assert (simulator.stats().sessions, simulator.stats().kv_blocks_leased) == (1, 4)
+        report = await run_turn(simulator, collector, turn(2, "a", prompt=[*range(64), *collector.tokens((1).to_bytes(16)), *range(30)]))
+        assert (report.session, report.cached_tokens) == ("open", 64)
+        (told,) = await simulator.describe_sessions(["a", "nobody"])
+        assert (told.kv_blocks, told.turns, told.active_turns, told.prompt_tokens) == (6, 2, 0, 64 + 98)
+        assert (told.cached_tokens, told.generated_tokens) == (64, 8)
+        assert told.expires_in is not None
+        assert 290 < told.expires_in <= 300, "the grace is the worker's own"
+        simulator.close_session("a", 1)
+        await collector.until(lambda: not collector.cached)
+        stats = simulator.stats()
+        assert (stats.sessions, stats.kv_blocks_leased, stats.kv_blocks_cached) == (0, 0, 0), "an idle engine acts at once"
+        assert (await run_turn(simulator, collector, turn(3, "a"))).session == "unknown"
+        assert (await run_turn(simulator, collector, submit(4))).session is None
+
+
+async def test_over_quota_is_served_and_says_so() -> None:
+    async with running(max_sessions=1) as (simulator, collector):
+        states = [(await run_turn(simulator, collector, turn(number, name, "open"))).session for number, name in enumerate("aba")]
+        assert states == ["open", "over_quota", "open"]
+
+
+async def test_a_close_waits_for_the_last_turn_and_leaves_shared_blocks() -> None:
+    async with running(step_ms=1.0) as (simulator, collector):
+        await run_turn(simulator, collector, submit(1, range(33)))
+        simulator.submit(turn(2, "a", "open", max_tokens=10_000, ignore_eos=True))
+        await collector.until(lambda: len(collector.cached) == 4)
+        simulator.close_session("a", 1)
+        (told,) = await simulator.describe_sessions(["a"])
+        assert (told.active_turns, told.expires_in) == (1, None)
+        simulator.cancel((2).to_bytes(16))
+        await collector.step()
+        assert simulator.stats().sessions == 0
+        assert collector.cached == set(block_hashes(range(33), 16))
+        await check_events(simulator, collector)
+
+
+async def test_an_idle_session_expires_by_itself() -> None:
+    async with running(session_grace=0.01) as (simulator, collector):
+        for epoch in range(3):
+            await run_turn(simulator, collector, turn(epoch, "a", "open", timeout=0.02, epoch=epoch))
+            await collector.until(lambda: not collector.cached)
+            assert simulator.stats().sessions == 0, "nobody asked; its lease ran out"
+            await check_events(simulator, collector)
+
+
+async def test_a_late_close_of_an_earlier_incarnation_is_ignored() -> None:
+    async with running() as (simulator, collector):
+        await run_turn(simulator, collector, turn(1, "a", "open", epoch=1))
+        await run_turn(simulator, collector, turn(2, "a", "open", epoch=2))
+        simulator.close_session("a", 1)
+        assert [report.epoch for report in await simulator.describe_sessions(["a"])] == [2]
+        assert (await run_turn(simulator, collector, turn(3, "a", epoch=1))).session == "unknown"
+
+
+@pytest.mark.parametrize("kept", ["session", "retention", "nothing"])
+async def test_a_lease_protects_from_one_off_pressure(kept: str) -> None:
+    clock = Clock()
+    async with running(clock, kv_blocks=32) as (simulator, collector):
+        fields = {"session": SessionTurn("a", "open"), "retention": None, "nothing": None}[kept]
+        simulator.submit(submit(0, range(64), 4, session=fields, retention_seconds=60.0 if kept == "retention" else 0.0))
+        await collector.until_ended((0).to_bytes(16))
+        for number in range(1, 10):
+            await run_turn(simulator, collector, submit(number, range(number * 100, number * 100 + 80), 4))
+        assert simulator.stats().kv_blocks_evicted > 0
+        report = await run_turn(simulator, collector, submit(20, range(65), 1))
+        assert report.cached_tokens == (0 if kept == "nothing" else 64)
+        await check_events(simulator, collector)
+        clock.now += 61.0
+        await run_turn(simulator, collector, submit(21, range(2000, 2010), 1))
+        assert simulator.stats().kv_blocks_leased == (4 if kept == "session" else 0)
+
+
+async def test_priority_outlives_age() -> None:
+    async with running(kv_blocks=32) as (simulator, collector):
+        await run_turn(simulator, collector, submit(0, range(64), 4, priority=1))
+        for number in range(1, 10):
+            await run_turn(simulator, collector, submit(number, range(number * 100, number * 100 + 80), 4))
+        assert (await run_turn(simulator, collector, submit(20, range(65), 1))).cached_tokens == 64
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_events_tell_exactly_what_is_cached_whatever_happens(seed: int) -> None:
+    """Turns of many sessions on a pool that holds few, closed, expired, aborted and preempted."""
+    chance, clock = random.Random(seed), Clock()
+    async with running(clock, kv_blocks=60, max_sessions=12, lease_share=chance.choice([0.2, 0.5, 1.0])) as (simulator, collector):
+        for name in range(150):
+            who = chance.randrange(20)
+            prompt = [*range(32), *range(who * 100, who * 100 + chance.randrange(80))]
+            action = chance.choice(["open", "continue", "close"])
+            session = SessionTurn(f"session {who}", action, chance.choice([1.0, 20.0]), name // 40)  # type: ignore[arg-type]
+            fields = {"retention_seconds": chance.choice([0.0, 5.0]), "priority": chance.randrange(2)}
+            simulator.submit(submit(name, prompt, chance.randrange(60), session=chance.choice([None, session]), **fields))
+            if chance.random() < 0.2:
+                simulator.cancel(chance.randrange(name + 1).to_bytes(16))
+            if chance.random() < 0.2:
+                simulator.close_session(f"session {chance.randrange(20)}", name // 40)
+            clock.now += chance.choice([0.0, 0.1, 40.0])
+            await collector.step()
+            simulator.check_integrity()
+            await check_events(simulator, collector)
+        await collector.until(lambda: (simulator.stats().running, simulator.stats().queued) == (0, 0))
+        assert simulator.stats().kv_blocks_evicted > 50
+        clock.now += 1000.0
+        simulator.submit(submit(1000, range(5), 1))
+        await collector.until_ended((1000).to_bytes(16))
+        await check_events(simulator, collector)
+        assert (simulator.stats().sessions, simulator.stats().kv_blocks_leased) == (0, 0)
+
+
+async def test_a_check_that_finds_what_is_wrong() -> None:
+    async with running(step_ms=1.0) as (simulator, collector):
+        simulator.submit(submit(1, range(40), 10_000, ignore_eos=True))
+        await collector.until(lambda: bool(collector.cached))
+        (sequence,) = simulator._running.values()
+        page = sequence.tail.pop()
+        with pytest.raises(AssertionError):
+            simulator.check_integrity()
+        sequence.tail.append(page)

@@ -6,13 +6,14 @@ Every request ends with exactly the tokens that it would have had alone, nothing
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, multiple, rule
 
-from penstock.wire.messages import SessionTurn, Submit
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, SessionTurn, Submit
 from tiny_models import Collected, make_engine, make_submit, random_prompt, run
 
 SESSIONS = 200
@@ -37,6 +38,20 @@ def undisturbed() -> dict[tuple[int, ...], list[int]]:
     return {request.token_ids: collected.tokens[request.id] for request in requests}
 
 
+def apply_events(blocks: set[bytes], events: Sequence[KvEvent]) -> None:
+    for event in events:
+        match event:
+            case BlocksStored():
+                assert event.parent == b"" or event.parent in blocks
+                assert blocks.isdisjoint(event.blocks)
+                blocks.update(event.blocks)
+            case BlocksRemoved():
+                assert blocks.issuperset(event.blocks)
+                blocks.difference_update(event.blocks)
+            case BlocksCleared():
+                blocks.clear()
+
+
 class Adversary(RuleBasedStateMachine):
     running = Bundle("running")
 
@@ -47,6 +62,8 @@ class Adversary(RuleBasedStateMachine):
             clock=lambda: self.now, kv_pages=PAGES, token_budget=96, max_batch=24, max_sessions=SESSIONS - 20, lease_share=0.5
         )
         self.collected = Collected()
+        self.known: set[bytes] = set()
+        self.next_number = 0
         self.requests: dict[bytes, Submit] = {}
         self.epochs = [1] * SESSIONS
         self.submitted = 0
@@ -108,6 +125,19 @@ class Adversary(RuleBasedStateMachine):
         for _ in range(steps):
             self.now += 0.01
             self.collected.step(self.engine)
+        self.follow_events()
+
+    def follow_events(self) -> None:
+        """The events alone tell exactly what is cached."""
+        events = self.engine.take_events()
+        if events is not None:
+            assert events.first == self.next_number
+            self.next_number += len(events.events)
+            apply_events(self.known, events.events)
+        snapshot, cached = self.engine.snapshot(), set[bytes]()
+        apply_events(cached, snapshot.events)
+        assert snapshot.next_number == self.next_number
+        assert cached == self.known
 
     def teardown(self) -> None:
         """Nothing waits for ever, and everybody has got the right tokens."""
@@ -125,6 +155,7 @@ class Adversary(RuleBasedStateMachine):
         self.now += 1000.0
         self.engine.step()
         self.engine.check_integrity()
+        self.follow_events()
         assert (self.engine.stats().sessions, self.engine.stats().kv_blocks_leased) == (0, 0)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_events import KvEventLog
 from penstock.engine.lease import Lease
 from penstock.engine.radix import Node
 from penstock.wire.blocks import block_hashes
-from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents
 
 SIZE = 4
 
@@ -62,9 +66,20 @@ def test_the_oldest_leaf_goes_first_and_parents_after_their_children() -> None:
     keep(cache, tokens(1, 3))
     keep(cache, tokens(2, 3))
     keep(cache, tokens(1, 1))  # only its first page is used again
-    cache.give_back(cache.allocate(2, 0.0))
-    assert (known(cache, tokens(1, 3)), known(cache, tokens(2, 3))) == (1, 3)
+    cache.give_back(cache.allocate(3, 0.0))
+    assert (known(cache, tokens(1, 3)), known(cache, tokens(2, 3))) == (1, 2), "the first page is younger than the other branch"
     cache.check_integrity([], [], [])
+
+
+def test_a_leased_parent_stays_when_its_plain_child_goes() -> None:
+    cache = KVCache(6, SIZE)
+    lease = Lease(100, ends_at=100)
+    keep(cache, tokens(1, 2), lease)
+    keep(cache, [*tokens(1, 2), *tokens(2, 2)])
+    keep(cache, tokens(3, 2))
+    cache.give_back(cache.allocate(3, 0.0))
+    assert (known(cache, [*tokens(1, 2), *tokens(2, 2)]), known(cache, tokens(3, 2))) == (2, 1)
+    cache.check_integrity([], [], [lease])
 
 
 def test_low_priority_goes_before_old() -> None:
@@ -202,16 +217,21 @@ def test_using_the_same_pages_again_and_again_takes_no_more_memory() -> None:
 
 
 class Mirror:
-    """What a router knows: rebuilt from the events alone."""
+    """What a router knows: rebuilt from the events alone. Each block with the one before it."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
         self.next_number = 0
 
-    def follow(self, cache: KVCache) -> None:
-        for number, event in cache.events.take():
-            assert number == self.next_number, "a gap"
-            self.next_number += 1
+    def follow(self, events: KvEvents | None) -> None:
+        if events is not None:
+            assert events.events, "no event is told as None"
+            assert events.first == self.next_number, "a gap"
+            self.next_number += len(events.events)
+            self.apply(events.events)
+
+    def apply(self, events: Sequence[KvEvent]) -> None:
+        for event in events:
             match event:
                 case BlocksStored():
                     parent = event.parent
@@ -227,11 +247,13 @@ class Mirror:
                     self.blocks.clear()
 
     def check(self, cache: KVCache) -> None:
-        self.follow(cache)
-        snapshot = cache.snapshot()
+        self.follow(cache.events.take())
+        snapshot, rebuilt = cache.snapshot(), Mirror()
+        rebuilt.apply(snapshot.events)
         assert snapshot.next_number == self.next_number
-        stored = {block: event.parent for event in snapshot.events if isinstance(event, BlocksStored) for block in event.blocks}
-        assert stored == self.blocks
+        assert rebuilt.blocks == self.blocks
+        parents = set(self.blocks.values())
+        assert len(snapshot.events) == sum(1 for block in self.blocks if block not in parents), "one chain a leaf"
 
 
 def test_events_carry_the_names_that_a_router_computes() -> None:
@@ -245,13 +267,31 @@ def test_events_carry_the_names_that_a_router_computes() -> None:
 
 
 def test_events_that_nobody_takes_are_dropped_and_the_numbers_tell() -> None:
-    cache = KVCache(4, SIZE)
-    for number in range(5000):
-        keep(cache, tokens(number, 2))
-    waiting = cache.events.take()
-    assert len(waiting) <= 4096
-    assert waiting[0].number > 0
-    assert waiting[-1].number + 1 == cache.events.next_number
+    log = KvEventLog(most_kept=100)
+    for _ in range(1000):
+        log.cleared()
+    waiting = log.take()
+    assert waiting is not None
+    assert 50 <= len(waiting.events) <= 100
+    assert waiting.first + len(waiting.events) == log.next_number == 1000
+    assert log.take() is None
+
+
+def test_the_order_of_leased_leaves_holds_while_they_change() -> None:
+    """At one and the same moment: leaves come and go, and their weights change, between evictions."""
+    cache = KVCache(6, SIZE, lease_share=1.0)
+    leases = [Lease(100, ends_at=ends_at, is_session=True) for ends_at in (30, 60, 90)]
+    for number, lease in enumerate(leases):
+        keep(cache, tokens(number, 2), lease)
+    evicted = []
+    for _ in range(2):
+        cache.give_back(cache.allocate(cache.free + 1, 10.0))
+        evicted.append([known(cache, tokens(number, 2)) for number in range(3)])
+        leases[0].ends_at = math.inf  # a turn of it runs now, elsewhere in the tree
+    assert evicted == [[1, 2, 2], [1, 1, 2]]
+    keep(cache, tokens(8, 1), Lease(100, ends_at=11, is_session=True))
+    cache.give_back(cache.allocate(cache.free + 1, 10.0))
+    assert known(cache, tokens(8, 1)) == 0, "what came last has the least weight"
 
 
 @given(st.data())
@@ -311,7 +351,7 @@ def test_the_integrity_check_sees_damage(damage: str) -> None:
         case "count":
             cache._cached -= 1
         case "lease":
-            next(iter(lease.nodes)).leases.clear()
+            next(iter(lease.nodes)).leases = None
         case "leaf":
             cache._plain_leaves.clear()
     with pytest.raises(AssertionError):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from penstock.engine.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.wire.messages import SessionAction, SessionTurn, Submit
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.sessions import Sessions
+from penstock.wire.messages import SessionAction, SessionReport, SessionTurn, Submit
 from tiny_models import Collected, generation_id, make_engine, make_submit, random_prompt, reference_tokens, run
 
 
@@ -260,3 +263,44 @@ def test_retention_again_and_again_takes_no_more_memory() -> None:
     for number in range(200):
         run(engine, [make_submit(number, PROMPT[:20], 1, retention_seconds=3600.0)])
     assert len(engine.sessions.leases) <= 2 * 8 + 64
+
+
+def test_a_session_is_described() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock, session_grace=5.0)
+    collected = run(engine, [turn(0, PROMPT, "a", "open", timeout=100.0), turn(1, PROMPT, "b", "open", epoch=7)])
+    engine.submit(turn(2, [*PROMPT, 1, 2], "b", epoch=7))
+    clock.now = 15.0
+    first, second = engine.describe_sessions(["nobody", "a", "b"])
+    assert first == SessionReport("a", 1, PAGES, 1, 0, 64, cached(collected, 0), 4, 85.0)
+    assert (second.id, second.epoch, second.turns, second.active_turns, second.expires_in) == ("b", 7, 2, 1, None)
+
+
+def test_a_hundred_thousand_sessions_come_and_go_in_no_time() -> None:
+    """None is left, and none is looked at but those that end: with a look at all for each, this would take minutes."""
+    sessions = Sessions(KVCache(4, 4), EngineConfig(context_length=64, kv_pages=4, max_sessions=100_000, session_grace=0.0))
+    for number in range(100_000):
+        for _ in range(3):
+            session, _ = sessions.begin_turn(SessionTurn(f"session {number}", "open", 10.0 + number % 7, 1))
+            assert session is not None
+            sessions.end_turn(session, number / 1000)
+        sessions.expire(number / 1000)
+    assert 10_000 < len(sessions) < 20_000
+    assert len(sessions._idle) <= 2 * len(sessions) + 64
+    sessions.expire(1000.0)
+    assert (len(sessions), len(sessions._idle), sessions.next_expiry) == (0, 0, math.inf)
+
+
+def test_a_turn_that_begins_just_before_the_end_keeps_the_session() -> None:
+    sessions = Sessions(KVCache(4, 4), EngineConfig(context_length=64, kv_pages=4, session_grace=0.0))
+    session, _ = sessions.begin_turn(SessionTurn("a", "open", 10.0, 1))
+    assert session is not None
+    sessions.end_turn(session, 0.0)
+    sessions.begin_turn(SessionTurn("a", "continue", 10.0, 1))
+    sessions.expire(10.0)
+    assert len(sessions) == 1
+    sessions.end_turn(session, 12.0)
+    sessions.expire(21.0)
+    assert (len(sessions), sessions.next_expiry) == (1, 22.0)
+    sessions.expire(22.0)
+    assert len(sessions) == 0

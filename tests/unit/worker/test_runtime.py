@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
 from penstock.wire.errors import FrameMalformed
 from penstock.wire.messages import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
     Cancel,
+    CloseSession,
     Delta,
     Draining,
     Fault,
     Finish,
+    KvEvents,
     Message,
     ModelInfo,
     Ready,
     Segment,
+    SessionQuery,
+    SessionReport,
+    SessionReports,
+    Snapshot,
+    SnapshotRequest,
     Step,
     Submit,
     Welcome,
     WorkerStats,
 )
 from penstock.worker.backend import Emit
-from penstock.worker.runtime import FrontEndPort, WorkerRuntime
+from penstock.worker.runtime import BEACON_SECONDS, MOST_WAITING_BLOCKS, FrontEndPort, WorkerRuntime
 
 MODEL = ModelInfo("m", "by hand", "words", 10, 100, 16)
 FIRST, SECOND = b"1" * 16, b"2" * 16
@@ -34,6 +47,8 @@ class HandDriven:
         self.model = MODEL
         self.active: dict[bytes, Submit] = {}
         self.cancelled: list[bytes] = []
+        self.closed_sessions: list[tuple[str, int]] = []
+        self.questions: list[asyncio.Future[object]] = []
         self.emit: Emit | None = None
 
     async def start(self, emit: Emit) -> None:
@@ -46,18 +61,36 @@ class HandDriven:
         if self.active.pop(generation, None) is not None:
             self.cancelled.append(generation)
 
+    def close_session(self, session_id: str, epoch: int) -> None:
+        self.closed_sessions.append((session_id, epoch))
+
+    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+        reports = await self._ask()
+        assert isinstance(reports, list)
+        return reports
+
+    async def snapshot(self) -> Snapshot | None:
+        snapshot = await self._ask()
+        assert snapshot is None or isinstance(snapshot, Snapshot)
+        return snapshot
+
+    async def _ask(self) -> object:
+        """Answered by the test."""
+        self.questions.append(asyncio.get_running_loop().create_future())
+        return await self.questions[-1]
+
     def stats(self) -> WorkerStats:
         return WorkerStats(running=len(self.active))
 
     async def close(self) -> None:
         pass
 
-    def step(self, *segments: Segment) -> None:
+    def step(self, *segments: Segment, events: KvEvents | None = None) -> None:
         assert self.emit is not None
         for segment in segments:
             if segment.terminal is not None:
                 self.active.pop(segment.id, None)
-        self.emit(segments)
+        self.emit(segments, events)
 
 
 class Wire:
@@ -75,11 +108,34 @@ class Wire:
         return [segment for message in self.sent if isinstance(message, Step) for segment in message.segments]
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 async def make() -> tuple[WorkerRuntime, HandDriven, Wire, FrontEndPort]:
     backend, wire = HandDriven(), Wire()
     runtime = WorkerRuntime(backend)
     await runtime.start()
     return runtime, backend, wire, runtime.attach("front end", wire)
+
+
+async def turns(count: int = 5) -> None:
+    """Lets the tasks that can go on do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def stored(first: int, *counts: int) -> KvEvents:
+    """Events that name so many blocks each."""
+    return KvEvents(first, tuple([BlocksStored(b"", tuple([bytes(8)] * count)) for count in counts]))
+
+
+def told(wire: Wire) -> list[KvEvents]:
+    return [message.events for message in wire.sent if isinstance(message, Step) and message.events is not None]
 
 
 def say(runtime: WorkerRuntime, port: FrontEndPort, *messages: Message) -> None:
@@ -213,3 +269,173 @@ async def test_a_generation_goes_on_from_its_offset() -> None:
     say(runtime, port, Ready())
     backend.step(Segment(FIRST, Delta(2, (9,))))
     assert wire.segments() == [Segment(FIRST, Delta(2, (9,)))]
+
+
+async def test_events_go_with_the_next_step_and_wait_in_order() -> None:
+    runtime, backend, wire, port = await make()
+    backend.step(events=stored(3, 1))
+    backend.step(events=stored(4, 2, 1))
+    backend.step()
+    backend.step(events=KvEvents(6, (BlocksRemoved((b"x",)), BlocksCleared())))
+    assert told(wire) == [stored(3, 1)], "the front end has not said that it takes another"
+    say(runtime, port, Ready())
+    assert told(wire)[1:] == [KvEvents(4, (*stored(4, 2, 1).events, BlocksRemoved((b"x",)), BlocksCleared()))]
+    say(runtime, port, Ready())
+    backend.step()
+    assert len(told(wire)) == 2
+
+
+async def test_too_many_waiting_events_are_dropped_and_the_numbers_tell() -> None:
+    runtime, backend, wire, port = await make()
+    backend.step(events=stored(0, 1))
+    half = MOST_WAITING_BLOCKS // 2
+    backend.step(events=stored(1, half))
+    backend.step(events=stored(2, 5, half - 5))
+    assert not port.ready
+    say(runtime, port, Ready())
+    assert told(wire)[1:] == [stored(1, half, 5, half - 5)], "just not too many"
+    backend.step(events=stored(4, half))
+    backend.step(events=stored(5, half))
+    backend.step(events=stored(6, 1))
+    say(runtime, port, Ready())
+    assert told(wire)[2:] == []
+    backend.step(events=stored(7, 2))
+    say(runtime, port, Ready())
+    assert told(wire)[2:] == [stored(7, 2)], "4 to 6 are missing, and are seen to be"
+
+
+async def test_an_engine_that_lost_events_is_no_worse_through_the_runtime() -> None:
+    runtime, backend, wire, port = await make()
+    backend.step(events=stored(0, 1))
+    backend.step(events=stored(1, 1))
+    backend.step(events=stored(5, 1, 1))
+    say(runtime, port, Ready())
+    assert told(wire)[1:] == [stored(5, 1, 1)]
+
+
+async def test_a_snapshot_comes_before_the_events_behind_it() -> None:
+    runtime, backend, wire, port = await make()
+    backend.step(events=stored(0, 1))
+    say(runtime, port, Ready(), SnapshotRequest(), SnapshotRequest())
+    await turns()
+    assert len(backend.questions) == 1, "one at a time"
+    backend.step(events=stored(1, 1, 1, 1))
+    backend.step(Segment(FIRST, None))
+    assert told(wire) == [stored(0, 1)]
+    snapshot = Snapshot(3, (BlocksStored(b"", (b"a" * 8,)),))
+    backend.questions[0].set_result(snapshot)
+    await turns()
+    assert wire.sent[-2:] == [snapshot, Step([], WorkerStats(), stored(3, 1))]
+    say(runtime, port, Ready(), SnapshotRequest())
+    await turns()
+    backend.questions[1].set_result(Snapshot(7, ()))
+    await turns()
+    # Taken between two steps: what came before it is told after it.
+    backend.step(events=stored(4, 1, 1))
+    backend.step(events=stored(6, 1, 1))
+    assert told(wire)[-1] == stored(7, 1)
+    await runtime.close()
+
+
+async def test_a_snapshot_holds_up_nothing_else_and_may_be_none() -> None:
+    runtime, backend, wire, port = await make()
+    say(runtime, port, SnapshotRequest(), begin(FIRST), Ready())
+    await turns()
+    say(runtime, port, Ready())
+    backend.step(Segment(FIRST, Delta(0, (5,))))
+    assert wire.segments() == [Segment(FIRST, Delta(0, (5,)))]
+    backend.questions[0].set_result(None)
+    await turns()
+    assert not any(isinstance(message, Snapshot) for message in wire.sent)
+    say(runtime, port, Ready())
+    backend.step(events=stored(9, 1))
+    assert told(wire) == [stored(9, 1)], "nothing is held back any more"
+    assert not runtime._tasks
+
+
+async def test_questions_about_sessions_are_answered_each_with_its_number() -> None:
+    runtime, backend, wire, port = await make()
+    say(runtime, port, SessionQuery(7, ("a",)), SessionQuery(8, ("b",)), CloseSession("c", 3))
+    assert backend.closed_sessions == [("c", 3)]
+    await turns()
+    report = SessionReport("b", 1, 2, 3, 0, 5, 6, 7, 8.0)
+    backend.questions[1].set_result([report])
+    await turns()
+    backend.questions[0].set_result([])
+    await turns()
+    assert wire.sent[-2:] == [SessionReports(8, (report,)), SessionReports(7, ())]
+    assert not runtime._tasks
+
+
+async def test_questions_end_with_their_front_end_and_with_the_runtime() -> None:
+    runtime, backend, wire, port = await make()
+    other_wire = Wire()
+    other = runtime.attach("other", other_wire)
+    say(runtime, port, SessionQuery(1, ("a",)), SnapshotRequest())
+    say(runtime, other, SessionQuery(2, ("a",)))
+    await turns()
+    sent = len(wire.sent)
+    runtime.detach(port)
+    await turns()
+    assert [question.cancelled() for question in backend.questions] == [True, True, False]
+    await runtime.close()
+    assert backend.questions[2].cancelled()
+    assert not runtime._tasks
+    assert len(wire.sent) == sent
+
+
+async def test_a_front_end_with_open_generations_hears_of_steps() -> None:
+    backend, wire, clock = HandDriven(), Wire(), Clock()
+    runtime = WorkerRuntime(backend, clock)
+    await runtime.start()
+    port = runtime.attach("front end", wire)
+    clock.now += 10
+    backend.step()
+    assert wire.sent == [], "it has nothing that could stall"
+    say(runtime, port, begin(FIRST))
+    say(runtime, port, Ready())
+    wire.sent.clear()
+    clock.now += BEACON_SECONDS * 0.9
+    backend.step()
+    assert wire.sent == []
+    clock.now += BEACON_SECONDS * 0.2
+    say(runtime, port)
+    assert wire.sent == [], "only a step is told as a step"
+    backend.step()
+    backend.step()
+    assert wire.sent == [Step([], WorkerStats(running=1))]
+    clock.now += BEACON_SECONDS * 2
+    backend.step()
+    assert len(wire.sent) == 1, "it has not said that it takes another"
+    say(runtime, port, Ready())
+    backend.step()
+    assert len(wire.sent) == 2
+    say(runtime, port, Ready(), Cancel((FIRST,)))
+    say(runtime, port, Ready())
+    wire.sent.clear()
+    clock.now += BEACON_SECONDS * 2
+    backend.step()
+    assert wire.sent == []
+
+
+async def test_what_is_handed_over_can_go_on_elsewhere() -> None:
+    runtime, backend, wire, port = await make()
+    say(runtime, port, begin(FIRST), begin(SECOND), Ready())
+    backend.step(Segment(FIRST, Delta(0, (5, 6))))
+    say(runtime, port, Ready())
+    backend.step(Segment(FIRST, Delta(2, (7,))))
+    runtime.drain()
+    runtime.hand_over()
+    assert sorted(backend.cancelled) == [FIRST, SECOND]
+    while not runtime.is_idle:
+        say(runtime, port, Ready())
+    ended = {segment.id: segment.terminal for segment in wire.segments() if segment.terminal is not None}
+    assert ended.keys() == {FIRST, SECOND}
+    for terminal in ended.values():
+        assert isinstance(terminal, Fault)
+        assert (terminal.code, terminal.retryable) == ("draining", True)
+    tokens = [token for segment in wire.segments() if segment.delta for token in segment.delta.token_ids]
+    assert tokens == [5, 6, 7], "what was made is delivered first"
+    backend.step(Segment(FIRST, Delta(3, (8,))))
+    assert runtime.late_segments == 1
+    assert port.open_generations == 0
