@@ -13,9 +13,7 @@ import pytest
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
 from penstock.cluster.address import Address, TcpAddress, UnixAddress, parse_address
-from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.link import proof
-from penstock.cluster.pool import WorkerPool
 from penstock.cluster.worker_link import WorkerLink, connect
 from penstock.cluster.worker_server import WorkerServer
 from penstock.stream.mailbox import Doorbell, Mailbox
@@ -50,7 +48,7 @@ class Worker:
 
     def __init__(self, address: Address, step_ms: float = 0.5) -> None:
         self.address = address
-        self.simulator = Simulator(SimulatorConfig(step_ms=step_ms), MODEL, Vocabulary(WORDS, 1))
+        self.simulator = Simulator(SimulatorConfig(step_ms=step_ms, kv_blocks=16_384), MODEL, Vocabulary(WORDS, 1))
         self.runtime = WorkerRuntime(self.simulator)
         self.server = WorkerServer(self.runtime, "worker-0", address, SECRET)
 
@@ -195,32 +193,6 @@ async def test_the_worker_dying_fails_what_it_owed_at_once(address: Address) -> 
         assert not mailbox.ended, "the fault is the dispatcher's to tell, which could go on elsewhere"
         with pytest.raises(LinkBroken):
             link.submit(submit(2), mailbox)
-
-
-async def test_a_lost_worker_is_connected_again(tmp_path: Path) -> None:
-    address = UnixAddress(str(tmp_path / "worker.sock"))
-
-    async def prepare(_: ModelInfo) -> None:
-        pass
-
-    async with WorkerPool([address], "test", SECRET, prepare) as pool:
-        dispatcher = Dispatcher(pool)
-        with pytest.raises(GenerationFault, match="no worker"):
-            await dispatcher.produce("simulator", submit(1), Mailbox(Doorbell()))
-        async with Worker(address) as worker:
-            await pool.wait_ready()
-            producing = asyncio.create_task(dispatcher.produce("simulator", submit(1, 10_000), Mailbox(Doorbell())))
-            await worker.until_stats(running=1)
-            for peer in worker.server.links:
-                peer.abort()
-            with pytest.raises(GenerationFault) as caught:
-                await producing
-            assert caught.value.fault.code == "worker_lost"
-            assert caught.value.fault.retryable
-            async with asyncio.timeout(5):
-                await pool.wait_ready()
-            await dispatcher.produce("simulator", submit(2, 5), Mailbox(Doorbell()))
-        assert pool.links_lost >= 1
 
 
 async def test_while_the_front_end_is_busy_steps_become_one(address: Address) -> None:

@@ -12,28 +12,40 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.backends.simulated_cache import BLOCK_SIZE
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cli.config import FrontEndSettings, ServeSettings, WorkerSettings
+from penstock.cli.directory import Directory
 from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.pool import WorkerPool
+from penstock.cluster.sessions import Sessions
 from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.cluster.worker_server import WorkerServer
 from penstock.http.admission import Admission
-from penstock.http.app import make_app
+from penstock.http.app import Services, make_app
 from penstock.http.models import Models
 from penstock.http.server import HttpServer, open_listener, raise_file_limit
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
+from penstock.router.affinity import AffinityStore, MemoryStore
+from penstock.router.router import Router
 from penstock.text.load import BUILT_IN, load_tokenizer
+from penstock.text.transcript import Transcripts
+from penstock.wire.errors import ConfigError
 from penstock.wire.messages import ModelInfo
 from penstock.worker.backend import Backend
 from penstock.worker.runtime import WorkerRuntime
 
+if TYPE_CHECKING:
+    from penstock.cluster.redis_store import RedisStore
+
 log = logging.getLogger(__name__)
 
 SIMULATED_CONTEXT = 131_072
+# How long a worker that ends waits for its front ends to take what it hands over.
+HAND_OVER_SECONDS = 2.0
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -41,16 +53,26 @@ async def run_worker(settings: WorkerSettings) -> int:
     failed = asyncio.Event()
     runtime = WorkerRuntime(make_backend(settings, failed.set))
     server = WorkerServer(runtime, settings.name, settings.listen, settings.secret)
-    await runtime.start()
-    await server.start()
-    _tune_garbage_collection()
-    with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
-        waits = [asyncio.create_task(stopped.wait()), asyncio.create_task(failed.wait())]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    runtime.drain()
-    await _until(lambda: runtime.is_idle, settings.grace)
-    await server.close()
-    await runtime.close()
+    async with contextlib.AsyncExitStack() as stack:
+        store = None if settings.store is None else await _open_redis(settings.store, stack)
+        await runtime.start()
+        await server.start()
+        _tune_garbage_collection()
+        with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
+            if store is not None:
+                from penstock.cluster.membership import Registration
+
+                registration = await stack.enter_async_context(Registration(store, settings.name, settings.advertise))
+            waits = [asyncio.create_task(stopped.wait()), asyncio.create_task(failed.wait())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if store is not None:
+            await registration.leave()
+        runtime.drain()
+        if not await _until(lambda: runtime.is_idle, settings.grace):
+            runtime.hand_over()
+            await _until(lambda: runtime.is_idle, HAND_OVER_SECONDS)
+        await server.close()
+        await runtime.close()
     log.info("%s has ended", settings.name)
     return 1 if failed.is_set() else 0
 
@@ -74,7 +96,9 @@ def _make_simulator(settings: WorkerSettings) -> Backend:
         tokenizer=tokenizer_name,
         vocab_size=tokenizer.vocab_size,
         context_length=settings.context_length or SIMULATED_CONTEXT,
-        block_size=BLOCK_SIZE,
+        block_size=settings.simulator.block_size,
+        max_batch=settings.simulator.max_batch,
+        capabilities=("kv_events", "sessions", "logprobs", "prompt_logprobs"),
     )
     return Simulator(settings.simulator, model, Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id))
 
@@ -85,20 +109,32 @@ async def run_front_end(settings: FrontEndSettings) -> int:
     listener = open_listener(settings.host, settings.port)
     if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         log.warning("--host %s can be reached from other machines, and there are no API keys yet: anyone there can use it", settings.host)
-    models = Models()
+    models = Models(settings.dispatch.worker_wait)
     tally = Tally()
     metrics = FrontEndMetrics(tally)
     admission = Admission(settings.limits, tally)
-    pool = WorkerPool(settings.workers, settings.name, settings.secret, models.prepare)
-    dispatcher = Dispatcher(pool)
+    transcripts = Transcripts(int(settings.transcript_memory * 2**20))
+    pool = WorkerPool(settings.workers, settings.name, settings.secret, models.prepare, settings.worker_stall)
+    router = Router(settings.router)
+    dispatcher = Dispatcher(pool, router, settings.dispatch)
+    pool.listeners.append(models)
     models.observe(lambda: [member.model for member in pool.members])
-    metrics.observe(
-        lambda: ClusterReading({member.name: member.link.stats for member in pool.members}, pool.links_lost, dispatcher.decisions)
-    )
-    server = HttpServer(make_app(models, dispatcher, admission, metrics), listener, file_limit, tally)
     host, port = listener.getsockname()[:2]
     with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
-        async with pool:
+        async with contextlib.AsyncExitStack() as stack:
+            redis = None if settings.store is None else await _open_redis(settings.store, stack)
+            store = MemoryStore() if redis is None else redis
+            await stack.enter_async_context(pool)
+            if redis is not None:
+                from penstock.cluster.membership import Discovery
+
+                await stack.enter_async_context(Discovery(redis, pool.discovered))
+            sessions = Sessions(store, pool, quota=settings.sessions_per_key, on_end=transcripts.forget)
+            await stack.enter_async_context(sessions)
+            await stack.enter_async_context(dispatcher)
+            metrics.observe(partial(_read_cluster, pool, router, dispatcher, sessions, transcripts, store))
+            app = make_app(Services(models, transcripts, sessions, dispatcher, Directory(sessions, models), admission, metrics))
+            server = HttpServer(app, listener, file_limit, tally)
             serving = asyncio.create_task(server.serve(), name="http server")
             ready = asyncio.create_task(_announce(pool, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
             stalls = asyncio.create_task(admission.watch_stalls(), name="stall watch")
@@ -113,6 +149,41 @@ async def run_front_end(settings: FrontEndSettings) -> int:
             await asyncio.wait([serving, ready, stalls])
     log.info("%s has ended", settings.name)
     return 0 if serving.exception() is None else 1
+
+
+async def _open_redis(url: str, stack: contextlib.AsyncExitStack) -> RedisStore:
+    """The store that several front ends share, open until the stack is left."""
+    try:
+        # An extra, like the library that it is made of.
+        from penstock.cluster.redis_store import RedisStore
+    except ImportError as missing:
+        raise ConfigError(f"--store needs the package {missing.name!r}: pip install 'penstock[redis]'") from missing
+    store = RedisStore(url)
+    await store.start()
+    stack.push_async_callback(store.close)
+    return store
+
+
+def _read_cluster(
+    pool: WorkerPool, router: Router, dispatcher: Dispatcher, sessions: Sessions, transcripts: Transcripts, store: AffinityStore
+) -> ClusterReading:
+    return ClusterReading(
+        workers={member.name: member.link.stats for member in pool.members},
+        links_lost=pool.links_lost,
+        stalls=pool.stalls,
+        decisions=router.decisions,
+        diversions=router.diversions,
+        load={member.name: router.load_of(member.name) for member in pool.members},
+        index_blocks={member.name: sum(router.index.held(member.name)) for member in pool.members},
+        queued=dispatcher.queued,
+        migrations=dispatcher.migrations,
+        sessions=len(sessions),
+        session_events=sessions.counts,
+        transcript_tokens={"reused": transcripts.tokens_reused, "encoded": transcripts.tokens_encoded},
+        transcript_bytes=transcripts.bytes,
+        store_is_available=store.is_available,
+        tasks=len(asyncio.all_tasks()),
+    )
 
 
 async def run_serve(settings: ServeSettings) -> int:

@@ -13,7 +13,9 @@ from penstock import __version__
 from penstock.backends.simulator import SimulatorConfig
 from penstock.cli.bench import add_bench_parser
 from penstock.cluster.address import Address, parse_address
+from penstock.cluster.dispatch import DispatchLimits
 from penstock.http.admission import Limits
+from penstock.router.policy import POLICIES, RouterSettings
 from penstock.wire.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -32,10 +34,38 @@ ENGINE_FLAGS = (
     "token_budget",
     "lease_share",
     "max_sessions",
+    "session_grace",
     "step_ms",
     "prefill_rate",
+    "block_size",
 )
 """What `serve` hands on to its workers as it is."""
+
+FRONT_END_FLAGS = (
+    "host",
+    "port",
+    "grace",
+    "max_generations",
+    "max_queued",
+    "max_body_bytes",
+    "stall_timeout",
+    "worker_queue",
+    "worker_stall",
+    "worker_wait",
+    "router",
+    "overlap_weight",
+    "load_weight",
+    "router_temperature",
+    "router_prediction_seconds",
+    "router_sibling_seconds",
+    "router_overload_blocks",
+    "router_overload_factor",
+    "router_most_ahead",
+    "sessions_per_key",
+    "transcript_memory",
+    "store",
+)
+"""What `serve` hands on to its front end as it is."""
 
 SECRET_VARIABLE = "PENSTOCK_LINK_SECRET"  # noqa: S105
 """The links' shared secret is taken from the environment, never from the command line, where others could read it."""
@@ -53,12 +83,15 @@ class EmbeddedSettings:
     token_budget: int | None = None
     lease_share: float = 0.5
     max_sessions: int = 1024
+    session_grace: float = 30.0
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
     name: str
     listen: Address
+    advertise: Address
+    store: str | None
     secret: str
     engine: str
     model: Path | None
@@ -76,8 +109,14 @@ class FrontEndSettings:
     host: str
     port: int
     workers: tuple[Address, ...]
+    store: str | None
     secret: str
     limits: Limits
+    dispatch: DispatchLimits
+    router: RouterSettings
+    worker_stall: float
+    sessions_per_key: int
+    transcript_memory: float
     grace: float
     exit_with_parent: bool
 
@@ -110,10 +149,18 @@ def make_parser() -> argparse.ArgumentParser:
     worker.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS", help="how long running generations may take to end after SIGTERM"
     )
+    worker.add_argument("--store", metavar="URL", help="redis://…, where front ends that share it find this worker")
+    worker.add_argument("--advertise", metavar="ADDRESS", help="the address that front ends reach it by (default: that of --listen)")
     _add_engine(worker)
     front_end = commands.add_parser("frontend", help="one front end", formatter_class=_Formatter)
     front_end.add_argument("--name", default="frontend", help="its name in the workers' logs")
-    front_end.add_argument("--worker", action="append", required=True, metavar="ADDRESS", help="a worker's address; repeat for each")
+    front_end.add_argument(
+        "--worker",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="a worker's address; repeat for each; others are found in --store",
+    )
     _add_front_end(front_end)
     for command in (worker, front_end):
         command.add_argument(
@@ -124,11 +171,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_front_end(parser: argparse.ArgumentParser) -> None:
-    limits = Limits()
+    limits, dispatch, router = Limits(), DispatchLimits(), RouterSettings()
     group = parser.add_argument_group("front end")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
     group.add_argument("--max-generations", type=int, default=limits.max_generations, metavar="N", help="generations at once; more get 429")
+    group.add_argument(
+        "--max-queued", type=int, default=dispatch.max_queued, metavar="N", help="generations that wait for room at a worker; more get 429"
+    )
     group.add_argument("--max-body-bytes", type=int, default=limits.max_body_bytes, metavar="N", help="largest request body; more gets 413")
     group.add_argument(
         "--stall-timeout",
@@ -139,6 +189,86 @@ def _add_front_end(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS", help="how long running requests may take to end after SIGTERM"
+    )
+    group.add_argument(
+        "--store",
+        metavar="URL",
+        help="redis://host:port/db: where several front ends keep sessions and find workers (default: in memory, for one front end)",
+    )
+    group.add_argument("--sessions-per-key", type=int, default=1024, metavar="N", help="sessions of one API key; more get no lease")
+    group.add_argument(
+        "--transcript-memory",
+        type=float,
+        default=256.0,
+        metavar="MIB",
+        help="memory for the tokens of sessions' earlier turns, which then need not be tokenized again",
+    )
+    group = parser.add_argument_group("routing")
+    group.add_argument("--router", choices=POLICIES, default=router.policy, help="how a worker is chosen")
+    group.add_argument("--overlap-weight", type=float, default=router.overlap_weight, metavar="W", help="cost of a block to prefill")
+    group.add_argument("--load-weight", type=float, default=router.load_weight, metavar="W", help="cost of a block of load on a worker")
+    group.add_argument(
+        "--router-temperature",
+        type=float,
+        default=router.temperature,
+        metavar="T",
+        help="above 0: workers are drawn, the cheap ones likelier",
+    )
+    group.add_argument(
+        "--router-prediction-seconds",
+        type=float,
+        default=router.prediction_seconds,
+        metavar="SECONDS",
+        help="how long a prompt is believed to be cached where it was sent, by engines that do not tell",
+    )
+    group.add_argument(
+        "--router-sibling-seconds",
+        type=float,
+        default=router.sibling_seconds,
+        metavar="SECONDS",
+        help="the same for engines that tell, until they do: requests with one new prefix go together",
+    )
+    group.add_argument(
+        "--router-overload-blocks",
+        type=float,
+        default=router.overload_blocks,
+        metavar="N",
+        help="a session's worker is left when its load is so many blocks above the least loaded one's",
+    )
+    group.add_argument(
+        "--router-overload-factor",
+        type=float,
+        default=router.overload_factor,
+        metavar="F",
+        help="… and so many times what the least loaded one would have with the prompt",
+    )
+    group.add_argument(
+        "--router-most-ahead",
+        type=int,
+        default=router.most_ahead,
+        metavar="N",
+        help="a worker with so many generations more than the one with the fewest gets none for its prefixes",
+    )
+    group.add_argument(
+        "--worker-queue",
+        type=int,
+        default=dispatch.worker_queue,
+        metavar="N",
+        help="generations that wait at a worker for their first token",
+    )
+    group.add_argument(
+        "--worker-stall",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="a worker that owes tokens and says nothing for so long is given up, and its generations go on elsewhere",
+    )
+    group.add_argument(
+        "--worker-wait",
+        type=float,
+        default=dispatch.worker_wait,
+        metavar="SECONDS",
+        help="how long a generation waits for a worker when its model has none",
     )
 
 
@@ -167,7 +297,27 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help=f"generations in a step; more are queued (default: {embedded.max_batch}, simulator {simulator.max_batch})",
     )
     group.add_argument(
-        "--kv-blocks", type=int, metavar="N", help=f"KV blocks of 16 tokens (default: by --kv-memory, simulator {simulator.kv_blocks})"
+        "--kv-blocks",
+        type=int,
+        metavar="N",
+        help=f"KV blocks, of 16 tokens (default: by --kv-memory, simulator {simulator.kv_blocks})",
+    )
+    group.add_argument(
+        "--lease-share",
+        type=float,
+        default=embedded.lease_share,
+        metavar="SHARE",
+        help="most of the KV that leases protect",
+    )
+    group.add_argument(
+        "--max-sessions", type=int, default=embedded.max_sessions, metavar="N", help="sessions at once; further ones get no lease"
+    )
+    group.add_argument(
+        "--session-grace",
+        type=float,
+        default=embedded.session_grace,
+        metavar="SECONDS",
+        help="how much longer than its timeout a worker keeps a session that no front end closes",
     )
     group = parser.add_argument_group("embedded engine")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default=embedded.device, help="cpu: float32; cuda: bfloat16")
@@ -183,16 +333,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens that a step computes, prompts and answers together (default: 512 on the CPU, 8192 on a GPU)",
     )
-    group.add_argument(
-        "--lease-share",
-        type=float,
-        default=embedded.lease_share,
-        metavar="SHARE",
-        help="most of the KV that leases protect",
-    )
-    group.add_argument(
-        "--max-sessions", type=int, default=embedded.max_sessions, metavar="N", help="sessions at once; further ones get no lease"
-    )
     group = parser.add_argument_group("simulator")
     group.add_argument(
         "--step-ms", type=float, default=simulator.step_ms, help="time of an engine step, which makes one token a generation"
@@ -200,21 +340,20 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prefill-rate", type=float, default=simulator.prefill_rate, metavar="TOKENS/S", help="prompt tokens computed a second"
     )
+    group.add_argument("--block-size", type=int, default=simulator.block_size, metavar="TOKENS", help="tokens of a KV block")
 
 
 def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
     """Checks everything here, so that a mistake is told once and not by every child."""
     _positive("--workers", arguments.workers)
-    _limits(arguments)
+    _check_front_end(arguments)
     _check_engine(arguments)
     worker = [f"--grace={arguments.grace}"]
     worker += [f"--{name.replace('_', '-')}={value}" for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None]
     if arguments.workers > 1 and arguments.threads is None:
         # Together they have the cores that one alone would take.
         worker.append(f"--threads={max(1, (os.cpu_count() or 1) // arguments.workers)}")
-    front_end = [f"--host={arguments.host}", f"--port={arguments.port}", f"--grace={arguments.grace}"]
-    front_end += [f"--max-generations={arguments.max_generations}", f"--max-body-bytes={arguments.max_body_bytes}"]
-    front_end += [f"--stall-timeout={arguments.stall_timeout}"]
+    front_end = [f"--{name.replace('_', '-')}={value}" for name in FRONT_END_FLAGS if (value := getattr(arguments, name)) is not None]
     return ServeSettings(arguments.host, arguments.port, arguments.workers, arguments.grace, tuple(worker), tuple(front_end))
 
 
@@ -223,6 +362,8 @@ def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str
     return WorkerSettings(
         name=arguments.name,
         listen=parse_address(arguments.listen),
+        advertise=parse_address(arguments.advertise or arguments.listen),
+        store=arguments.store,
         secret=environment.get(SECRET_VARIABLE, ""),
         engine=arguments.engine,
         model=arguments.model,
@@ -236,26 +377,55 @@ def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str
 
 
 def front_end_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> FrontEndSettings:
+    if not arguments.worker and arguments.store is None:
+        raise ConfigError("a front end needs workers: give --worker ADDRESS, or --store where they are registered")
+    limits, dispatch, router = _check_front_end(arguments)
     return FrontEndSettings(
         name=arguments.name,
         host=arguments.host,
         port=arguments.port,
         workers=tuple(parse_address(text) for text in arguments.worker),
+        store=arguments.store,
         secret=environment.get(SECRET_VARIABLE, ""),
-        limits=_limits(arguments),
+        limits=limits,
+        dispatch=dispatch,
+        router=router,
+        worker_stall=arguments.worker_stall,
+        sessions_per_key=arguments.sessions_per_key,
+        transcript_memory=arguments.transcript_memory,
         grace=_not_negative("--grace", arguments.grace),
         exit_with_parent=arguments.exit_with_parent,
     )
 
 
-def _limits(arguments: argparse.Namespace) -> Limits:
+def _check_front_end(arguments: argparse.Namespace) -> tuple[Limits, DispatchLimits, RouterSettings]:
     if not 0 <= arguments.port < 65536:
         raise ConfigError(f"--port is {arguments.port}: expected 0 to 65535")
-    return Limits(
+    _positive("--worker-stall", arguments.worker_stall)
+    _not_negative("--sessions-per-key", arguments.sessions_per_key)
+    _not_negative("--transcript-memory", arguments.transcript_memory)
+    limits = Limits(
         _positive("--max-generations", arguments.max_generations),
         _positive("--max-body-bytes", arguments.max_body_bytes),
         _positive("--stall-timeout", arguments.stall_timeout),
     )
+    dispatch = DispatchLimits(
+        worker_queue=_positive("--worker-queue", arguments.worker_queue),
+        max_queued=_not_negative("--max-queued", arguments.max_queued),
+        worker_wait=_not_negative("--worker-wait", arguments.worker_wait),
+    )
+    router = RouterSettings(
+        policy=arguments.router,
+        overlap_weight=arguments.overlap_weight,
+        load_weight=arguments.load_weight,
+        temperature=arguments.router_temperature,
+        prediction_seconds=arguments.router_prediction_seconds,
+        sibling_seconds=arguments.router_sibling_seconds,
+        overload_blocks=arguments.router_overload_blocks,
+        overload_factor=arguments.router_overload_factor,
+        most_ahead=arguments.router_most_ahead,
+    )
+    return limits, dispatch, router
 
 
 def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, EmbeddedSettings]:
@@ -265,12 +435,18 @@ def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, Embed
             _positive(f"--{flag.replace('_', '-')}", value)
     if not 0 <= arguments.lease_share <= 1:
         raise ConfigError(f"--lease-share is {arguments.lease_share}: expected 0 to 1")
+    max_sessions = _not_negative("--max-sessions", arguments.max_sessions)
+    session_grace = _not_negative("--session-grace", arguments.session_grace)
     simulator, embedded = SimulatorConfig(), EmbeddedSettings()
     simulator = SimulatorConfig(
         step_ms=_not_negative("--step-ms", arguments.step_ms),
         prefill_rate=_positive("--prefill-rate", arguments.prefill_rate),
         max_batch=arguments.max_batch or simulator.max_batch,
         kv_blocks=arguments.kv_blocks or simulator.kv_blocks,
+        block_size=_positive("--block-size", arguments.block_size),
+        lease_share=arguments.lease_share,
+        max_sessions=max_sessions,
+        session_grace=session_grace,
     )
     embedded = EmbeddedSettings(
         device=arguments.device,
@@ -280,7 +456,8 @@ def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, Embed
         max_batch=arguments.max_batch or embedded.max_batch,
         token_budget=arguments.token_budget,
         lease_share=arguments.lease_share,
-        max_sessions=_not_negative("--max-sessions", arguments.max_sessions),
+        max_sessions=max_sessions,
+        session_grace=session_grace,
     )
     return simulator, embedded
 

@@ -61,6 +61,14 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
         vocab_size=min(tokenizer.vocab_size, checkpoint.shape.vocab_size),
         context_length=context_length,
         block_size=PAGE_SIZE,
+        max_batch=settings.embedded.max_batch,
+        capabilities=(
+            "kv_events",
+            "sessions",
+            "logprobs",
+            "prompt_logprobs",
+            *(("grammar",) if tokenizer.definition is not None else ()),
+        ),
     )
     return EmbeddedBackend(info, lambda: load_engine(checkpoint, tokenizer, context_length, settings.embedded, device), on_failure)
 
@@ -81,6 +89,7 @@ def load_engine(
         token_budget=settings.token_budget or budget,
         lease_share=settings.lease_share,
         max_sessions=settings.max_sessions,
+        session_grace=settings.session_grace,
     )
     end_ids = checkpoint.end_ids | {tokenizer.end_id}
     vocab_size = min(tokenizer.vocab_size, checkpoint.shape.vocab_size)

@@ -1,50 +1,290 @@
-"""Dispatch: from a generation to the worker that makes it."""
+"""Dispatch: from a generation to the worker that makes it, and to the next one when that fails."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
+import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Self
+
+from msgspec import structs
 
 from penstock.cluster.pool import Member, WorkerPool
+from penstock.cluster.sessions import Turn
+from penstock.cluster.waiting import Waiter, WaitingQueue
 from penstock.cluster.worker_link import Generation
-from penstock.router.policy import WorkerView, choose
+from penstock.router.load import Assignment
+from penstock.router.policy import Decision
+from penstock.router.router import Candidate, Router
 from penstock.stream.mailbox import Mailbox
+from penstock.wire.blocks import block_hashes
 from penstock.wire.errors import GenerationFault, LinkError
-from penstock.wire.messages import Fault, Submit
+from penstock.wire.messages import GENERATION_ID_BYTES, Fault, PromptReport, Snapshot, Step, Submit
+
+log = logging.getLogger(__name__)
+
+# How often in a row a generation may change its worker without a new token.
+FRUITLESS_MIGRATIONS = 3
+WATCH_SECONDS = 0.25
+# What is assumed of a worker that does not say how many generations it computes at once.
+UNKNOWN_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class DispatchLimits:
+    """`worker_queue`: how many generations wait at a worker for their first token; the others wait here, where they can still go
+    elsewhere. `max_queued`: how many wait here, in all. `worker_wait`: how long a generation waits for a worker when its model has none."""
+
+    worker_queue: int = 1024
+    max_queued: int = 8192
+    worker_wait: float = 30.0
+
+
+class Attempt(NamedTuple):
+    """A generation on one worker."""
+
+    member: Member
+    id: bytes
+    generation: Generation
+    assignment: Assignment
+
+
+class Production:
+    """One generation's life: what was asked for, and where it goes on."""
+
+    __slots__ = ("_names", "mailbox", "model", "request", "turn")
+
+    def __init__(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
+        self.model = model
+        self.request = request
+        self.mailbox = mailbox
+        self.turn = turn
+        self._names: tuple[int, Sequence[bytes]] | None = None
+
+    def block_names(self, block_size: int) -> Sequence[bytes]:
+        """Those of the prompt, computed when they are asked for."""
+        if self._names is None or self._names[0] != block_size:
+            self._names = block_size, block_hashes(self.request.token_ids, block_size)
+        return self._names[1]
+
+    def next_request(self, generation_id: bytes) -> Submit:
+        """What is left to do: the same request, from the next offset on, behind the tokens that there are."""
+        request, history = self.request, self.mailbox.history
+        if not history:
+            return request if generation_id == request.id else structs.replace(request, id=generation_id)
+        return structs.replace(
+            request,
+            id=generation_id,
+            token_ids=(*request.token_ids, *history),
+            offset=request.offset + len(history),
+            prompt_logprobs=False,
+        )
 
 
 class Dispatcher:
-    """Produces generations on the workers of a pool. One `produce` is one generation's life."""
+    """Produces generations on the workers of a pool, as a context. One `produce` is one generation's life.
 
-    def __init__(self, pool: WorkerPool) -> None:
+    A generation whose worker is lost, stalls, drains or gives a retryable fault goes on with another, from the next offset: as often
+    as tokens come in between, else a few times. When nobody has room it waits its turn; when its model has no worker at all, for a while.
+    """
+
+    def __init__(self, pool: WorkerPool, router: Router, limits: DispatchLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
-        self.decisions: Counter[str] = Counter()
+        self._router = router
+        self._limits = limits
+        self._clock = clock
+        self._queues: dict[str, WaitingQueue[Attempt]] = {}
+        # Since when a model that somebody waits for has had no worker.
+        self._deserted: dict[str, float] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self.migrations: Counter[str] = Counter()
+        pool.listeners.append(self)
 
-    def produce(self, model: str, request: Submit, mailbox: Mailbox) -> Coroutine[None, None, None]:
-        """Sends the request to a worker, at once, and returns what waits for its finish.
+    @property
+    def queued(self) -> int:
+        """Generations that no worker has room for."""
+        return sum(len(queue) for queue in self._queues.values())
 
-        Its deltas go to the mailbox meanwhile. Cancelling what waits stops the generation on its worker. Both raise GenerationFault
-        when it fails. (A fault that is marked retryable could go on with another worker at `mailbox.next_offset`: `_finish` is where
-        migration will do so.)
+    async def __aenter__(self) -> Self:
+        self._watch = asyncio.create_task(self._watch_deserted(), name="wait for workers")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._watch is not None
+        self._watch.cancel()
+        await asyncio.wait([self._watch])
+
+    def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> Coroutine[None, None, None]:
+        """Sends the request to a worker, at once if one has room, and returns what waits for its finish.
+
+        Its deltas go to the mailbox meanwhile. Cancelling what waits stops the generation, in the queue or on its worker. Both raise
+        GenerationFault when it fails for good.
         """
-        member = self._choose(model)
-        return self._finish(member, request, member.link.submit(request, mailbox))
+        production = Production(model, request, mailbox, turn)
+        attempt = None if len(self._queue(model)) else self._try_send(production, request.id)
+        if attempt is not None:
+            return self._see_through(production, attempt)
+        if self.queued >= self._limits.max_queued:
+            message = f"{self.queued:,} generations wait for a worker already; the limit is {self._limits.max_queued:,}"
+            raise GenerationFault(Fault("queue_full", message))
+        return self._see_through(production, self._enqueue(production, request.id, is_new=True))
 
-    async def _finish(self, member: Member, request: Submit, generation: Generation) -> None:
-        try:
-            await generation.done
-        except asyncio.CancelledError:
-            member.link.cancel(request.id)
-            raise
-        except LinkError as error:
-            message = f"worker {member.name} was lost in mid-generation"
-            raise GenerationFault(Fault("worker_lost", message, retryable=True)) from error
+    # What the pool and its links tell.
 
-    def _choose(self, model: str) -> Member:
-        usable = {member.name: member for member in self._pool.usable(model)}
-        decision = choose([WorkerView(name, member.link.active) for name, member in usable.items()])
+    def joined(self, member: Member) -> None:
+        member.link.observer = _Observer(self, member)
+        if self._router.join(member.name, member.model):
+            member.link.request_snapshot()
+        self.pump(member.model.name)
+
+    def left(self, member: Member) -> None:
+        self._router.leave(member.name)
+
+    def stepped(self, member: Member, step: Step) -> None:
+        self._router.report(member.name, step.stats)
+        if step.events is not None and self._router.receive(member.name, step.events):
+            log.info("KV events of %s were missed; asking for a snapshot", member.name)
+            member.link.request_snapshot()
+        self.pump(member.model.name)
+
+    def snapshot_received(self, member: Member, snapshot: Snapshot) -> None:
+        self._router.load_snapshot(member.name, snapshot)
+
+    def draining(self, member: Member) -> None:
+        log.info("worker %s is draining: nothing new goes there", member.name)
+
+    def pump(self, model: str) -> None:
+        """There may be room again."""
+        queue = self._queues.get(model)
+        if queue:
+            queue.send()
+
+    async def _see_through(self, production: Production, sent: Attempt | Waiter[Attempt]) -> None:
+        """Until the terminal, on as many workers as it takes."""
+        mailbox, fruitless = production.mailbox, 0
+        while True:
+            attempt = await _room(sent) if isinstance(sent, Waiter) else sent
+            begun_at = mailbox.next_offset
+            try:
+                await attempt.generation.done
+            except asyncio.CancelledError:
+                attempt.member.link.cancel(attempt.id)
+                raise
+            except GenerationFault as error:
+                if not error.fault.retryable:
+                    raise
+                fault = error.fault
+            except LinkError as error:
+                fault = Fault("worker_lost", f"worker {attempt.member.name} was lost in mid-generation: {error}", retryable=True)
+            else:
+                return
+            finally:
+                attempt.assignment.ended()
+            fruitless = 0 if mailbox.next_offset > begun_at else fruitless + 1
+            if fruitless > FRUITLESS_MIGRATIONS:
+                message = f"{fruitless} workers in a row failed without a token; the last: {fault.message}"
+                raise GenerationFault(Fault(fault.code, message))
+            self.migrations[fault.code] += 1
+            again = secrets.token_bytes(GENERATION_ID_BYTES)
+            sent = self._try_send(production, again) or self._enqueue(production, again, is_new=False)
+
+    def _enqueue(self, production: Production, generation_id: bytes, *, is_new: bool) -> Waiter[Attempt]:
+        try_send = partial(self._try_send, production, generation_id)
+        return self._queue(production.model).add(try_send, production.request.priority, is_new=is_new)
+
+    def _try_send(self, production: Production, generation_id: bytes) -> Attempt | None:
+        """Sends it to the worker that the router chooses; None when nobody has room."""
+        usable = {member.name: member for member in self._pool.usable(production.model)}
+        candidates = [Candidate(name, self._has_room(member), member.is_quiet) for name, member in usable.items()]
+        if not any(candidate.has_room for candidate in candidates):
+            return None
+        turn = production.turn
+        preferred, why = turn.preference
+        block_size = next(iter(usable.values())).model.block_size
+        blocks = -(-len(production.request.token_ids) // block_size)
+        names = partial(production.block_names, block_size)
+        decision = self._router.choose(candidates, names, blocks, preferred, why, turn.wishes.router)
         if decision is None:
-            raise GenerationFault(Fault("no_worker", f"no worker for model {model!r} is ready", retryable=True))
-        self.decisions[decision.reason] += 1
-        return usable[decision.worker]
+            return None
+        member = usable[decision.worker]
+        return self._send(production, generation_id, member, decision, blocks)
+
+    def _send(self, production: Production, generation_id: bytes, member: Member, decision: Decision, blocks: int) -> Attempt:
+        request = production.next_request(generation_id)
+        session = production.turn.sent(production.mailbox.index, decision)
+        if session is not None:
+            request = structs.replace(request, session=session)
+        assignment = self._router.sent(decision, decision.names, blocks)
+
+        def on_report(report: PromptReport) -> None:
+            assignment.first_token()
+            production.turn.reported(member.name, report)
+
+        return Attempt(member, generation_id, member.link.submit(request, production.mailbox, on_report), assignment)
+
+    def _has_room(self, member: Member) -> bool:
+        """One that is quiet has none: it would not begin before it speaks again, if ever."""
+        link, batch = member.link, member.model.max_batch or UNKNOWN_BATCH
+        return link.unbegun < self._limits.worker_queue and link.active < batch + self._limits.worker_queue and not member.is_quiet
+
+    def _queue(self, model: str) -> WaitingQueue[Attempt]:
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = self._queues[model] = WaitingQueue(self._clock)
+        return queue
+
+    async def _watch_deserted(self) -> None:
+        """Ends the waiting for workers that do not come."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = self._clock()
+            for model, queue in self._queues.items():
+                if not len(queue) or self._pool.usable(model):
+                    self._deserted.pop(model, None)
+                    continue
+                since = self._deserted.setdefault(model, now)
+                if now - since >= self._limits.worker_wait:
+                    message = f"no worker for model {model!r} has come within {self._limits.worker_wait:g} s"
+                    queue.fail(now - self._limits.worker_wait, GenerationFault(Fault("no_worker", message)))
+
+
+class _Observer:
+    """What one worker's link tells, with the worker's name."""
+
+    def __init__(self, dispatcher: Dispatcher, member: Member) -> None:
+        self._dispatcher = dispatcher
+        self._member = member
+
+    def stepped(self, step: Step) -> None:
+        self._dispatcher.stepped(self._member, step)
+
+    def snapshot_received(self, snapshot: Snapshot) -> None:
+        self._dispatcher.snapshot_received(self._member, snapshot)
+
+    def draining(self) -> None:
+        self._dispatcher.draining(self._member)
+
+
+async def _room(waiter: Waiter[Attempt]) -> Attempt:
+    """Waits in the queue until a worker has room."""
+    try:
+        return await waiter.sent
+    except asyncio.CancelledError:
+        _take_back(waiter)
+        raise
+
+
+def _take_back(waiter: Waiter[Attempt]) -> None:
+    """Its reader has left. If it was sent in the same moment, it is stopped there."""
+    sent = waiter.sent
+    if sent.done() and not sent.cancelled() and sent.exception() is None:
+        attempt = sent.result()
+        attempt.member.link.cancel(attempt.id)
+        attempt.assignment.ended()
+    else:
+        sent.cancel()

@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 # A child that exits with this made a mistake that a restart cannot mend.
 EXIT_CONFIG = 2
 FIRST_DELAY = 0.2
-LONGEST_DELAY = 10.0
+LONGEST_DELAY = 5.0
 # A child that lived so long before it died was well; its back-off starts anew.
-WELL_AFTER = 10.0
+WELL_AFTER = 3.0
 
 
 @dataclass(frozen=True)

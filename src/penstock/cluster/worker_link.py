@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from penstock.cluster.address import Address, UnixAddress
 from penstock.cluster.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
@@ -15,13 +17,21 @@ from penstock.wire.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Challenge,
+    CloseSession,
+    Delta,
     Draining,
     Fault,
     Finish,
     Hello,
     Message,
+    PromptReport,
     Ready,
     Segment,
+    SessionQuery,
+    SessionReport,
+    SessionReports,
+    Snapshot,
+    SnapshotRequest,
     Step,
     Submit,
     Welcome,
@@ -35,17 +45,53 @@ _READY = encode_frame(Ready())
 MESSAGES_A_WRITE = 8
 
 
+class LinkObserver(Protocol):
+    """Who wants to know what a worker tells of itself."""
+
+    def stepped(self, step: Step) -> None:
+        """A step has come, and its segments are in their mailboxes."""
+
+    def snapshot_received(self, snapshot: Snapshot) -> None: ...
+
+    def draining(self) -> None:
+        """The worker takes nothing new from now on."""
+
+
+class NoObserver:
+    """Nobody wants to know, yet."""
+
+    def stepped(self, step: Step) -> None:
+        pass
+
+    def snapshot_received(self, snapshot: Snapshot) -> None:
+        pass
+
+    def draining(self) -> None:
+        pass
+
+
 class Generation:
     """One generation on a link: where its deltas go, and how it ends.
 
-    `done` gets None for a Finish, which is in the mailbox then, or the error that ended it, which is not.
+    `done` gets None for a Finish, which is in the mailbox then, or the error that ended it, which is not. `on_report` is called with what
+    the worker tells of the prompt, which comes with the first token.
     """
 
-    __slots__ = ("done", "mailbox")
+    __slots__ = ("done", "has_begun", "mailbox", "on_report")
 
-    def __init__(self, mailbox: Mailbox, done: asyncio.Future[None]) -> None:
+    def __init__(self, mailbox: Mailbox, done: asyncio.Future[None], on_report: Callable[[PromptReport], None] | None) -> None:
         self.mailbox = mailbox
         self.done = done
+        self.on_report = on_report
+        self.has_begun = False
+
+    def begin(self, delta: Delta, report: PromptReport) -> Delta:
+        """The first delta of this worker. The reader hears of the prompt once, however many workers computed it."""
+        if self.on_report is not None:
+            self.on_report(report)
+        if self.mailbox.next_offset == 0:
+            return delta
+        return Delta(delta.offset, delta.token_ids, delta.logprobs)
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -74,6 +120,12 @@ class WorkerLink(LinkProtocol):
         self._generations: dict[bytes, Generation] = {}
         self._outgoing: list[bytes] = []
         self._gathering = False
+        self._queries: dict[int, asyncio.Future[Sequence[SessionReport]]] = {}
+        self._next_query = 0
+        self._silent_ticks = 0
+        self.unbegun = 0
+        """Generations of which nothing has come yet: they wait at the worker, or their prompts are being computed."""
+        self.observer: LinkObserver = NoObserver()
 
     @property
     def active(self) -> int:
@@ -84,13 +136,32 @@ class WorkerLink(LinkProtocol):
     def is_usable(self) -> bool:
         return self.is_established and not self.lost.done() and not self.draining
 
-    def submit(self, request: Submit, mailbox: Mailbox) -> Generation:
-        """Begins a generation; its deltas go to the mailbox."""
+    @property
+    def silent_ticks(self) -> int:
+        """How many looks have found it silent, one after the other, while it owed something."""
+        return self._silent_ticks
+
+    def tick(self) -> None:
+        """One look at whether it is silent. Looks are counted and not seconds, so that a front end that was itself busy, or asleep,
+        does not take that for the worker's silence."""
+        if self._generations:
+            self._silent_ticks += 1
+        else:
+            self._silent_ticks = 0
+
+    def give_up(self, error: LinkError) -> None:
+        """Ends the link now for this reason: the worker does not react any more, so that nothing is said to it."""
+        self._error = error
+        self.abort()
+
+    def submit(self, request: Submit, mailbox: Mailbox, on_report: Callable[[PromptReport], None] | None = None) -> Generation:
+        """Begins a generation; its deltas go to the mailbox. Raises LinkError when the link is lost."""
         if self.lost.done():
             raise self.lost.result()
-        generation = Generation(mailbox, self._loop.create_future())
+        generation = Generation(mailbox, self._loop.create_future(), on_report)
         self._write_soon(encode_frame(request))
         self._generations[request.id] = generation
+        self.unbegun += 1
         return generation
 
     def cancel(self, generation_id: bytes) -> None:
@@ -98,19 +169,62 @@ class WorkerLink(LinkProtocol):
         if generation_id in self._generations and not self.lost.done():
             self._write_soon(encode_frame(Cancel((generation_id,))))
 
+    def close_session(self, session_id: str, epoch: int) -> None:
+        """Ends a session on the worker, now or when its last active turn ends."""
+        if not self.lost.done():
+            self._write_soon(encode_frame(CloseSession(session_id, epoch)))
+
+    def request_snapshot(self) -> None:
+        if not self.lost.done():
+            self._write_soon(encode_frame(SnapshotRequest()))
+
+    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+        """What the worker knows of these; nothing of those that it does not know, and nothing when the link is lost meanwhile."""
+        if self.lost.done():
+            return ()
+        self._next_query += 1
+        number = self._next_query
+        answer: asyncio.Future[Sequence[SessionReport]] = self._loop.create_future()
+        self._queries[number] = answer
+        self._write_soon(encode_frame(SessionQuery(number, tuple(session_ids))))
+        try:
+            return await answer
+        finally:
+            self._queries.pop(number, None)
+
     def messages_received(self, messages: list[Message]) -> None:
+        self._silent_ticks = 0
         for message in messages:
-            match message:
-                case Step() if self.is_established:
-                    self._deliver(message)
-                case Draining() if self.is_established:
-                    self.draining = True
-                case Challenge() if not self.is_established:
-                    self._answer(message)
-                case Welcome() if not self.is_established:
-                    self._accept(message)
-                case _:
-                    raise unexpected(message, "Step" if self.is_established else "Challenge or Welcome")
+            if self.is_established:
+                self._hear(message)
+            else:
+                self._greet(message)
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Step():
+                self._deliver(message)
+                self.observer.stepped(message)
+            case Snapshot():
+                self.observer.snapshot_received(message)
+            case SessionReports():
+                answer = self._queries.get(message.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.reports)
+            case Draining():
+                self.draining = True
+                self.observer.draining()
+            case _:
+                raise unexpected(message, "Step")
+
+    def _greet(self, message: Message) -> None:
+        match message:
+            case Challenge():
+                self._answer(message)
+            case Welcome():
+                self._accept(message)
+            case _:
+                raise unexpected(message, "Challenge or Welcome")
 
     def link_lost(self, reason: LinkError) -> None:
         if not self.welcome.done():
@@ -120,6 +234,9 @@ class WorkerLink(LinkProtocol):
         generations, self._generations = self._generations, {}
         for generation in generations.values():
             generation.fail(LinkBroken(f"the link to the worker broke: {reason}"))
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_result(())
 
     def _deliver(self, step: Step) -> None:
         self.stats = step.stats
@@ -134,9 +251,15 @@ class WorkerLink(LinkProtocol):
             generation = generations.get(segment.id)
             if generation is None:
                 raise FrameMalformed(f"a segment for generation {segment.id.hex()}, which is not open")
+            if not generation.has_begun:
+                generation.has_begun = True
+                self.unbegun -= 1
             try:
-                if segment.delta is not None:
-                    generation.mailbox.put(segment.delta)
+                delta = segment.delta
+                if delta is not None:
+                    if delta.prompt is not None:
+                        delta = generation.begin(delta, delta.prompt)
+                    generation.mailbox.put(delta)
                 if segment.terminal is not None:
                     self._end(segment, generation)
             except StreamError as error:

@@ -82,13 +82,16 @@ def _explain(problem: str, content: Any, unsupported: frozenset[str]) -> Request
     if located is None:
         return RequestError(f"the body must be a JSON object: {problem}", code="invalid_type")
     param = located["path"].removeprefix("$").removeprefix(".")
-    field = re.split(r"[.\[]", param, maxsplit=1)[0]
-    if field in unsupported:
+    if field := next((name for name in (_first(param), param) if name in unsupported), None):
         return RequestError(f"`{field}` is not supported yet; leave it out", param=field, code="unsupported_field")
     expected = located["problem"][:1].lower() + located["problem"][1:]
     if choices := CHOICES.get(re.sub(r"\[.*?\]", "", param)):
         expected = f"expected one of {', '.join(choices)}"
     return RequestError(f"`{param}` is {_value_at(content, param)}: {expected}", param=param, code="invalid_value")
+
+
+def _first(param: str) -> str:
+    return re.split(r"[.\[]", param, maxsplit=1)[0]
 
 
 def _join(path: str | None, name: str) -> str:

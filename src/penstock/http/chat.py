@@ -9,32 +9,41 @@ import msgspec
 
 from penstock.http.body import decode_body
 from penstock.http.dialect import Envelope, Usage
+from penstock.http.hints import Headers, owner, prompt_text, read_hints
 from penstock.http.models import Models
 from penstock.http.plan import Plan, check_text_length, make_plan
 from penstock.http.schema import UNSUPPORTED_CHAT, ChatRequest, Message
+from penstock.router.affinity import session_key
 from penstock.text.tokenizer import ChatMessage
+from penstock.text.transcript import Transcripts
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Delta
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
-def parse_chat(body: bytes, models: Models) -> tuple[Plan, ChatDialect]:
+def parse_chat(body: bytes, headers: Headers, models: Models, transcripts: Transcripts) -> tuple[Plan, ChatDialect]:
     request = decode_body(body, _DECODER, UNSUPPORTED_CHAT)
+    hints, client = read_hints(request, headers), owner(headers)
     model = models.find(request.model)
     for index, message in enumerate(request.messages):
         check_text_length(model, f"messages[{index}]", message.text)
-    token_ids = model.tokenizer.encode_chat([_for_template(message) for message in request.messages])
+    name = model.info.name
+    key = None if hints.session is None else session_key(client, name, hints.session.id)
+    chat = transcripts.encode_chat(key, name, model.tokenizer, [_for_template(message) for message in request.messages])
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens == 0:
         raise RequestError("`max_tokens` is 0: expected at least 1", param="max_tokens")
     plan = make_plan(
         model,
         request,
-        [("messages", token_ids)],
+        hints,
+        client,
+        [("messages", chat.token_ids)],
         max_tokens=max_tokens,
         logprobs=_wanted_logprobs(request),
         response_format=request.response_format,
+        chat=chat,
     )
     return plan, ChatDialect(plan)
 
@@ -59,19 +68,19 @@ class ChatDialect:
             content.append({**self._token(token_id, entry.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def event(self, index: int, text: str, logprobs: object, finish_reason: str | None) -> bytes:
+    def event(self, index: int, text: str, logprobs: object, finish_reason: str | None, nvext: object) -> bytes:
         # The role comes with the first text: an event of its own would be a write of its own.
         if self._has_role[index]:
             content = b',"delta":{"content":' + msgspec.json.encode(text) + b"}" if text else b',"delta":{}'
         else:
             self._has_role[index] = True
             content = b',"delta":{"role":"assistant","content":' + msgspec.json.encode(text) + b"}"
-        return self._envelope.event(index, content, logprobs, finish_reason)
+        return self._envelope.event(index, content, logprobs, finish_reason, nvext)
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._envelope.usage_event(usage)
 
-    def body(self, choices: Sequence[tuple[str, list[object], str]], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[tuple[str, list[object], str]], usage: Usage, nvext: object) -> bytes:
         rendered: list[dict[str, object]] = [
             {
                 "index": index,
@@ -81,7 +90,7 @@ class ChatDialect:
             }
             for index, (text, parts, finish_reason) in enumerate(choices)
         ]
-        return self._envelope.body("chat.completion", rendered, usage)
+        return self._envelope.body("chat.completion", rendered, usage, nvext)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, object]:
         piece = self._tokenizer.token_bytes(token_id)
@@ -97,7 +106,7 @@ def _joined(parts: list[object]) -> object:
 
 
 def _for_template(message: Message) -> ChatMessage:
-    rendered = ChatMessage(role=message.role, content=message.text)
+    rendered = ChatMessage(role=message.role, content=prompt_text(message))
     if message.name is not None:
         rendered["name"] = message.name
     return rendered

@@ -9,10 +9,12 @@ import msgspec
 
 from penstock.http.body import decode_body
 from penstock.http.dialect import Envelope, Usage
+from penstock.http.hints import Headers, owner, read_hints
 from penstock.http.models import Models, ServedModel
 from penstock.http.plan import Plan, check_text_length, make_plan
 from penstock.http.schema import UNSUPPORTED_COMPLETION, CompletionRequest
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.transcript import Transcripts
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Delta, TokenLogprob
 
@@ -20,15 +22,25 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
 
 
-def parse_completion(body: bytes, models: Models) -> tuple[Plan, CompletionDialect]:
+def parse_completion(body: bytes, headers: Headers, models: Models, _: Transcripts) -> tuple[Plan, CompletionDialect]:
     request = decode_body(body, _DECODER, UNSUPPORTED_COMPLETION)
+    hints = read_hints(request, headers)
     model = models.find(request.model)
     prompts = [(field, _tokens(model, field, prompt)) for field, prompt in _prompts(request.prompt)]
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if not max_tokens and not request.echo:
         raise RequestError("`max_tokens` is 0: expected at least 1 unless `echo` is true", param="max_tokens")
     echo_logprobs = bool(request.echo) and request.logprobs is not None
-    plan = make_plan(model, request, prompts, max_tokens=max_tokens, logprobs=request.logprobs, prompt_logprobs=echo_logprobs)
+    plan = make_plan(
+        model,
+        request,
+        hints,
+        owner(headers),
+        prompts,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=echo_logprobs,
+    )
     return plan, CompletionDialect(plan, bool(request.echo))
 
 
@@ -67,18 +79,18 @@ class CompletionDialect:
             "text_offset": offsets,
         }
 
-    def event(self, index: int, text: str, logprobs: object, finish_reason: str | None) -> bytes:
-        return self._envelope.event(index, b',"text":' + msgspec.json.encode(text), logprobs, finish_reason)
+    def event(self, index: int, text: str, logprobs: object, finish_reason: str | None, nvext: object) -> bytes:
+        return self._envelope.event(index, b',"text":' + msgspec.json.encode(text), logprobs, finish_reason, nvext)
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._envelope.usage_event(usage)
 
-    def body(self, choices: Sequence[tuple[str, list[object], str]], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[tuple[str, list[object], str]], usage: Usage, nvext: object) -> bytes:
         rendered: list[dict[str, object]] = [
             {"index": index, "text": text, "logprobs": _joined(parts), "finish_reason": finish_reason}
             for index, (text, parts, finish_reason) in enumerate(choices)
         ]
-        return self._envelope.body("text_completion", rendered, usage)
+        return self._envelope.body("text_completion", rendered, usage, nvext)
 
 
 def _text(tokenizer: Tokenizer, token_id: int) -> str:

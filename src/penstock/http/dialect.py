@@ -39,13 +39,13 @@ class Dialect(Protocol):
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
         """The logprobs of the delta's first `tokens` tokens, in the dialect's shape; None without."""
 
-    def event(self, index: int, text: str, logprobs: object, finish_reason: str | None) -> bytes:
-        """One streamed event."""
+    def event(self, index: int, text: str, logprobs: object, finish_reason: str | None, nvext: object) -> bytes:
+        """One streamed event. `nvext`, if there is any, is what the answer says beyond the API: it comes with the last event."""
 
     def usage_event(self, usage: Usage) -> bytes:
         """The event that carries the usage of a stream."""
 
-    def body(self, choices: Sequence[tuple[str, list[object], str]], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[tuple[str, list[object], str]], usage: Usage, nvext: object) -> bytes:
         """The whole answer: for each choice its text, the logprobs of its parts, and its finish reason."""
 
 
@@ -64,19 +64,22 @@ class Envelope:
         }
         self._opening = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":[{"index":'
         usage = b',"usage":null' if plan.include_usage else b""
+        self._usage = usage
         self._closing = b"}]" + usage + b"}\n\n"
         self._plain_closing = b',"logprobs":null,"finish_reason":null' + self._closing
 
-    def event(self, index: int, content: bytes, logprobs: object, finish_reason: str | None) -> bytes:
+    def event(self, index: int, content: bytes, logprobs: object, finish_reason: str | None, nvext: object) -> bytes:
         """`content` is the rendered member that holds the text, with a comma before it."""
         opening = b"%b%d%b" % (self._opening, index, content)
         if logprobs is None and finish_reason is None:
             return opening + self._plain_closing
-        rest = (msgspec.json.encode(logprobs), msgspec.json.encode(finish_reason), self._closing)
+        closing = self._closing if nvext is None else b'}]%b,"nvext":%b}\n\n' % (self._usage, msgspec.json.encode(nvext))
+        rest = (msgspec.json.encode(logprobs), msgspec.json.encode(finish_reason), closing)
         return opening + b',"logprobs":%b,"finish_reason":%b%b' % rest
 
     def usage_event(self, usage: Usage) -> bytes:
         return b"data: " + msgspec.json.encode({**self._fields, "choices": [], "usage": usage.fields()}) + b"\n\n"
 
-    def body(self, kind: str, choices: list[dict[str, object]], usage: Usage) -> bytes:
-        return msgspec.json.encode({**self._fields, "object": kind, "choices": choices, "usage": usage.fields()})
+    def body(self, kind: str, choices: list[dict[str, object]], usage: Usage, nvext: object) -> bytes:
+        fields = {**self._fields, "object": kind, "choices": choices, "usage": usage.fields()}
+        return msgspec.json.encode(fields if nvext is None else {**fields, "nvext": nvext})

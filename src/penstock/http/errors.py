@@ -15,6 +15,7 @@ _STATUS_OF_FAULT = {
     "invalid_token": 400,
     "invalid_grammar": 400,
     "unsupported": 400,
+    "queue_full": 429,
     "no_worker": 503,
     "draining": 503,
     "worker_lost": 503,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.types import Receive
 
@@ -27,17 +27,45 @@ from penstock.wire.messages import Delta, Fault, Finish, Submit, Terminal
 log = logging.getLogger(__name__)
 
 
-class Producer(Protocol):
+class Turn(Protocol):
+    """One request on its way to the workers, and what can be told of that."""
+
+    @property
+    def settling(self) -> asyncio.Future[None] | None:
+        """What the end of the answer has to wait for: a session is bound before its client can come with the next turn. None: nothing."""
+
+    def describe_session(self) -> dict[str, object] | None:
+        """What became of the session that it is a turn of; None without."""
+
+    def describe_route(self) -> list[dict[str, object]]:
+        """How its workers were chosen."""
+
+
+TurnType = TypeVar("TurnType", bound=Turn, contravariant=True)
+
+
+class Producer(Protocol[TurnType]):
     """Where generations come from."""
 
-    def produce(self, model: str, request: Submit, mailbox: Mailbox) -> Coroutine[None, None, None]:
+    def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: TurnType) -> Coroutine[None, None, None]:
         """Begins a generation and returns what waits for its finish; raises GenerationFault; cancelling stops it."""
 
 
 class Choice:
     """One choice of the answer, from its tokens to its text."""
 
-    __slots__ = ("_assembler", "_dialect", "_index", "_next_offset", "_opening", "cached_tokens", "finish_reason", "tokens")
+    __slots__ = (
+        "_assembler",
+        "_dialect",
+        "_index",
+        "_next_offset",
+        "_opening",
+        "answer",
+        "cached_tokens",
+        "finish_reason",
+        "is_whole",
+        "tokens",
+    )
 
     def __init__(self, index: int, plan: Plan, dialect: Dialect) -> None:
         self._index = index
@@ -48,6 +76,9 @@ class Choice:
         self.tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
+        # Its tokens, where the session's next turn will come with them again.
+        self.answer: list[int] | None = [] if plan.remembers else None
+        self.is_whole = False
 
     def advance(self, delta: Delta | None, terminal: Terminal | None) -> tuple[str, object]:
         """The text and logprobs that a delta and a terminal add. Sets `finish_reason` at the end, be it a stop string's.
@@ -63,6 +94,8 @@ class Choice:
             part = self._assembler.feed(delta.token_ids)
             self.tokens += part.tokens
             text = text + part.text if text else part.text
+            if self.answer is not None:
+                self.answer += delta.token_ids
             if delta.prompt is not None:
                 self.cached_tokens = delta.prompt.cached_tokens
             if delta.logprobs is not None or delta.prompt is not None:
@@ -74,23 +107,33 @@ class Choice:
             part = self._assembler.finish()
             text += part.text
             self.finish_reason = "stop" if part.stopped else terminal.reason
+            self.is_whole = not part.stopped
         return text, logprobs
 
 
 class Exchange:
     """Runs one plan and sends its answer, streamed or whole."""
 
-    def __init__(self, plan: Plan, dialect: Dialect, producer: Producer, response: Response, metrics: FrontEndMetrics) -> None:
+    def __init__(
+        self, plan: Plan, dialect: Dialect, producer: Producer[TurnType], turn: TurnType, response: Response, metrics: FrontEndMetrics
+    ) -> None:
         self._plan = plan
+        self._turn = turn
         self._dialect = dialect
         self._response = response
         self._metrics = metrics
         name = plan.model.info.name
-        self._fan = FanIn([partial(producer.produce, name, submit) for submit in plan.submits])
+        self._fan = FanIn([partial(producer.produce, name, submit, turn=turn) for submit in plan.submits])
         self._choices = [Choice(index, plan, dialect) for index in range(len(plan.submits))]
         self._open = len(self._choices)
         self._begun = False
+        self._held: list[Arrival] = []
         self._writer: EventWriter | None = None
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """The tokens of the choices that no stop string has cut, where they are to be remembered."""
+        return [choice.answer for choice in self._choices if choice.answer is not None and choice.is_whole]
 
     async def run(self, receive: Receive, ticket: Ticket) -> str:
         """Returns the outcome: `ok`, or `broken_off` after a fault in mid-stream, which became an error event and the end.
@@ -130,7 +173,7 @@ class Exchange:
         """The events of all that has arrived, and the outcome when they are the last."""
         events: list[bytes] = []
         try:
-            arrivals = self._fan.take()
+            arrivals = self._take_settled()
             if not self._begun and arrivals:
                 self._begin(arrivals, ticket)
             for arrival in arrivals:
@@ -146,6 +189,22 @@ class Exchange:
         if not self._open:
             return b"".join(events) + self._closing_events(), "ok"
         return events[0] if len(events) == 1 else b"".join(events), None
+
+    def _take_settled(self) -> list[Arrival]:
+        """What has arrived, but for ends that have to wait."""
+        arrivals = self._fan.take()
+        settling = self._turn.settling
+        if settling is None:
+            if self._held:
+                arrivals, self._held = self._held + arrivals, []
+            return arrivals
+        ends = [arrival for arrival in arrivals if arrival.terminal is not None]
+        if ends:
+            self._held += ends
+            assert self._writer is not None
+            wake = self._writer.wake
+            settling.add_done_callback(lambda _: wake())
+        return [arrival for arrival in arrivals if arrival.terminal is None]
 
     async def _collect(self, ticket: Ticket) -> str:
         texts: list[list[str]] = [[] for _ in self._choices]
@@ -163,9 +222,11 @@ class Exchange:
             if not self._open:
                 break
             arrivals = await self._fan.receive()
+        if self._turn.settling is not None:
+            await asyncio.wait([self._turn.settling])
         parts = zip(texts, logprobs, self._choices, strict=True)
         whole = [("".join(text), probs, choice.finish_reason or "") for text, probs, choice in parts]
-        await self._response.send_whole(200, self._dialect.body(whole, self._usage()))
+        await self._response.send_whole(200, self._dialect.body(whole, self._usage(), self._nvext()))
         return "ok"
 
     def _begin(self, arrivals: Sequence[Arrival], ticket: Ticket) -> None:
@@ -182,7 +243,7 @@ class Exchange:
         finish_reason = self._choices[arrival.choice].finish_reason
         if not text and logprobs is None and finish_reason is None:
             return b""
-        return self._dialect.event(arrival.choice, text, logprobs, finish_reason)
+        return self._dialect.event(arrival.choice, text, logprobs, finish_reason, None if self._open else self._nvext())
 
     def _advance(self, arrival: Arrival) -> tuple[str, object]:
         """What an arrival adds to its choice. Raises GenerationFault when it does not follow what came before."""
@@ -203,6 +264,16 @@ class Exchange:
 
     def _closing_events(self) -> bytes:
         return (self._dialect.usage_event(self._usage()) if self._plan.include_usage else b"") + DONE
+
+    def _nvext(self) -> dict[str, object] | None:
+        """What the answer says of its session, and, if the client asked, of its route."""
+        told: dict[str, object] = {}
+        session = self._turn.describe_session()
+        if session is not None:
+            told["session"] = session
+        if self._plan.hints.wants_route:
+            told["route"] = self._turn.describe_route()
+        return told or None
 
     def _usage(self) -> Usage:
         completion = sum(choice.tokens for choice in self._choices)

@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.http.hints import Hints
 from penstock.http.models import ServedModel
 from penstock.http.schema import Common, ResponseFormat, StructuredOutputs
+from penstock.text.transcript import EncodedChat
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
 
@@ -37,18 +39,29 @@ class Plan:
     include_usage: bool
     prompt_tokens: int
     response_id: str
+    hints: Hints
+    owner: str
     grammar_field: str | None = None
+    chat: EncodedChat | None = None
+
+    @property
+    def remembers(self) -> bool:
+        """Its tokens are kept for the session's next turn."""
+        return self.chat is not None and self.hints.session is not None and self.hints.session.action != "close"
 
 
 def make_plan(
     model: ServedModel,
     request: Common,
+    hints: Hints,
+    owner: str,
     prompts: Sequence[tuple[str, Sequence[int]]],
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: bool = False,
     response_format: ResponseFormat | None = None,
+    chat: EncodedChat | None = None,
 ) -> Plan:
     """`prompts` has each prompt's field name, for the errors, and its tokens. `max_tokens` None: as many as fit."""
     n = request.n or 1
@@ -75,11 +88,25 @@ def make_plan(
             stop_ids=stop_ids,
             logit_bias=logit_bias,
             grammar=grammar,
+            retention_seconds=hints.retention_seconds,
+            priority=hints.priority,
         )
         for generation_id, (field, token_ids, choice) in zip(ids, choices, strict=True)
     ]
     prompt_tokens = sum(len(token_ids) for _, token_ids in prompts)
-    return Plan(model, submits, request.stops, bool(request.stream), request.include_usage, prompt_tokens, response_id.hex(), grammar_field)
+    return Plan(
+        model=model,
+        submits=submits,
+        stops=request.stops,
+        stream=bool(request.stream),
+        include_usage=request.include_usage,
+        prompt_tokens=prompt_tokens,
+        response_id=response_id.hex(),
+        hints=hints,
+        owner=owner,
+        grammar_field=grammar_field,
+        chat=chat,
+    )
 
 
 def check_text_length(model: ServedModel, field: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
@@ -9,11 +10,28 @@ from msgspec import Meta, Struct
 Role = Literal["system", "developer", "user", "assistant"]
 PartType = Literal["text"]
 FormatType = Literal["text", "json_object", "json_schema"]
+SessionControlAction = Literal["open", "close"]
+EphemeralTtl = Literal["5m", "1h"]
+BreakpointTtl = Literal["30m", "12h"]
+BreakpointMode = Literal["implicit", "explicit"]
+Retention = Literal["in_memory", "in-memory", "24h"]
+ExtraField = Literal["route", "worker_id", "timing", "routed_experts", "engine_data", "stop_reason"]
 
 CHOICES = {
     "messages.role": get_args(Role),
     "messages.content.type": get_args(PartType),
+    "messages.content.cache_control.type": ("ephemeral",),
+    "messages.content.cache_control.ttl": get_args(EphemeralTtl),
+    "messages.content.prompt_cache_breakpoint.ttl": get_args(BreakpointTtl),
     "response_format.type": get_args(FormatType),
+    "cache_control.type": ("ephemeral",),
+    "cache_control.ttl": get_args(EphemeralTtl),
+    "prompt_cache_retention": get_args(Retention),
+    "prompt_cache_options.mode": get_args(BreakpointMode),
+    "prompt_cache_options.ttl": get_args(BreakpointTtl),
+    "nvext.session_control.action": get_args(SessionControlAction),
+    "nvext.cache_control.type": ("ephemeral",),
+    "nvext.extra_fields": get_args(ExtraField),
 }
 """What the field with this path may be, for the error message."""
 
@@ -22,6 +40,9 @@ Text = Annotated[str, Meta(min_length=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Text | Annotated[list[Text], Meta(max_length=16)] | None
+LONGEST_SECONDS = 86_400
+Seconds = Annotated[float, Meta(gt=0, le=LONGEST_SECONDS)]
+LOWEST_PRIORITY, HIGHEST_PRIORITY = -10, 10
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -37,6 +58,88 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     regex: Text | None = None
     choice: Annotated[list[Text], Meta(min_length=1)] | None = None
     grammar: Text | None = None
+
+
+class CacheControl(Struct, forbid_unknown_fields=True, frozen=True):
+    """Anthropic's mark: keep the prompt up to here. `scope` is accepted and ignored."""
+
+    type: Literal["ephemeral"]
+    ttl: EphemeralTtl | None = None
+    scope: str | None = None
+
+
+class PromptCacheBreakpoint(Struct, forbid_unknown_fields=True, frozen=True):
+    """OpenAI's mark: keep the prompt up to here."""
+
+    mode: Literal["explicit"]
+    ttl: BreakpointTtl | None = None
+
+
+class PromptCacheOptions(Struct, forbid_unknown_fields=True, frozen=True):
+    """OpenAI's wish for a whole request. With `mode` explicit only what is marked is to be kept."""
+
+    mode: BreakpointMode | None = None
+    ttl: BreakpointTtl | None = None
+
+
+class SessionControl(Struct, forbid_unknown_fields=True, frozen=True):
+    """The session that a request is a turn of. Without an action it goes on."""
+
+    # What an id may be is checked in hints.py, as it is for those of headers.
+    session_id: str
+    action: SessionControlAction | None = None
+    timeout: Seconds | None = None
+
+
+class NvextCacheControl(Struct, forbid_unknown_fields=True, frozen=True):
+    """How long to keep the prompt. `ttl` is seconds, or a text such as `90s`, `5m` or `1h`, which is checked in hints.py."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Seconds | str | None = None
+    retention_seconds: Seconds | None = None
+
+
+class AgentHints(Struct, forbid_unknown_fields=True, frozen=True):
+    """Only `priority` does something. The others are what clients of Dynamo send, and ask for nothing that changes the answer."""
+
+    priority: Annotated[int, Meta(ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)] | None = None
+    strict_priority: NonNegative | None = None
+    osl: NonNegative | None = None
+    speculative_prefill: bool | None = None
+    latency_sensitivity: float | None = None
+    prefix_id: str | None = None
+    total_requests: NonNegative | None = None
+    iat: NonNegative | None = None
+
+
+class Nvext(Struct, forbid_unknown_fields=True, frozen=True):
+    """NVIDIA's extension object, as Dynamo documents it, with our own `retention_seconds`.
+
+    The members below `extra_fields` that only ask for a place, for speed or for more to be told are accepted and ignored; those that
+    would change the answer, or what it shares with others, are refused.
+    """
+
+    session_control: SessionControl | None = None
+    cache_control: NvextCacheControl | None = None
+    retention_seconds: Seconds | None = None
+    agent_hints: AgentHints | None = None
+    extra_fields: list[ExtraField] | None = None
+    agent_context: dict[str, Any] | None = None
+    annotations: list[str] | None = None
+    backend_instance_id: NonNegative | None = None
+    prefill_worker_id: NonNegative | None = None
+    decode_worker_id: NonNegative | None = None
+    dp_rank: NonNegative | None = None
+    prefill_dp_rank: NonNegative | None = None
+    request_timestamp_ms: float | None = None
+    max_thinking_tokens: NonNegative | None = None
+    greed_sampling: Literal[False] | None = None
+    use_raw_prompt: Literal[False] | None = None
+    token_data: None = None
+    cache_salt: None = None
+
+
+UNSUPPORTED_NVEXT = frozenset({"nvext.greed_sampling", "nvext.use_raw_prompt", "nvext.token_data", "nvext.cache_salt"})
 
 
 class Common(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -63,6 +166,12 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
+    # The wishes for sessions, caching, priority and routing, in all their spellings: read in hints.py.
+    nvext: Nvext | None = None
+    cache_control: CacheControl | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Retention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -71,6 +180,11 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def parts(self) -> Sequence[ContentPart]:
+        """All content parts of all messages: what can be marked for the cache."""
+        return ()
 
 
 class CompletionRequest(Common, forbid_unknown_fields=True, kw_only=True):
@@ -89,6 +203,8 @@ class ContentPart(Struct, forbid_unknown_fields=True):
 
     type: PartType
     text: str
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
 class Message(Struct, forbid_unknown_fields=True):
@@ -133,7 +249,6 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: bool | None = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     tools: None = None
     tool_choice: None = None
@@ -145,10 +260,15 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     verbosity: None = None
     web_search_options: None = None
 
+    @property
+    def parts(self) -> Sequence[ContentPart]:
+        return [part for message in self.messages if isinstance(message.content, list) for part in message.content]
 
-UNSUPPORTED_COMPLETION = frozenset({"suffix", "best_of"})
+
+UNSUPPORTED_COMPLETION = frozenset({"suffix", "best_of", *UNSUPPORTED_NVEXT})
 UNSUPPORTED_CHAT = frozenset(
     {
+        *UNSUPPORTED_NVEXT,
         "tools",
         "tool_choice",
         "functions",

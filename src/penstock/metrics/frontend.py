@@ -41,9 +41,21 @@ class Tally:
 class ClusterReading:
     """What the front end knows of its workers at the moment of the scrape."""
 
-    workers: Mapping[str, WorkerStats]
-    links_lost: int
-    decisions: Mapping[str, int]
+    workers: Mapping[str, WorkerStats] = field(default_factory=dict)
+    links_lost: int = 0
+    stalls: int = 0
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    diversions: Mapping[str, int] = field(default_factory=dict)
+    load: Mapping[str, float] = field(default_factory=dict)
+    index_blocks: Mapping[str, int] = field(default_factory=dict)
+    queued: int = 0
+    migrations: Mapping[str, int] = field(default_factory=dict)
+    sessions: int = 0
+    session_events: Mapping[str, int] = field(default_factory=dict)
+    transcript_tokens: Mapping[str, int] = field(default_factory=dict)
+    transcript_bytes: int = 0
+    store_is_available: bool = True
+    tasks: int = 0
 
 
 class FrontEndMetrics:
@@ -80,13 +92,8 @@ class _Snapshot(Collector):
         yield from self._load(reading)
         yield from self._engines(reading)
         yield from self._token_path()
-        yield _counter("penstock_links_lost", "Links to workers that broke.", {(): reading.links_lost})
-        yield _counter(
-            "penstock_routing_decisions",
-            "Generations sent to a worker, by the reason of the choice.",
-            {(reason,): count for reason, count in reading.decisions.items()},
-            ("reason",),
-        )
+        yield from self._routing(reading)
+        yield from self._sessions(reading)
 
     def _load(self, reading: ClusterReading) -> Iterator[Metric]:
         tally = self._tally
@@ -123,6 +130,33 @@ class _Snapshot(Collector):
         preempted: Samples = {(name,): stats.preemptions for name, stats in workers}
         yield _counter("penstock_preemptions", "Generations that made room for older ones, to be computed anew.", preempted, label)
 
+    def _routing(self, reading: ClusterReading) -> Iterator[Metric]:
+        reason = ("reason",)
+        yield _counter("penstock_links_lost", "Links to workers that broke.", {(): reading.links_lost})
+        yield _counter("penstock_workers_stalled", "Links given up because a worker owed tokens and was silent.", {(): reading.stalls})
+        text = "Generations sent to a worker, by the reason of the choice."
+        yield _counter("penstock_routing_decisions", text, _by_label(reading.decisions), reason)
+        text = "Generations that did not go to the worker of their session or key, by the reason."
+        yield _counter("penstock_routing_diversions", text, _by_label(reading.diversions), reason)
+        text = "Generations that went on with another worker, by what ended them on the one before."
+        yield _counter("penstock_migrations", text, _by_label(reading.migrations), reason)
+        yield _gauge("penstock_generations_queued", "Generations that no worker has room for.", {(): reading.queued})
+        text = "Load of a worker in KV blocks, as the router reckons it."
+        yield _gauge("penstock_router_load_blocks", text, _by_label(reading.load), ("name",))
+        text = "KV blocks of a worker that the router knows or expects."
+        yield _gauge("penstock_router_index_blocks", text, _by_label(reading.index_blocks), ("name",))
+
+    def _sessions(self, reading: ClusterReading) -> Iterator[Metric]:
+        yield _gauge("penstock_sessions_known", "Sessions that this front end has had a turn of.", {(): reading.sessions})
+        text = "What became of sessions at this front end."
+        yield _counter("penstock_session_events", text, _by_label(reading.session_events), ("event",))
+        text = "Tokens of chat prompts, by whether an earlier turn of their session had them."
+        yield _counter("penstock_chat_tokens", text, _by_label(reading.transcript_tokens), ("source",))
+        yield _gauge("penstock_transcript_bytes", "Memory that sessions' earlier turns take.", {(): reading.transcript_bytes})
+        text = "Whether the store of sessions can be reached."
+        yield _gauge("penstock_store_available", text, {(): int(reading.store_is_available)})
+        yield _gauge("penstock_tasks", "Tasks of the front end's event loop.", {(): reading.tasks})
+
     def _token_path(self) -> Iterator[Metric]:
         tally = self._tally
         yield _counter("penstock_tokens_delivered", "Tokens handed to clients.", {(): tally.tokens_delivered})
@@ -132,6 +166,10 @@ class _Snapshot(Collector):
         yield _counter("penstock_readers_stalled", "Streams cut off because their reader took nothing.", {(): tally.readers_stalled})
         yield _counter("penstock_connections_refused", "Connections refused for want of file descriptors.", {(): tally.connections_refused})
         yield _counter("penstock_requests", "Requests by route and outcome.", dict(tally.requests), ("route", "outcome"))
+
+
+def _by_label(values: Mapping[str, float]) -> Samples:
+    return {(label,): value for label, value in values.items()}
 
 
 def _gauge(name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:

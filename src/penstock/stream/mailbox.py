@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable
 
 from penstock.stream.slot import Slot
@@ -61,15 +62,18 @@ class Mailbox(Slot):
     `put` and `end` never block and never drop: they merge with what waits. Out of sequence they raise, after the terminal
     they raise, after `cancel` they are a counted no-op. Taking is synchronous. Memory is bounded by the generation's own
     `max_tokens`.
+
+    `history` has every token that was put, taken or not: with it the generation can go on elsewhere.
     """
 
-    __slots__ = ("_doorbell", "cancelled", "index", "late_puts")
+    __slots__ = ("_doorbell", "cancelled", "history", "index", "late_puts")
 
     def __init__(self, doorbell: Doorbell, index: int = 0) -> None:
         super().__init__()
         self.index = index
         self.cancelled = False
         self.late_puts = 0
+        self.history = array("I")
         self._doorbell = doorbell
 
     def put(self, delta: Delta) -> bool:
@@ -77,6 +81,7 @@ class Mailbox(Slot):
             self.late_puts += 1
             return False
         was_empty = super().put(delta)
+        self.history.extend(delta.token_ids)
         if was_empty:
             self._doorbell.ring(self)
         return was_empty

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.directory import Directory
+from penstock.cluster.pool import WorkerPool
+from penstock.cluster.sessions import Sessions, Turn
 from penstock.http.admission import Admission, Limits
-from penstock.http.app import make_app
+from penstock.http.app import Services, make_app
 from penstock.http.completions import parse_completion
 from penstock.http.exchange import Choice
 from penstock.http.models import Models
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
+from penstock.router.affinity import MemoryStore
 from penstock.stream.mailbox import Mailbox
+from penstock.text.transcript import Transcripts
 from penstock.text.words import WordTokenizer
 from penstock.wire.errors import GapError, GenerationFault, OverlapError
 from penstock.wire.messages import Delta, Fault, Finish, Grammar, ModelInfo, Submit
@@ -34,18 +39,21 @@ class FrontEnd:
     def __init__(self, produce: Produce, limits: Limits | None = None) -> None:
         self.tally = Tally()
         metrics = FrontEndMetrics(self.tally)
-        metrics.observe(lambda: ClusterReading({}, 0, {}))
+        metrics.observe(lambda: ClusterReading())
         self.models = Models()
         self.models.observe(lambda: [MODEL])
         self.admission = Admission(limits or Limits(), self.tally)
         self._produce = produce
-        self.app = make_app(self.models, self, self.admission, metrics)
+        pool = WorkerPool([], "test", "", self.models.prepare)
+        sessions = Sessions(MemoryStore(), pool, quota=0)
+        directory = Directory(sessions, self.models)
+        self.app = make_app(Services(self.models, Transcripts(0), sessions, self, directory, self.admission, metrics))
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
         self.socket_open = asyncio.Event()
         self.socket_open.set()
 
-    async def produce(self, model: str, request: Submit, mailbox: Mailbox) -> None:
+    async def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
         await self._produce(request, mailbox)
 
     async def post(self, **fields: object) -> None:
@@ -249,7 +257,7 @@ async def test_the_last_hop_checks_offsets_once_more() -> None:
     models = Models()
     models.observe(lambda: [MODEL])
     await models.prepare(MODEL)
-    plan, dialect = parse_completion(b'{"model": "m", "prompt": "x"}', models)
+    plan, dialect = parse_completion(b'{"model": "m", "prompt": "x"}', [], models, Transcripts(0))
     choice = Choice(0, plan, dialect)
     assert choice.advance(Delta(0, (WATER,)), None) == (" water", None)
     with pytest.raises(GapError):

@@ -11,6 +11,7 @@ from penstock.http.chat import parse_chat
 from penstock.http.completions import parse_completion
 from penstock.http.models import Models
 from penstock.http.plan import MAX_GRAMMAR_BYTES, Plan
+from penstock.text.transcript import Transcripts
 from penstock.text.words import WordTokenizer
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar, ModelInfo
@@ -30,11 +31,13 @@ async def models() -> Models:
 
 
 async def completion(**fields: object) -> Plan:
-    return parse_completion(json.dumps({"model": "m", "prompt": "x", **fields}).encode(), await models())[0]
+    return parse_completion(json.dumps({"model": "m", "prompt": "x", **fields}).encode(), [], await models(), Transcripts(0))[0]
 
 
 async def chat(**fields: object) -> Plan:
-    return parse_chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}).encode(), await models())[0]
+    return parse_chat(
+        json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}).encode(), [], await models(), Transcripts(0)
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,6 @@ async def test_a_schema_as_deep_as_the_decoder_takes_it_is_no_crash() -> None:
     schema = '{"a":' * 900 + "5" + "}" * 900
     body = b'{"model": "m", "prompt": "x", "structured_outputs": {"json": ' + schema.encode() + b"}}"
     try:
-        parse_completion(body, await models())
+        parse_completion(body, [], await models(), Transcripts(0))
     except RequestError as error:
         assert error.status == 400

@@ -1,0 +1,216 @@
+"""Kills and freezes workers under load, and proves that no client noticed.
+
+    python bench/chaos.py simulator     2,000 streams of 512 tokens on four simulated workers
+    python bench/chaos.py embedded      100 sampled streams on four workers with a tiny model, compared to an undisturbed run
+
+Every two seconds a random worker is killed with SIGKILL (its supervisor restarts it) and another is frozen with SIGSTOP for five seconds.
+Exits with 1 when a single token, or a single answer, is not what it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from penstock.bench.client import Client
+from penstock.bench.load import Load, Progress, Workload
+from penstock.bench.verify import make_verifier
+from servers import Process, serving
+
+KILL_EVERY = 2.0
+FREEZE_SECONDS = 5.0
+VOCABULARY = 300
+
+
+class Chaos:
+    """What is done to the workers, as a context."""
+
+    def __init__(self, server: Process, seed: int) -> None:
+        self._server = server
+        self._random = random.Random(seed)
+        self._frozen: dict[int, psutil.Process] = {}
+        self.killed = 0
+        self.frozen = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Chaos]:
+        task = asyncio.create_task(self._run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            for process in list(self._frozen.values()):
+                self._thaw(process)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(KILL_EVERY)
+            workers = list(self._server.children("worker").values())
+            self._random.shuffle(workers)
+            if workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    workers[0].kill()
+                    self.killed += 1
+                    self._frozen.pop(workers[0].pid, None)
+            for process in workers[1:2]:
+                if process.pid not in self._frozen:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGSTOP)
+                        self.frozen += 1
+                        self._frozen[process.pid] = process
+                        loop.call_later(FREEZE_SECONDS, self._thaw, process)
+
+    def _thaw(self, process: psutil.Process) -> None:
+        if self._frozen.pop(process.pid, None) is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+
+async def run_simulator(arguments: argparse.Namespace) -> bool:
+    flags = ["--engine=simulator", "--workers=4", "--max-batch=768", "--worker-queue=128"]
+    flags += [f"--step-ms={arguments.step_ms}", f"--worker-stall={arguments.stall}"]
+    with serving(*flags) as server:
+        workload = Workload("simulator", "completions", arguments.streams, arguments.streams, 512, 32, arguments.seed, ignore_eos=True)
+        async with Client(server.url, "completions", 600.0) as client:
+            load = Load(client, workload)
+            chaos = Chaos(server, arguments.seed)
+            async with chaos.running():
+                await load.run(_show)
+        verification = make_verifier("simulator", "words").verify(load.streams, 512)
+        errors = [stream.error for stream in load.streams if stream.error is not None]
+        migrations, stalls = server.metric("penstock_migrations_total"), server.metric("penstock_workers_stalled_total")
+    print()
+    print(f"{len(load.streams):,} streams of 512 tokens in {load.ended - load.began:.1f} s; killed {chaos.killed}, frozen {chaos.frozen}")
+    print(f"migrations {migrations:,.0f}, stalls noticed {stalls:.0f}")
+    print(f"errors at the client {len(errors)}; {verification}")
+    for error in sorted(set(errors), key=str):
+        print(f"  {errors.count(error)} × {error}")
+    return not errors and not verification.wrong_streams and not verification.incomplete and chaos.killed > 0
+
+
+async def run_embedded(arguments: argparse.Namespace) -> bool:
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "tiny"
+        save_tiny_model(model)
+        flags = ["--engine=embedded", f"--model={model}", "--workers=4", "--threads=1", "--worker-wait=120", "--worker-queue=8"]
+        flags.append(f"--worker-stall={arguments.stall}")
+        with serving(*flags) as server:
+            calm = await _ask_all(server, arguments)
+            chaos = Chaos(server, arguments.seed)
+            async with chaos.running():
+                disturbed = await _ask_all(server, arguments)
+            migrations = server.metric("penstock_migrations_total")
+    equal = sum(left == right for left, right in zip(calm, disturbed, strict=True))
+    errors = [text for text in disturbed if text.startswith("error: ")]
+    print(f"{equal} of {len(calm)} sampled streams equal those of the undisturbed run; killed {chaos.killed}, frozen {chaos.frozen}")
+    print(f"migrations {migrations:,.0f}; errors at the client {len(errors)} {sorted(set(errors))[:3]}")
+    return equal == len(calm) and not errors and chaos.killed > 0
+
+
+def _body(number: int, model: str) -> dict[str, object]:
+    """Sampled with a seed; in turns with logprobs, penalties, several choices, or a stop string: all of it must survive."""
+    prompt = random.Random(number).choices(range(VOCABULARY), k=24)
+    variants: list[dict[str, object]] = [
+        {"logprobs": 1},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.1},
+        {"n": 2},
+        {"stop": [" aa bb"], "min_p": 0.01},
+    ]
+    fixed = {"model": model, "prompt": prompt, "max_tokens": 440, "temperature": 0.8, "seed": number, "ignore_eos": True}
+    return {**fixed, **variants[number % len(variants)], "stream": True, "stream_options": {"include_usage": True}}
+
+
+async def _ask_all(server: Process, arguments: argparse.Namespace) -> list[str]:
+    """The answers: of each choice its text, its finish reason and the tokens that its logprobs name; and the usage."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600)) as session:
+        return await asyncio.gather(*[_ask(session, server.url, number) for number in range(arguments.streams)])
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, number: int) -> str:
+    texts: dict[int, list[object]] = {}
+    usage = None
+    async with session.post(f"{url}/v1/completions", json=_body(number, "tiny")) as response:
+        if response.status != 200:
+            return f"error: {response.status} {await response.text()}"
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                return f"error: {event['error']}"
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                part = texts.setdefault(choice["index"], ["", [], None])
+                part[0] = str(part[0]) + choice["text"]
+                part[1] = [*list(part[1]), *((choice["logprobs"] or {}).get("tokens") or [])]  # type: ignore[call-overload]
+                part[2] = choice["finish_reason"] or part[2]
+    usage = {name: value for name, value in (usage or {}).items() if name != "prompt_tokens_details"}
+    return json.dumps([texts, usage])
+
+
+def save_tiny_model(directory: Path) -> None:
+    """A random Llama, and a tokenizer whose every token is a word of two letters."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(7)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+    }
+    config = LlamaConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=512, initializer_range=0.2, eos_token_id=VOCABULARY - 1)
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = {f"\u0120{left}{right}": index for index, (left, right) in enumerate(itertools.product(letters, letters))}
+    vocabulary = {word: index for word, index in words.items() if index < VOCABULARY - 1} | {"<end>": VOCABULARY - 1}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+
+
+def _show(progress: Progress) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{progress.finished} of {progress.total}, {progress.failed} failed", end="", file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=["simulator", "embedded"])
+    parser.add_argument("--streams", type=int, help="how many at once (default: 2000, embedded 100)")
+    parser.add_argument("--step-ms", type=float, default=30.0, help="time of a simulated step: 512 of them should outlast several kills")
+    parser.add_argument("--stall", type=float, default=2.0, help="--worker-stall of the front end")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    arguments.streams = arguments.streams or (2000 if arguments.engine == "simulator" else 100)
+    print(f"seed {arguments.seed}")
+    passed = asyncio.run(run_simulator(arguments) if arguments.engine == "simulator" else run_embedded(arguments))
+    print("passed" if passed else "FAILED")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,525 @@
+"""The front end's sessions: where an agent's turns go, and for how long its KV is asked to be kept.
+
+A session is bound to a worker once the worker has granted its lease, in a store that several front ends may share. While a turn runs, the
+binding is kept alive; from the end of the last one it runs for the session's timeout. Then the reaper ends it, here and on the worker;
+if this front end has died by then, the store's own expiry and the worker's own timer do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from penstock.cluster.pool import WorkerPool
+from penstock.router.affinity import AffinityStore, Binding, affinity_key, session_key
+from penstock.router.policy import Decision, Policy, Preference
+from penstock.wire.messages import PromptReport, SessionReport, SessionTurn
+
+log = logging.getLogger(__name__)
+
+# How much longer than its timeout a binding lives while a turn runs, and how often it is renewed then.
+ACTIVE_MARGIN = 30.0
+KEEP_ALIVE_SECONDS = 10.0
+# How long a mere key, without a session, remembers its worker.
+AFFINITY_SECONDS = 600.0
+# The store's clock and ours may differ by a little: a session that we reap has expired there, too.
+REAP_SLACK = 0.05
+LONGEST_NAP = 1.0
+# A worker that computes answers between two steps; one that is stuck is not waited for.
+ASK_SECONDS = 5.0
+# Epochs of one session that moves go up by one; a session that is opened anew starts beyond those.
+EPOCH_STEP = 1 << 10
+
+
+class SessionWish(Protocol):
+    """The session that a request belongs to, as the client asked for it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def action(self) -> str: ...
+    @property
+    def timeout(self) -> float: ...
+    @property
+    def parent(self) -> str | None: ...
+
+
+class Wishes(Protocol):
+    """Where a request would like to go."""
+
+    @property
+    def session(self) -> SessionWish | None: ...
+    @property
+    def affinity(self) -> str | None: ...
+    @property
+    def retention_seconds(self) -> float: ...
+    @property
+    def router(self) -> Policy | None: ...
+    @property
+    def priority(self) -> int: ...
+
+
+class Session:
+    """One incarnation of a session as this front end knows it, shared by its turns.
+
+    `worker` is where its turns go, at first only as long as the lease has not been granted. `bound_epoch` is what the store has of it.
+    """
+
+    __slots__ = (
+        "active",
+        "binding",
+        "bound_epoch",
+        "epoch",
+        "expires_at",
+        "id",
+        "is_closing",
+        "is_listed",
+        "key",
+        "model",
+        "owner",
+        "timeout",
+        "worker",
+    )
+
+    def __init__(self, key: str, owner: str, session_id: str, model: str, epoch: int, timeout: float) -> None:
+        self.key = key
+        self.owner = owner
+        self.id = session_id
+        self.model = model
+        self.epoch = epoch
+        self.timeout = timeout
+        self.worker: str | None = None
+        self.bound_epoch: int | None = None
+        self.binding: asyncio.Task[None] | None = None
+        self.active = 0
+        self.is_closing = False
+        self.is_listed = False
+        self.expires_at = 0.0
+
+    def adopt(self, binding: Binding) -> None:
+        """The store knows better."""
+        self.worker = binding.worker
+        self.epoch = self.bound_epoch = binding.epoch
+
+
+class Turn:
+    """One request on its way to the workers: where its generations would like to go, and what became of them."""
+
+    __slots__ = (
+        "_affinity",
+        "_parent",
+        "_sessions",
+        "affinity_key",
+        "cached_tokens",
+        "closes",
+        "decisions",
+        "owner",
+        "session",
+        "state",
+        "wishes",
+        "worker",
+    )
+
+    def __init__(self, sessions: Sessions, owner: str, wishes: Wishes) -> None:
+        self._sessions = sessions
+        self.owner = owner
+        self.wishes = wishes
+        self.session: Session | None = None
+        self.state = "unknown"
+        self.closes = False
+        self.worker: str | None = None
+        self.cached_tokens = 0
+        self.decisions: list[tuple[int, Decision]] = []
+        self.affinity_key: str | None = None
+        self._affinity: Binding | None = None
+        self._parent: Binding | None = None
+
+    @property
+    def preference(self) -> tuple[str | None, Preference]:
+        """The worker to go to, and why."""
+        if self.session is not None and self.session.worker is not None:
+            return self.session.worker, "session"
+        if self._affinity is not None:
+            return self._affinity.worker, "affinity"
+        return None if self._parent is None else self._parent.worker, "parent"
+
+    @property
+    def settling(self) -> asyncio.Future[None] | None:
+        """The binding that is under way. The next turn may come to another front end, as soon as this one has ended."""
+        return None if self.session is None else self.session.binding
+
+    def sent(self, choice: int, decision: Decision) -> SessionTurn | None:
+        """A generation goes to the worker of this decision. Returns what the worker is told of its session.
+
+        When the session's worker is gone, the session moves; when that is only busy, this generation goes without its lease.
+        """
+        self.decisions.append((choice, decision))
+        session = self.session
+        if session is None:
+            return None
+        if session.worker is None:
+            session.worker = decision.worker
+        elif session.worker != decision.worker:
+            if decision.diverted != "gone":
+                self.state = "diverted"
+                return None
+            session.worker = decision.worker
+            session.epoch += 1
+            self.state = "moved"
+            self._sessions.counts["moved"] += 1
+        return SessionTurn(session.key, "close" if self.closes else "open", session.timeout, session.epoch)
+
+    def reported(self, worker: str, report: PromptReport) -> None:
+        """A worker has computed the prompt, and says what became of the session there."""
+        if self.worker is None:
+            self.cached_tokens = report.cached_tokens
+        self.worker = worker
+        session = self.session
+        if report.session == "open" and session is not None and session.worker == worker:
+            self._sessions.granted(self, session)
+        elif report.session is not None and report.session != "open":
+            self.state = report.session
+            self._sessions.counts[report.session] += 1
+        if self.affinity_key is not None:
+            self._sessions.follow_affinity(self, self.affinity_key, self._affinity, worker)
+
+    def describe_session(self) -> dict[str, object] | None:
+        """What the answer of a session's turn says of it."""
+        wish = self.wishes.session
+        if wish is None:
+            return None
+        remaining = {"open": wish.timeout, "moved": wish.timeout, "diverted": wish.timeout, "closed": 0.0}.get(self.state)
+        if self.session is not None and remaining:
+            remaining = self.session.timeout
+        return {
+            "id": wish.id,
+            "state": self.state,
+            "worker": self.worker,
+            "cached_tokens": self.cached_tokens,
+            "expires_in": remaining,
+        }
+
+    def describe_route(self) -> list[dict[str, object]]:
+        """Every decision that was taken for it, in their order: more than one a choice when it migrated."""
+        return [_described(choice, decision) for choice, decision in self.decisions]
+
+    def prefer(self, affinity: Binding | None, parent: Binding | None) -> None:
+        self._affinity, self._parent = affinity, parent
+
+
+@dataclass(frozen=True)
+class SessionListing:
+    """A session of the store, with what its worker tells of it, if it does."""
+
+    binding: Binding
+    report: SessionReport | None
+
+
+class Sessions:
+    """All the sessions that this front end has a hand in, as a context: its tasks end with it, and are awaited."""
+
+    def __init__(
+        self,
+        store: AffinityStore,
+        pool: WorkerPool,
+        *,
+        quota: int,
+        on_end: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._quota = quota
+        self._on_end = on_end
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._active: dict[str, Session] = {}
+        self._expiries: list[tuple[float, int, Session]] = []
+        self._pushed = 0
+        self._some_expire = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.counts: Counter[str] = Counter()
+        """What became of sessions: opened, moved, expired, closed, over_quota, unknown."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def __aenter__(self) -> Self:
+        self._spawn(self._reap(), "session reaper")
+        self._spawn(self._keep_alive(), "session keep-alive")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
+    def turn(self, owner: str, wishes: Wishes) -> Turn:
+        return Turn(self, owner, wishes)
+
+    async def begin(self, turn: Turn, model: str) -> None:
+        """Finds what the turn's session, or its key, is bound to. To be followed by `end`, however the turn goes."""
+        wishes, affinity, parent = turn.wishes, None, None
+        if wishes.session is not None:
+            await self._begin_session(turn, wishes.session, model)
+            if wishes.session.parent is not None and (turn.session is None or turn.session.worker is None):
+                parent = await self._store.get(session_key(turn.owner, model, wishes.session.parent))
+        if wishes.affinity is not None:
+            turn.affinity_key = affinity_key(turn.owner, model, wishes.affinity)
+            affinity = await self._store.get(turn.affinity_key)
+        turn.prefer(affinity, parent)
+
+    def end(self, turn: Turn) -> None:
+        """The turn is over. The lease slides from now on if it was the last active one; a close that was put off is carried out."""
+        session = turn.session
+        if session is None:
+            return
+        session.active -= 1
+        if not session.active:
+            del self._active[session.key]
+            self._spawn(self._settle(session), "end of a session's turn")
+
+    def granted(self, turn: Turn, session: Session) -> None:
+        """The worker has given the session its lease: now it is bound."""
+        if session.bound_epoch != session.epoch and session.binding is None:
+            session.binding = self._spawn(self._bind(turn, session), "session binding")
+
+    def follow_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
+        """A key goes where its last request went, unless that was only a detour."""
+        if known is None or known.worker == worker or turn.decisions[-1][1].diverted == "gone":
+            self._spawn(self._bind_affinity(turn, key, known, worker), "affinity binding")
+
+    async def list_sessions(self, owner: str, limit: int, after: str) -> list[SessionListing]:
+        """Those of this owner, by their ids, after this one; the ids of one worker are asked for together."""
+        bindings = await self._store.list_sessions(owner, limit, after)
+        keys: dict[str, list[str]] = {}
+        for binding in bindings:
+            keys.setdefault(binding.worker, []).append(session_key(owner, binding.model, binding.session))
+        answers = await asyncio.gather(*[self._ask(worker, of_worker) for worker, of_worker in keys.items()])
+        reports = {report.id: report for answer in answers for report in answer}
+        return [SessionListing(binding, reports.get(session_key(owner, binding.model, binding.session))) for binding in bindings]
+
+    async def get_session(self, owner: str, session_id: str) -> SessionListing | None:
+        """The session of this id; the first of several models'."""
+        for model in self._models():
+            key = session_key(owner, model, session_id)
+            binding = await self._store.get(key)
+            if binding is not None:
+                reports = await self._ask(binding.worker, [key])
+                return SessionListing(binding, reports[0] if reports else None)
+        return None
+
+    async def close_session(self, owner: str, session_id: str) -> bool:
+        """Ends it, of every model, for new turns now; on its worker when its last active turn ends. Returns whether there was one."""
+        closed = [await self._close_one(session_key(owner, model, session_id)) for model in self._models()]
+        return any(closed)
+
+    async def _close_one(self, key: str) -> bool:
+        binding = await self._store.get(key)
+        if binding is None or not await self._store.release(key, binding.epoch):
+            return False
+        self._close_on_worker(binding.worker, key, binding.epoch)
+        self.counts["closed"] += 1
+        if key in self._sessions:
+            self._forget(self._sessions[key])
+        return True
+
+    async def _ask(self, worker: str, keys: Sequence[str]) -> Sequence[SessionReport]:
+        """What the worker knows of these; nothing when it is gone, or takes too long to say."""
+        member = self._pool.find(worker)
+        if member is None:
+            return ()
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                return await member.link.describe_sessions(keys)
+        except TimeoutError:
+            return ()
+
+    def _models(self) -> list[str]:
+        return list(dict.fromkeys(member.model.name for member in self._pool.members))
+
+    async def _settle(self, session: Session) -> None:
+        """What follows when the last active turn has ended."""
+        if session.binding is not None:
+            await asyncio.wait([session.binding])
+        if session.active or self._sessions.get(session.key) is not session:
+            return
+        if session.is_closing or session.bound_epoch is None:
+            self.counts["closed"] += session.is_closing
+            await self._close(session)
+        elif await self._store.renew(session.key, session.epoch, session.timeout):
+            session.expires_at = self._clock() + session.timeout + REAP_SLACK
+            self._list_expiry(session)
+        elif not session.active:
+            self._forget(session)
+
+    async def _begin_session(self, turn: Turn, wish: SessionWish, model: str) -> None:
+        key = session_key(turn.owner, model, wish.id)
+        binding = await self._store.get(key)
+        session = self._sessions.get(key)
+        is_gone = binding is None and self._store.is_available
+        if session is not None and is_gone and session.bound_epoch is not None and not session.active:
+            # It has expired, or another front end has closed it.
+            self._forget(session)
+            session = None
+        if session is None and binding is None and wish.action != "open":
+            self.counts["unknown"] += 1
+            return
+        if session is None:
+            epoch = await self._store.next_epoch() * EPOCH_STEP if binding is None else binding.epoch
+            # Another turn may have come while we asked.
+            session = self._sessions.get(key) or Session(key, turn.owner, wish.id, model, epoch, wish.timeout)
+            self._sessions[key] = session
+            self.counts["opened"] += binding is None
+        if binding is not None and (session.bound_epoch is None or binding.epoch >= session.epoch):
+            if session.bound_epoch is None:
+                session.timeout = binding.timeout
+            session.adopt(binding)
+        if wish.action == "open":
+            session.timeout = wish.timeout
+            session.is_closing = False
+        elif wish.action == "close":
+            session.is_closing = turn.closes = True
+        turn.state = "closed" if turn.closes else "open"
+        turn.session = session
+        session.active += 1
+        self._active[key] = session
+        if session.bound_epoch is not None:
+            await self._store.renew(key, session.epoch, session.timeout + ACTIVE_MARGIN)
+
+    async def _bind(self, turn: Turn, session: Session) -> None:
+        """Writes into the store where the session is. If somebody else was quicker, theirs counts, and our lease is given back."""
+        worker, epoch = session.worker, session.epoch
+        assert worker is not None
+        binding = Binding(session.id, worker, session.model, epoch, session.timeout, time.time())
+        seconds = session.timeout + ACTIVE_MARGIN
+        try:
+            if session.bound_epoch is None:
+                claim = await self._store.claim(session.key, binding, seconds, session.owner, self._quota)
+                winner = claim.binding
+            else:
+                winner = await self._store.rebind(session.key, session.bound_epoch, binding, seconds, session.owner)
+        finally:
+            session.binding = None
+        if winner is None:
+            turn.state = "over_quota"
+            self.counts["over_quota"] += 1
+            self._close_on_worker(worker, session.key, epoch)
+            self._forget(session)
+        elif (winner.worker, winner.epoch) == (worker, epoch):
+            session.bound_epoch = epoch
+        else:
+            self._close_on_worker(worker, session.key, epoch)
+            session.adopt(winner)
+
+    async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
+        seconds = max(AFFINITY_SECONDS, turn.wishes.retention_seconds)
+        if known is not None and known.worker == worker:
+            await self._store.renew(key, known.epoch, seconds)
+            return
+        binding = Binding("", worker, "", await self._store.next_epoch(), seconds, time.time())
+        if known is None:
+            await self._store.claim(key, binding, seconds)
+        else:
+            await self._store.rebind(key, known.epoch, binding, seconds)
+
+    async def _close(self, session: Session) -> None:
+        if session.worker is not None:
+            self._close_on_worker(session.worker, session.key, session.epoch)
+        if session.bound_epoch is not None:
+            await self._store.release(session.key, session.bound_epoch)
+        self._forget(session)
+
+    def _close_on_worker(self, worker: str, key: str, epoch: int) -> None:
+        member = self._pool.find(worker)
+        if member is not None:
+            member.link.close_session(key, epoch)
+
+    def _forget(self, session: Session) -> None:
+        if self._sessions.get(session.key) is session:
+            del self._sessions[session.key]
+            self._on_end(session.key)
+
+    def _list_expiry(self, session: Session) -> None:
+        """One entry a session: when its time comes and the session has been used since, it is listed anew."""
+        if session.is_listed:
+            return
+        session.is_listed = True
+        self._pushed += 1
+        heapq.heappush(self._expiries, (session.expires_at, self._pushed, session))
+        self._some_expire.set()
+        if len(self._expiries) > 2 * len(self._sessions) + 64:
+            # Most of them were closed before their time.
+            self._expiries = [entry for entry in self._expiries if self._sessions.get(entry[2].key) is entry[2]]
+            heapq.heapify(self._expiries)
+
+    async def _reap(self) -> None:
+        """Ends sessions whose time has come."""
+        while True:
+            if not self._expiries:
+                self._some_expire.clear()
+                await self._some_expire.wait()
+            now = self._clock()
+            if self._expiries and self._expiries[0][0] <= now:
+                await self._reap_one(heapq.heappop(self._expiries)[2], now)
+            elif self._expiries:
+                await asyncio.sleep(min(LONGEST_NAP, self._expiries[0][0] - now))
+
+    async def _reap_one(self, session: Session, now: float) -> None:
+        session.is_listed = False
+        if self._sessions.get(session.key) is not session or self._is_in_use(session):
+            return
+        if session.expires_at > now:
+            self._list_expiry(session)
+            return
+        binding = await self._store.get(session.key)
+        if self._is_in_use(session):
+            return
+        if binding is not None and binding.epoch >= session.epoch:
+            # Another front end has had a turn of it since, and will see to its end.
+            self._forget(session)
+            return
+        self.counts["expired"] += 1
+        assert session.worker is not None
+        self._close_on_worker(session.worker, session.key, session.epoch)
+        self._forget(session)
+
+    def _is_in_use(self, session: Session) -> bool:
+        return session.active > 0
+
+    async def _keep_alive(self) -> None:
+        """Renews what is in use: a turn that is running keeps its session alive, however long it takes."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            for session in list(self._active.values()):
+                if session.bound_epoch is not None:
+                    await self._store.renew(session.key, session.bound_epoch, session.timeout + ACTIVE_MARGIN)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+
+def _described(choice: int, decision: Decision) -> dict[str, object]:
+    return {
+        "choice": choice,
+        "worker": decision.worker,
+        "reason": decision.reason,
+        "diverted": decision.diverted,
+        "overlap_blocks": decision.overlap,
+        "cost": decision.cost,
+    }

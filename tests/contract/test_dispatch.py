@@ -1,0 +1,311 @@
+"""Generations that outlive their workers, wait for room, and are never sent when nobody wants them any more."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from penstock.cluster.link import LinkProtocol, proof
+from penstock.http.hints import Hints
+from penstock.router.policy import RouterSettings
+from penstock.wire.errors import GenerationFault
+from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Fault, Finish, Hello, Message, ModelInfo, Submit, Welcome
+from workers import SECRET, FrontEnd, Worker, expected, fault_of, make_model, submit, until
+
+
+class Mute(LinkProtocol):
+    """A worker that is welcoming and then does nothing, or breaks every link on which work comes."""
+
+    def __init__(self, name: str, breaks: bool) -> None:
+        super().__init__()
+        self._name = name
+        self._breaks = breaks
+        self.submits: list[Submit] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.send(Challenge(PROTOCOL_VERSION, b"n" * 32))
+
+    def messages_received(self, messages: list[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Hello):
+                self.established()
+                self.send(Welcome(self._name, proof(SECRET, "worker", message.nonce), make_model()))
+            elif isinstance(message, Submit):
+                self.submits.append(message)
+                if self._breaks:
+                    self.abort()
+
+    def link_lost(self, reason: Exception) -> None:
+        pass
+
+
+class MuteWorker(Worker):
+    """Stands in for a worker whose process hangs, or dies of whatever it is given."""
+
+    def __init__(self, folder: Path, name: str, breaks: bool = False) -> None:
+        super().__init__(folder, name)
+        self.links: list[Mute] = []
+        self._breaks = breaks
+        self._listening: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        self._listening = await asyncio.get_running_loop().create_unix_server(self._accept, self.address.path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._listening is not None
+        self._listening.close()
+        for link in self.links:
+            link.abort()
+
+    def _accept(self) -> Mute:
+        self.links.append(Mute(self.name, self._breaks))
+        return self.links[-1]
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [request for link in self.links for request in link.submits]
+
+
+async def test_a_lost_worker_loses_no_token(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(3)]
+        front_end = await stack.enter_async_context(FrontEnd(workers))
+        started = [front_end.start(submit(number, 300, logprobs=2)) for number in range(30)]
+        for round_number in range(5):
+            await until(lambda: min(len(reader.tokens) for reader, _ in started) > 40 * (round_number + 1))  # noqa: B023
+            workers[round_number % 3].break_links()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*[task for _, task in started])
+        assert sum(front_end.dispatcher.migrations.values()) >= 30
+        calm = [front_end.start(submit(number, 300, logprobs=2)) for number in range(30)]
+        await asyncio.gather(*[task for _, task in calm])
+        for number, ((reader, _), (undisturbed, _)) in enumerate(zip(started, calm, strict=True)):
+            assert reader.tokens == expected(number, 300)
+            delta, terminal = reader.read()
+            same, _ = undisturbed.read()
+            assert terminal == Finish("length")
+            assert delta is not None
+            assert same is not None
+            assert delta.logprobs == same.logprobs
+            assert delta.prompt is not None
+            assert delta.prompt.cached_tokens == 0, "the prompt is reported once, as the first worker found it"
+
+
+async def test_a_worker_that_hands_over_is_left(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a") as old, Worker(tmp_path, "b") as new, FrontEnd([old, new]) as front_end:
+        started = [front_end.start(submit(number, 400)) for number in range(10)]
+        await until(lambda: min(len(reader.tokens) for reader, _ in started) > 20)
+        old.runtime.drain()
+        fresh = front_end.start(submit(100, 50))
+        old.runtime.hand_over()
+        old.runtime.flush()
+        async with asyncio.timeout(20):
+            await asyncio.gather(*[task for _, task in [*started, fresh]])
+        assert all(reader.tokens == expected(number, 400) for number, (reader, _) in enumerate(started))
+        assert fresh[0].tokens == expected(100, 50)
+        assert set(front_end.dispatcher.migrations) <= {"draining"}
+        assert old.simulator.stats().running == 0
+
+
+async def test_a_stalled_worker_is_given_up(tmp_path: Path) -> None:
+    async with MuteWorker(tmp_path, "mute") as mute, FrontEnd([mute], stall_seconds=0.2) as front_end:
+        reader, task = front_end.start(submit(1, 50))
+        await until(lambda: len(mute.submits) == 1)
+        async with Worker(tmp_path, "sound") as sound:
+            front_end.pool.discovered([sound.address])
+            async with asyncio.timeout(10):
+                await task
+        assert reader.tokens == expected(1, 50)
+        assert front_end.pool.stalls >= 1
+
+
+async def test_a_worker_that_owes_nothing_may_be_silent(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker], stall_seconds=0.1) as front_end:
+        _, task = front_end.start(submit(1, 5))
+        await task
+        await asyncio.sleep(0.3)
+        assert front_end.pool.stalls == 0
+        assert front_end.pool.links_lost == 0
+
+
+async def test_what_kills_every_worker_ends_with_a_fault(tmp_path: Path) -> None:
+    async with MuteWorker(tmp_path, "deadly", breaks=True) as deadly, FrontEnd([deadly]) as front_end:
+        _, task = front_end.start(submit(1, 50))
+        with pytest.raises(GenerationFault) as caught:
+            async with asyncio.timeout(10):
+                await task
+        assert "4 workers in a row failed without a token" in fault_of(caught).message
+        assert not fault_of(caught).retryable
+        assert len(deadly.submits) == 4, "the first time, and three more"
+        assert len({request.id for request in deadly.submits}) == 4
+
+
+async def test_without_a_worker_it_waits_and_then_says_so(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, "a")
+    async with worker, FrontEnd([worker], worker_wait=0.3) as front_end:
+        reader, task = front_end.start(submit(1, 100_000 // 2))
+        await until(lambda: len(reader.tokens) > 10)
+        await worker.server.close()
+        with pytest.raises(GenerationFault) as caught:
+            async with asyncio.timeout(10):
+                await task
+        assert fault_of(caught) == Fault("no_worker", "no worker for model 'simulator' has come within 0.3 s")
+
+
+async def test_a_worker_that_comes_in_time_goes_on(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker]) as front_end:
+        reader, task = front_end.start(submit(1, 300))
+        await until(lambda: len(reader.tokens) > 10)
+        await worker.server.close()
+        await until(lambda: front_end.dispatcher.queued == 1)
+        async with Worker(tmp_path, "a"), asyncio.timeout(20):
+            await task
+        assert reader.tokens == expected(1, 300)
+
+
+async def test_each_model_has_its_own_workers(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(Worker(tmp_path, "a", make_model("one")))
+        two = await stack.enter_async_context(Worker(tmp_path, "b", make_model("two")))
+        front_end = await stack.enter_async_context(FrontEnd([one, two]))
+        started = [front_end.start(submit(number, 3000), model="two") for number in range(4)]
+        await until(lambda: two.simulator.stats().running == 4)
+        assert one.simulator.stats().running == 0
+        for _, task in started:
+            task.cancel()
+
+
+async def test_a_worker_that_is_not_what_its_name_says_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(Worker(tmp_path, "a"))
+        front_end = await stack.enter_async_context(FrontEnd([one]))
+        twin = await stack.enter_async_context(Worker(tmp_path, "b", make_model(max_batch=7)))
+        other = await stack.enter_async_context(Worker(tmp_path, "c", ModelInfo("simulator", "simulator", "words", 1842, 50_000, 16)))
+        front_end.pool.discovered([twin.address, other.address])
+        await until(lambda: "cannot be used" in caplog.text)
+        assert "its model 'simulator' is not the one that" in caplog.text
+        await until(lambda: len(front_end.pool.members) == 2)
+        assert {member.name for member in front_end.pool.members} == {"a", "b"}
+
+
+async def test_more_than_there_is_room_for_waits_in_order_of_priority(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a", make_model(max_batch=1), max_batch=1) as worker, FrontEnd([worker], worker_queue=1) as front_end:
+        first, running = front_end.start(submit(1, 200))
+        await until(lambda: len(first.tokens) > 0)
+        _, at_worker = front_end.start(submit(2, 2))
+        order: list[int] = []
+        tasks = []
+        for number, priority in ((3, 0), (4, -1), (5, 2), (6, 2), (7, 0)):
+            _, task = front_end.start(submit(number, 2, priority=priority))
+            task.add_done_callback(partial(_note, order, number))
+            tasks.append(task)
+        assert front_end.dispatcher.queued == 5
+        async with asyncio.timeout(20):
+            await asyncio.gather(running, at_worker, *tasks)
+        assert order == [5, 6, 3, 7, 4]
+
+
+def _note(order: list[int], number: int, _: object) -> None:
+    order.append(number)
+
+
+async def test_a_request_whose_client_left_is_never_sent(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a", make_model(max_batch=1), max_batch=1) as worker, FrontEnd([worker], worker_queue=1) as front_end:
+        first, running = front_end.start(submit(1, 100))
+        await until(lambda: len(first.tokens) > 0)
+        _, at_worker = front_end.start(submit(2, 2))
+        _, left = front_end.start(submit(3, 2))
+        _, stays = front_end.start(submit(4, 2))
+        await asyncio.sleep(0)
+        assert front_end.dispatcher.queued == 2
+        left.cancel()
+        await asyncio.gather(running, at_worker, stays)
+        assert left.cancelled()
+        assert front_end.dispatcher.queued == 0
+        assert worker.simulator.stats().prompt_tokens == 3 * 40, "three prompts were computed, and not the fourth"
+
+
+async def test_a_full_queue_refuses_with_the_reason(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, "a", make_model(max_batch=1), max_batch=1)
+    async with worker, FrontEnd([worker], worker_queue=1, max_queued=2) as front_end:
+        tasks = [front_end.start(submit(number, 5000))[1] for number in range(3)]
+        with pytest.raises(GenerationFault) as caught:
+            front_end.start(submit(9))
+        assert fault_of(caught).code == "queue_full"
+        assert "2 generations wait for a worker already; the limit is 2" in fault_of(caught).message
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_prompts_go_where_their_prefix_is(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(4)]
+        front_end = await stack.enter_async_context(FrontEnd(workers))
+        for number in range(8):
+            await front_end.run(submit(number, 4, prompt=320))
+        assert len([worker for worker in workers if worker.simulator.stats().kv_blocks_cached]) == 4, "different prompts spread"
+        before = [worker.simulator.stats().prompt_tokens_cached for worker in workers]
+        for number in range(8):
+            turn, _ = await front_end.run(submit(number, 4, prompt=320))
+            assert turn.decisions[0][1].reason == "prefix"
+            assert turn.cached_tokens >= 304
+        after = [worker.simulator.stats().prompt_tokens_cached for worker in workers]
+        assert sum(after) - sum(before) >= 8 * 304
+
+
+async def test_a_second_front_end_learns_what_is_cached_from_a_snapshot(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(2)]
+        first = await stack.enter_async_context(FrontEnd(workers))
+        placed = {}
+        for number in range(6):
+            turn, _ = await first.run(submit(number, 4, prompt=320))
+            placed[number] = turn.worker
+        second = await stack.enter_async_context(FrontEnd(workers, name="second"))
+        held = [worker.simulator.stats().kv_blocks_cached for worker in workers]
+        await until(lambda: [second.router.index.held(worker.name)[0] for worker in workers] == held)
+        for number in range(6):
+            turn, _ = await second.run(submit(number, 4, prompt=320))
+            assert turn.worker == placed[number]
+
+
+async def test_siblings_go_together(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}", step_ms=5.0)) for number in range(4)]
+        front_end = await stack.enter_async_context(FrontEnd(workers))
+        prefix = submit(1, prompt=640).token_ids
+        requests = [submit(number, 20) for number in range(10, 60)]
+        turns = [front_end.turn() for _ in requests]
+        tasks = [
+            front_end.start(Submit(request.id, prefix + request.token_ids, 20, seed=request.seed), turn)[1]
+            for request, turn in zip(requests, turns, strict=True)
+        ]
+        await asyncio.gather(*tasks)
+        assert len({turn.worker for turn in turns}) == 1
+
+
+async def test_the_router_can_be_overridden_for_one_request(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(2)]
+        front_end = await stack.enter_async_context(FrontEnd(workers, router=RouterSettings(policy="kv")))
+        seen = [(await front_end.run(submit(1, 2, prompt=320), Hints(router="round-robin")))[0] for _ in range(4)]
+        assert len({turn.worker for turn in seen}) == 2
+        assert {turn.decisions[0][1].reason for turn in seen} == {"round_robin"}
+
+
+async def test_draining_is_announced_and_heeded(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a") as old, Worker(tmp_path, "b") as new, FrontEnd([old, new]) as front_end:
+        old.runtime.drain()
+        await until(lambda: len(front_end.pool.usable("simulator")) == 1)
+        for number in range(5):
+            turn, _ = await front_end.run(submit(number, 2))
+            assert turn.worker == "b"

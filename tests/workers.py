@@ -1,0 +1,163 @@
+"""Real workers, links and a front end's dispatch, in one process: what breaks between them can be broken by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.backends.simulated_tokens import tokens_between
+from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
+from penstock.cluster.address import UnixAddress
+from penstock.cluster.dispatch import Dispatcher, DispatchLimits
+from penstock.cluster.pool import WorkerPool
+from penstock.cluster.sessions import Sessions, Turn
+from penstock.cluster.worker_server import WorkerServer
+from penstock.http.hints import Hints
+from penstock.router.affinity import AffinityStore, MemoryStore
+from penstock.router.policy import RouterSettings
+from penstock.router.router import Router
+from penstock.stream.mailbox import Doorbell, Mailbox
+from penstock.wire.messages import Delta, Fault, ModelInfo, Submit, Terminal
+from penstock.worker.runtime import WorkerRuntime
+
+WORDS = range(300, 1800)
+SECRET = "only for this test"
+
+
+def make_model(name: str = "simulator", **changes: Any) -> ModelInfo:
+    fields: dict[str, Any] = {"max_batch": 1000, "capabilities": ("kv_events", "sessions"), **changes}
+    return ModelInfo(name, "simulator", "words", 1842, 100_000, 16, **fields)
+
+
+class Worker:
+    """A worker on a Unix socket. Leaving it is an orderly end; `vanish` is not."""
+
+    def __init__(self, folder: Path, name: str, model: ModelInfo | None = None, **config: Any) -> None:
+        self.name = name
+        self.address = UnixAddress(str(folder / f"{name}.sock"))
+        settings = SimulatorConfig(**{"step_ms": 1.0, "session_grace": 0.0, **config})
+        self.simulator = Simulator(settings, model or make_model(), Vocabulary(WORDS, 1))
+        self.runtime = WorkerRuntime(self.simulator)
+        self.server = WorkerServer(self.runtime, name, self.address, SECRET)
+
+    async def __aenter__(self) -> Self:
+        await self.runtime.start()
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.close()
+        await self.runtime.close()
+        self.simulator.check_integrity()
+
+    def break_links(self) -> None:
+        """As if the process had died, and was there again at once, without what ran."""
+        for link in list(self.server.links):
+            link.abort()
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        await until(condition, seconds)
+
+
+class Reader:
+    """One generation as its reader sees it."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox(Doorbell())
+        self.delta: Delta | None = None
+        self.terminal: Terminal | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that has come so far, also what was not read."""
+        return tuple(self.mailbox.history)
+
+    def read(self) -> tuple[Delta | None, Terminal | None]:
+        return self.mailbox.take()
+
+
+class FrontEnd:
+    """Pool, router, dispatcher and sessions, as the front end wires them."""
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        *,
+        store: AffinityStore | None = None,
+        quota: int = 1000,
+        stall_seconds: float = 30.0,
+        router: RouterSettings | None = None,
+        name: str = "test",
+        **limits: Any,
+    ) -> None:
+        self.pool = WorkerPool([worker.address for worker in workers], name, SECRET, _prepare, stall_seconds)
+        self.router = Router(router or RouterSettings())
+        self.dispatcher = Dispatcher(self.pool, self.router, DispatchLimits(**{"worker_wait": 5.0, **limits}))
+        self.store = MemoryStore() if store is None else store
+        self.ended: list[str] = []
+        self.sessions = Sessions(self.store, self.pool, quota=quota, on_end=self.ended.append)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for part in (self.pool, self.sessions, self.dispatcher):
+            await self._stack.enter_async_context(part)
+        async with asyncio.timeout(10):
+            await self.pool.wait_ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+        self.router.check_integrity()
+
+    def turn(self, hints: Hints | None = None, owner: str = "somebody") -> Turn:
+        return self.sessions.turn(owner, hints or Hints())
+
+    def start(self, request: Submit, turn: Turn | None = None, model: str = "simulator") -> tuple[Reader, asyncio.Task[None]]:
+        reader = Reader()
+        produced = self.dispatcher.produce(model, request, reader.mailbox, turn or self.turn())
+        return reader, asyncio.create_task(_finished(produced))
+
+    async def run(self, request: Submit, hints: Hints | None = None, owner: str = "somebody") -> tuple[Turn, Reader]:
+        """One turn, from its beginning to its end."""
+        turn = self.turn(hints, owner)
+        await self.sessions.begin(turn, "simulator")
+        try:
+            reader, task = self.start(request, turn)
+            async with asyncio.timeout(20):
+                await task
+        finally:
+            self.sessions.end(turn)
+        return turn, reader
+
+
+async def _prepare(_: ModelInfo) -> None:
+    pass
+
+
+async def _finished(produced: Any) -> None:
+    await produced
+
+
+def submit(number: int, max_tokens: int = 16, prompt: int = 40, **fields: Any) -> Submit:
+    """Its prompt, of so many tokens, is its own."""
+    ids = tuple(tokens_between(number + 1_000_000, 0, prompt, WORDS))
+    return Submit(number.to_bytes(16, "big"), ids, max_tokens, seed=number, ignore_eos=True, **fields)
+
+
+def expected(number: int, count: int) -> tuple[int, ...]:
+    return tuple(tokens_between(number, 0, count, WORDS))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Fails when it does not come true."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def fault_of(error: Any) -> Fault:
+    fault: Fault = error.value.fault
+    return fault
