@@ -3,7 +3,7 @@
     python bench/routing.py                 all of it
     python bench/routing.py --decision      what a decision costs
     python bench/routing.py --model         the trace in virtual time, without a server: oracle, round-robin, and ours by load weight
-    python bench/routing.py --serve         the trace over HTTP, sped up, against two real servers side by side
+    python bench/routing.py --serve         the trace over HTTP, sped up, to real servers, one policy after the other
 
 The trace is Mooncake's (one JSON object a line: timestamp, input_length, output_length, hash_ids; one id for 512 tokens). It is taken from
 ../shared/traces where that exists, or named with `--trace`; without it, all but the first is skipped, and says so.
@@ -24,7 +24,6 @@ import statistics
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -358,8 +357,8 @@ class Served:
         return {"hits": hits, "ttft_p50": cuts[4], "ttft_p90": cuts[8], "requests": self.finished, "errors": self.failed}
 
 
-async def _replay_over_http(trace: Sequence[Request], servers: Sequence[Served], speed: float) -> float:
-    """Sends every request to every server at its time. Returns by how much the latest was late."""
+async def _replay_over_http(trace: Sequence[Request], served: Served, speed: float) -> float:
+    """Sends every request at its time. Returns by how much the latest was late."""
     began = time.perf_counter()
     latest = 0.0
     async with asyncio.TaskGroup() as group:
@@ -368,26 +367,24 @@ async def _replay_over_http(trace: Sequence[Request], servers: Sequence[Served],
             if (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             latest = max(latest, time.perf_counter() - due)
-            content = body(request)
-            for served in servers:
-                group.create_task(served.ask(request, content))
+            group.create_task(served.ask(request, body(request)))
     return latest
 
 
 def serve(trace: Sequence[Request], speed: float) -> dict[str, Any]:
-    """Two servers of four simulators each, the same requests for both, at the same time."""
+    """Four simulators under each policy, the same requests for both, one after the other: together they would want for cores, and the
+    times would be those of the machine."""
     arguments = [f"--workers={WORKERS}", f"--block-size={BLOCK}", f"--kv-blocks={BLOCKS_A_WORKER}", f"--step-ms={STEP_MS}"]
     arguments += ["--engine=simulator", f"--prefill-rate={PACE.prefill_rate * speed}"]
-    with ExitStack() as stack:
-        servers = {policy: Served(stack.enter_context(serving(f"--router={policy}", *arguments))) for policy in ("round-robin", "kv")}
-        began = time.perf_counter()
-        late = uvloop.run(_replay_over_http(trace, list(servers.values()), speed))
+    results: dict[str, Any] = {}
+    for policy in ("round-robin", "kv"):
+        with serving(f"--router={policy}", *arguments) as server:
+            served = Served(server)
+            began = time.perf_counter()
+            late = uvloop.run(_replay_over_http(trace, served, speed))
+        results[policy] = served.figures
         took = time.perf_counter() - began
-    results: dict[str, Any] = {policy: served.figures for policy, served in servers.items()}
-    for policy, served in servers.items():
-        if served.failed:
-            print(f"   the last error of {policy}: {served.last_error}")
-    print(f"   it took {took:.0f} s; the latest request was sent {late * 1000:.0f} ms late")
+        print(f"   {policy} took {took:.0f} s; the latest request was sent {late * 1000:.0f} ms late {served.last_error}", flush=True)
     return results
 
 
@@ -435,13 +432,15 @@ def model_point(trace: Sequence[Request], results: dict[str, Any]) -> bool:
 
 
 def serve_point(trace: Sequence[Request], speed: float, results: dict[str, Any]) -> bool:
-    print(f"\nThe trace over HTTP, {speed:g} times as fast, to two servers of four simulators each; seconds", flush=True)
+    print(f"\nThe trace over HTTP, {speed:g} times as fast, to four simulators; seconds", flush=True)
     best = oracle(trace)
     rows = serve(trace, speed)
     _show({"one cache of 16,000": {"hits": best}, **rows})
     results["serve"] = {"oracle": best, "speed": speed, **rows}
     errors = sum(row["errors"] for row in rows.values())
     good = _check("errors (none)", errors, not errors)
+    waits = [rows[policy]["ttft_p50"] for policy in ("kv", "round-robin")]
+    good = _check("TTFT p50 against round-robin's (below 1)", waits[0] / waits[1], waits[0] < waits[1]) and good
     return _compare(rows["kv"]["hits"], rows["round-robin"]["hits"], best) and good
 
 

@@ -34,7 +34,7 @@ from servers import SECRET, Process, serving
 
 WORDS = WordTokenizer()
 AGENTS, TURNS, ONE_OFFS = 64, 20, 500
-FIRST_PROMPT, TOOL_RESULT, ANSWER, ONE_OFF_PROMPT = 2000, 300, 80, 6000
+FIRST_PROMPT, TOOL_RESULT, ANSWER, ONE_OFF_PROMPT = 2000, 300, 80, 12_000
 SHORTEST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
 LEAST_REUSED, MOST_SLOWER = 0.95, 1.10
 
@@ -396,7 +396,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["pay", "leak", "share"])
     parser.add_argument("--sessions", type=int, help="how many (leak: 100,000; share: 1,000)")
-    parser.add_argument("--kv-blocks", type=int, default=30_000, help="pay: KV blocks of each worker")
+    parser.add_argument("--kv-blocks", type=int, default=26_000, help="pay: KV blocks of each worker")
     arguments = parser.parse_args()
     arguments.sessions = arguments.sessions or (100_000 if arguments.what == "leak" else 1000)
     run = {"pay": pay, "leak": leak, "share": share}[arguments.what]

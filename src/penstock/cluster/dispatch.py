@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self
@@ -22,7 +22,6 @@ from penstock.router.load import Assignment
 from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router
 from penstock.stream.mailbox import Mailbox
-from penstock.wire.blocks import block_hashes
 from penstock.wire.errors import GenerationFault, LinkError
 from penstock.wire.messages import GENERATION_ID_BYTES, Fault, PromptReport, Snapshot, Step, Submit
 
@@ -57,20 +56,13 @@ class Attempt(NamedTuple):
 class Production:
     """One generation's life: what was asked for, and where it goes on."""
 
-    __slots__ = ("_names", "mailbox", "model", "request", "turn")
+    __slots__ = ("mailbox", "model", "request", "turn")
 
     def __init__(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
         self.model = model
         self.request = request
         self.mailbox = mailbox
         self.turn = turn
-        self._names: tuple[int, Sequence[bytes]] | None = None
-
-    def block_names(self, block_size: int) -> Sequence[bytes]:
-        """Those of the prompt, computed when they are asked for."""
-        if self._names is None or self._names[0] != block_size:
-            self._names = block_size, block_hashes(self.request.token_ids, block_size)
-        return self._names[1]
 
     def next_request(self, generation_id: bytes) -> Submit:
         """What is left to do: the same request, from the next offset on, behind the tokens that there are."""
@@ -207,7 +199,7 @@ class Dispatcher:
         preferred, why = turn.preference
         block_size = next(iter(usable.values())).model.block_size
         blocks = -(-len(production.request.token_ids) // block_size)
-        names = partial(production.block_names, block_size)
+        names = partial(turn.block_names, production.request.token_ids, block_size)
         decision = self._router.choose(candidates, names, blocks, preferred, why, turn.wishes.router)
         if decision is None:
             return None
@@ -223,7 +215,7 @@ class Dispatcher:
 
         def on_report(report: PromptReport) -> None:
             assignment.first_token()
-            production.turn.reported(member.name, report)
+            production.turn.reported(member.name, session, report)
 
         return Attempt(member, generation_id, member.link.submit(request, production.mailbox, on_report), assignment)
 

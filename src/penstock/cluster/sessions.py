@@ -19,6 +19,7 @@ from typing import Protocol, Self
 from penstock.cluster.pool import WorkerPool
 from penstock.router.affinity import AffinityStore, Binding, affinity_key, session_key
 from penstock.router.policy import Decision, Policy, Preference
+from penstock.wire.blocks import block_hashes
 from penstock.wire.messages import PromptReport, SessionReport, SessionTurn
 
 log = logging.getLogger(__name__)
@@ -61,14 +62,13 @@ class Wishes(Protocol):
     def retention_seconds(self) -> float: ...
     @property
     def router(self) -> Policy | None: ...
-    @property
-    def priority(self) -> int: ...
 
 
 class Session:
     """One incarnation of a session as this front end knows it, shared by its turns.
 
-    `worker` is where its turns go, at first only as long as the lease has not been granted. `bound_epoch` is what the store has of it.
+    `worker` and `epoch` say where its turns go; `granted_epoch` is the last for which that worker gave a lease, `bound_epoch` the one
+    in the store.
     """
 
     __slots__ = (
@@ -77,6 +77,7 @@ class Session:
         "bound_epoch",
         "epoch",
         "expires_at",
+        "granted_epoch",
         "id",
         "is_closing",
         "is_listed",
@@ -95,6 +96,7 @@ class Session:
         self.epoch = epoch
         self.timeout = timeout
         self.worker: str | None = None
+        self.granted_epoch: int | None = None
         self.bound_epoch: int | None = None
         self.binding: asyncio.Task[None] | None = None
         self.active = 0
@@ -113,6 +115,7 @@ class Turn:
 
     __slots__ = (
         "_affinity",
+        "_names",
         "_parent",
         "_sessions",
         "affinity_key",
@@ -139,6 +142,15 @@ class Turn:
         self.affinity_key: str | None = None
         self._affinity: Binding | None = None
         self._parent: Binding | None = None
+        self._names: tuple[tuple[int, ...], int, Sequence[bytes]] = ((), 0, ())
+
+    def block_names(self, token_ids: tuple[int, ...], block_size: int) -> Sequence[bytes]:
+        """Those of a prompt's KV blocks. Choices of one prompt share it, and ask for the same."""
+        known, size, names = self._names
+        if known is not token_ids or size != block_size:
+            names = block_hashes(token_ids, block_size)
+            self._names = token_ids, block_size, names
+        return names
 
     @property
     def preference(self) -> tuple[str | None, Preference]:
@@ -169,23 +181,26 @@ class Turn:
             if decision.diverted != "gone":
                 self.state = "diverted"
                 return None
+            if self.closes:
+                # What it would close is gone with its worker.
+                return None
             session.worker = decision.worker
             session.epoch += 1
             self.state = "moved"
             self._sessions.counts["moved"] += 1
         return SessionTurn(session.key, "close" if self.closes else "open", session.timeout, session.epoch)
 
-    def reported(self, worker: str, report: PromptReport) -> None:
-        """A worker has computed the prompt, and says what became of the session there."""
+    def reported(self, worker: str, sent: SessionTurn | None, report: PromptReport) -> None:
+        """A worker has computed the prompt, and says what became of the session that it was told of."""
         if self.worker is None:
             self.cached_tokens = report.cached_tokens
         self.worker = worker
-        session = self.session
-        if report.session == "open" and session is not None and session.worker == worker:
-            self._sessions.granted(self, session)
-        elif report.session is not None and report.session != "open":
-            self.state = report.session
-            self._sessions.counts[report.session] += 1
+        if sent is not None and self.session is not None:
+            if report.session == "open":
+                self._sessions.granted(self, self.session, worker, sent.epoch)
+            elif report.session is not None:
+                self.state = report.session
+                self._sessions.counts[report.session] += 1
         if self.affinity_key is not None:
             self._sessions.follow_affinity(self, self.affinity_key, self._affinity, worker)
 
@@ -239,7 +254,7 @@ class Sessions:
         self._on_end = on_end
         self._clock = clock
         self._sessions: dict[str, Session] = {}
-        self._active: dict[str, Session] = {}
+        self._active: set[Session] = set()
         self._expiries: list[tuple[float, int, Session]] = []
         self._pushed = 0
         self._some_expire = asyncio.Event()
@@ -283,12 +298,16 @@ class Sessions:
             return
         session.active -= 1
         if not session.active:
-            del self._active[session.key]
+            self._active.discard(session)
             self._spawn(self._settle(session), "end of a session's turn")
 
-    def granted(self, turn: Turn, session: Session) -> None:
-        """The worker has given the session its lease: now it is bound."""
-        if session.bound_epoch != session.epoch and session.binding is None:
+    def granted(self, turn: Turn, session: Session, worker: str, epoch: int) -> None:
+        """A worker has given the session its lease: now it is bound. A lease where the session no longer is, is given back."""
+        if (worker, epoch) != (session.worker, session.epoch):
+            self._close_on_worker(worker, session.key, epoch)
+            return
+        session.granted_epoch = epoch
+        if session.bound_epoch != epoch and session.binding is None:
             session.binding = self._spawn(self._bind(turn, session), "session binding")
 
     def follow_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
@@ -357,7 +376,10 @@ class Sessions:
         elif await self._store.renew(session.key, session.epoch, session.timeout):
             session.expires_at = self._clock() + session.timeout + REAP_SLACK
             self._list_expiry(session)
-        elif not session.active:
+        elif not self._is_in_use(session):
+            # It was closed, or has moved, by way of another front end; or the store has forgotten it.
+            if session.worker is not None:
+                self._close_on_worker(session.worker, session.key, session.epoch)
             self._forget(session)
 
     async def _begin_session(self, turn: Turn, wish: SessionWish, model: str) -> None:
@@ -390,24 +412,28 @@ class Sessions:
         turn.state = "closed" if turn.closes else "open"
         turn.session = session
         session.active += 1
-        self._active[key] = session
+        self._active.add(session)
         if session.bound_epoch is not None:
             await self._store.renew(key, session.epoch, session.timeout + ACTIVE_MARGIN)
 
     async def _bind(self, turn: Turn, session: Session) -> None:
-        """Writes into the store where the session is. If somebody else was quicker, theirs counts, and our lease is given back."""
+        """Writes into the store where the session is; again, if it has moved and been granted meanwhile."""
+        try:
+            while session.bound_epoch != session.granted_epoch == session.epoch and self._sessions.get(session.key) is session:
+                await self._bind_once(turn, session)
+        finally:
+            session.binding = None
+
+    async def _bind_once(self, turn: Turn, session: Session) -> None:
+        """If somebody else was quicker, theirs counts, and our lease is given back."""
         worker, epoch = session.worker, session.epoch
         assert worker is not None
         binding = Binding(session.id, worker, session.model, epoch, session.timeout, time.time())
         seconds = session.timeout + ACTIVE_MARGIN
-        try:
-            if session.bound_epoch is None:
-                claim = await self._store.claim(session.key, binding, seconds, session.owner, self._quota)
-                winner = claim.binding
-            else:
-                winner = await self._store.rebind(session.key, session.bound_epoch, binding, seconds, session.owner)
-        finally:
-            session.binding = None
+        if session.bound_epoch is None:
+            winner = (await self._store.claim(session.key, binding, seconds, session.owner, self._quota)).binding
+        else:
+            winner = await self._store.rebind(session.key, session.bound_epoch, binding, seconds, session.owner)
         if winner is None:
             turn.state = "over_quota"
             self.counts["over_quota"] += 1
@@ -418,6 +444,7 @@ class Sessions:
         else:
             self._close_on_worker(worker, session.key, epoch)
             session.adopt(winner)
+            session.granted_epoch = winner.epoch
 
     async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
         seconds = max(AFFINITY_SECONDS, turn.wishes.retention_seconds)
@@ -498,7 +525,7 @@ class Sessions:
         """Renews what is in use: a turn that is running keeps its session alive, however long it takes."""
         while True:
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
-            for session in list(self._active.values()):
+            for session in list(self._active):
                 if session.bound_epoch is not None:
                     await self._store.renew(session.key, session.bound_epoch, session.timeout + ACTIVE_MARGIN)
 
