@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test check fix bench bench-engine setup lock
+.PHONY: serve test check fix bench bench-engine bench-cluster setup lock
 
 serve: setup
 	exec $(BIN)/penstock serve $(ARGS)
@@ -30,6 +30,15 @@ bench: setup
 
 bench-engine: setup
 	$(BIN)/python bench/engine.py $(ARGS)
+
+bench-cluster: setup
+	$(BIN)/python bench/chaos.py simulator
+	$(BIN)/python bench/chaos.py embedded
+	$(BIN)/python bench/routing.py
+	$(BIN)/python bench/sessions.py pay
+	$(BIN)/python bench/sessions.py leak
+	$(BIN)/python bench/sessions.py share
+	$(BIN)/python bench/transcripts.py
 
 setup: $(STAMP)
 

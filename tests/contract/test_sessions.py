@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from penstock.http.hints import Hints, SessionWish
-from penstock.router.affinity import MemoryStore, session_key
+from penstock.router.affinity import Binding, Claim, MemoryStore, session_key
 from penstock.wire.messages import Submit
 from workers import FrontEnd, Worker, expected, make_model, submit, until
 
@@ -347,3 +347,68 @@ async def test_nothing_is_left_of_many_sessions(tmp_path: Path) -> None:
         assert len(store) == 0
         assert worker.simulator.stats().kv_blocks_leased == 0
         await until(lambda: len(front_end.sessions._tasks) == 2)
+
+
+class SlowStore(MemoryStore):
+    """A store whose writing takes as long as the test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = asyncio.Event()
+        self.waiting = 0
+
+    async def claim(self, key: str, binding: Binding, seconds: float, owner: str | None = None, quota: int | None = None) -> Claim:
+        self.waiting += 1
+        await self.may_write.wait()
+        return await super().claim(key, binding, seconds, owner, quota)
+
+
+async def test_a_session_that_moves_while_it_is_bound_is_bound_where_it_went(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(2)]
+        store = SlowStore()
+        front_end = await stack.enter_async_context(FrontEnd(workers, store=store))
+        running = asyncio.create_task(front_end.run(submit(1, 400), wish("open")))
+        await until(lambda: store.waiting == 1)
+        (home,) = [worker for worker in workers if worker.simulator.stats().running]
+        await home.server.close()
+        (other,) = [worker for worker in workers if worker is not home]
+        await until(lambda: other.simulator.stats().sessions == 1)
+        store.may_write.set()
+        turn, reader = await running
+        assert reader.tokens == expected(1, 400)
+        listing = await front_end.sessions.get_session("somebody", "agent")
+        assert listing is not None
+        assert listing.binding.worker == other.name == turn.worker
+        assert listing.report is not None
+
+
+async def test_a_claim_that_was_lost_gives_its_lease_back(tmp_path: Path) -> None:
+    async with three_workers(tmp_path) as workers:
+        store = SlowStore()
+        async with FrontEnd(workers, store=store) as front_end:
+            key = session_key("somebody", "simulator", "agent")
+            running = asyncio.create_task(front_end.run(submit(1, 300), wish("open")))
+            await until(lambda: store.waiting == 1)
+            (home,) = [worker for worker in workers if worker.simulator.stats().running]
+            elsewhere = next(worker.name for worker in workers if worker is not home)
+            theirs = Binding("agent", elsewhere, "simulator", 2**62, 60.0, 0.0)
+            store.may_write.set()
+            await MemoryStore.claim(store, key, theirs, 60.0, "somebody")
+            await running
+            await until(lambda: home.simulator.stats().sessions == 0)
+            turn, _ = await front_end.run(submit(2), wish())
+            assert (turn.worker, turn.state) == (elsewhere, "open")
+
+
+async def test_turns_of_a_session_over_quota_end_in_any_order(tmp_path: Path) -> None:
+    async with three_workers(tmp_path) as workers, FrontEnd(workers, quota=0) as front_end:
+        long = asyncio.create_task(front_end.run(submit(1, 300), wish("open")))
+        await until(lambda: front_end.sessions.counts["over_quota"] == 1)
+        for number in range(2, 5):
+            turn, _ = await front_end.run(submit(number), wish("open"))
+            assert turn.state == "over_quota"
+        turn, reader = await long
+        assert (turn.state, reader.tokens) == ("over_quota", expected(1, 300))
+        await until(lambda: held(workers) == 0 and len(front_end.sessions) == 0)
+        assert not front_end.sessions._active

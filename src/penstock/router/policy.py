@@ -43,8 +43,8 @@ class RouterSettings:
     prediction_seconds: float = 120.0
     sibling_seconds: float = 10.0
     most_ahead: int = 64
-    overload_blocks: float = 256.0
-    overload_factor: float = 4.0
+    overload_blocks: float = 4096.0
+    overload_factor: float = 8.0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

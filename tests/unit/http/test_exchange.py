@@ -54,6 +54,7 @@ class FrontEnd:
         self.socket_open.set()
 
     async def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
+        self.turn = turn
         await self._produce(request, mailbox)
 
     async def post(self, **fields: object) -> None:
@@ -275,3 +276,35 @@ async def test_an_engine_that_skips_tokens_is_a_fault() -> None:
     await front_end.post(stream=True)
     assert front_end.events[0]["choices"][0]["text"] == " water"
     assert "expected the token at offset 1" in front_end.events[1]["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_ends_when_its_session_is_bound(stream: bool) -> None:
+    bound = asyncio.Event()
+
+    async def bind() -> None:
+        await bound.wait()
+        assert front_end.turn.session is not None
+        front_end.turn.session.binding = None
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        assert front_end.turn.session is not None
+        front_end.turn.session.binding = asyncio.create_task(bind())
+        mailbox.put(Delta(0, (WATER,)))
+        mailbox.put(Delta(1, (RIVER,)))
+        mailbox.end(Finish("length"))
+
+    front_end = FrontEnd(produce)
+    control = {"session_control": {"session_id": "agent", "action": "open"}}
+    posted = asyncio.create_task(front_end.post(stream=stream, nvext=control))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert b'finish_reason":"length' not in front_end.body
+    assert not posted.done()
+    bound.set()
+    await posted
+    answer = front_end.events[-1] if stream else json.loads(front_end.body)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["nvext"]["session"]["id"] == "agent"
+    texts = [event["choices"][0]["text"] for event in (front_end.events if stream else [answer])]
+    assert "".join(texts) == " water river"

@@ -103,7 +103,7 @@ def test_the_preferred_worker_is_taken_before_the_cheapest() -> None:
         (None, "gone"),
         (WorkerView("p", 40, is_quiet=True), "quiet"),
         (WorkerView("p", 40, has_room=False), "overloaded"),
-        (WorkerView("p", 40, load=2000), "overloaded"),
+        (WorkerView("p", 40, load=9000), "overloaded"),
     ],
 )
 def test_a_preference_that_is_not_followed_says_why(preferred: WorkerView | None, diverted: str) -> None:
