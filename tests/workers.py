@@ -123,8 +123,8 @@ class FrontEnd:
     async def run(self, request: Submit, hints: Hints | None = None, owner: str = "somebody") -> tuple[Turn, Reader]:
         """One turn, from its beginning to its end."""
         turn = self.turn(hints, owner)
-        await self.sessions.begin(turn, "simulator")
         try:
+            await self.sessions.begin(turn, "simulator")
             reader, task = self.start(request, turn)
             async with asyncio.timeout(20):
                 await task

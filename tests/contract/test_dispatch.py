@@ -10,12 +10,15 @@ from typing import Self
 
 import pytest
 
+from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
 from penstock.cluster.link import LinkProtocol, proof
-from penstock.http.hints import Hints
+from penstock.cluster.worker_server import WorkerServer
+from penstock.http.hints import Hints, SessionWish
 from penstock.router.policy import RouterSettings
 from penstock.wire.errors import GenerationFault
-from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Fault, Finish, Hello, Message, ModelInfo, Submit, Welcome
-from workers import SECRET, FrontEnd, Worker, expected, fault_of, make_model, submit, until
+from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Fault, Finish, Hello, Message, ModelInfo, Segment, Submit, Welcome
+from penstock.worker.runtime import WorkerRuntime
+from workers import SECRET, WORDS, FrontEnd, Worker, expected, fault_of, make_model, submit, until
 
 
 class Mute(LinkProtocol):
@@ -135,13 +138,86 @@ async def test_a_worker_that_owes_nothing_may_be_silent(tmp_path: Path) -> None:
         assert front_end.pool.links_lost == 0
 
 
+class SickSimulator(Simulator):
+    """Gives back all that it is given."""
+
+    def submit(self, request: Submit) -> None:
+        self._refused.append(Segment(request.id, None, Fault("engine_failed", "sick", retryable=True)))
+        self._asked.set()
+
+
+class SickWorker(Worker):
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, name)
+        self.simulator = SickSimulator(SimulatorConfig(step_ms=1.0), make_model(), Vocabulary(WORDS, 1))
+        self.runtime = WorkerRuntime(self.simulator)
+        self.server = WorkerServer(self.runtime, name, self.address, SECRET)
+
+
+async def test_a_sick_worker_fails_nobody_as_long_as_there_is_another(tmp_path: Path) -> None:
+    """It is the least loaded, has the predicted prefix, and is what sessions are bound to; and still it is not asked again."""
+    async with SickWorker(tmp_path, "a") as sick, Worker(tmp_path, "b") as sound, FrontEnd([sick, sound]) as front_end:
+        prefix = submit(1, prompt=320).token_ids
+        started = [
+            front_end.start(Submit(number.to_bytes(16, "big"), (*prefix, number), 20, seed=number, ignore_eos=True)) for number in range(40)
+        ]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*[task for _, task in started])
+        assert [reader.tokens for reader, _ in started] == [expected(number, 20) for number in range(40)]
+        session = Hints(session=SessionWish("agent", "open"))
+        for number in range(40, 45):
+            turn, reader = await front_end.run(submit(number), session)
+            assert (turn.worker, reader.tokens) == ("b", expected(number, 16))
+        assert all(front_end.router.load_of(name) == 0 for name in "ab"), "what has ended weighs nothing"
+
+
+async def test_a_worker_that_is_silent_gets_nothing_new(tmp_path: Path) -> None:
+    async with MuteWorker(tmp_path, "mute") as mute, FrontEnd([mute], stall_seconds=4.0) as front_end:
+        _, stuck = front_end.start(submit(1))
+        await until(lambda: front_end.pool.members[0].is_quiet)
+        _, waiting = front_end.start(submit(2))
+        assert front_end.dispatcher.queued == 1
+        async with Worker(tmp_path, "sound") as sound:
+            front_end.pool.discovered([sound.address])
+            async with asyncio.timeout(2):
+                await waiting
+        assert len(mute.submits) == 1
+        assert front_end.pool.stalls == 0
+        stuck.cancel()
+        await asyncio.gather(stuck, return_exceptions=True)
+
+
+async def test_prefill_weighs_until_the_first_token(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a", step_ms=5.0) as one, Worker(tmp_path, "b", step_ms=5.0) as two, FrontEnd([one, two]) as front_end:
+        reader, task = front_end.start(submit(1, 300, prompt=640))
+        assert sum(front_end.router.load_of(name) for name in "ab") == 80, "forty blocks to prefill, and as many to hold"
+        await until(lambda: len(reader.tokens) > 2)
+        assert 40 <= sum(front_end.router.load_of(name) for name in "ab") < 45
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: one.simulator.stats().running + two.simulator.stats().running == 0)
+        await until(lambda: sum(front_end.router.load_of(name) for name in "ab") == 0)
+
+
+async def test_events_that_were_missed_are_made_up_for(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a") as one, Worker(tmp_path, "b") as two, FrontEnd([one, two]) as front_end:
+        for worker in (one, two):
+            for port in worker.runtime._ports:
+                port.events._most_blocks = 10
+        for number in range(6):
+            await front_end.run(submit(number, 2, prompt=320))
+        for worker in (one, two):
+            held = partial(front_end.router.index.held, worker.name)
+            await until(lambda: held()[0] == worker.simulator.stats().kv_blocks_cached > 0)  # noqa: B023
+
+
 async def test_what_kills_every_worker_ends_with_a_fault(tmp_path: Path) -> None:
     async with MuteWorker(tmp_path, "deadly", breaks=True) as deadly, FrontEnd([deadly]) as front_end:
         _, task = front_end.start(submit(1, 50))
         with pytest.raises(GenerationFault) as caught:
             async with asyncio.timeout(10):
                 await task
-        assert "4 workers in a row failed without a token" in fault_of(caught).message
+        assert "4 attempts in a row failed without a token" in fault_of(caught).message
         assert not fault_of(caught).retryable
         assert len(deadly.submits) == 4, "the first time, and three more"
         assert len({request.id for request in deadly.submits}) == 4

@@ -482,14 +482,32 @@ def test_what_is_no_url_of_a_redis_is_refused(url: str) -> None:
         RedisStore(url)
 
 
-@pytest.mark.parametrize(
-    "url", ["redis://127.0.0.1:1/0", "unix:///nowhere/at/all", "rediss://127.0.0.1:1/0", "redis://127.0.0.1:1/?no_such_option=1"]
-)
-async def test_what_cannot_be_reached_is_refused_at_the_start(url: str) -> None:
-    store = RedisStore(url)
-    with pytest.raises(ConfigError, match=r"--store " + url.partition("?")[0]):
+async def test_options_that_nobody_knows_are_refused_at_the_start() -> None:
+    store = RedisStore("redis://127.0.0.1:1/?no_such_option=1")
+    with pytest.raises(ConfigError, match=r"--store redis://127.0.0.1:1/ cannot be used: it has options that are not understood"):
         await store.start()
     await store.close()
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "unix:///nowhere/at/all", "rediss://127.0.0.1:1/0"])
+async def test_what_cannot_be_reached_is_said_and_waited_for(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with redis_store(url) as store:
+        assert not store.is_available
+        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+        assert f"the store at {url} is lost" in caplog.text
+        assert await store.get("key") is None
+        assert (await store.claim("key", bound("", 1), 60.0)).won
+
+
+async def test_a_redis_that_comes_later_is_used() -> None:
+    with RedisServer() as server:
+        server.kill()
+        async with redis_store(server.url) as store:
+            assert not store.is_available
+            server.start()
+            await until_available(store, is_available=True)
+            assert (await store.claim("key", bound("", 1), 60.0)).won
+            assert not (await store.claim("key", bound("", 2), 60.0)).won
 
 
 async def test_the_password_is_told_to_redis_only(caplog: pytest.LogCaptureFixture) -> None:

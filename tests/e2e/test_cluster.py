@@ -347,13 +347,32 @@ def test_two_front_ends_share_their_sessions_in_redis(
         wait_until(lambda: all(server.metric("penstock_workers") == 2 for server in servers), timeout=20)
 
 
-def test_a_store_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "penstock", "frontend", "--port=0", f"--store=unix://:hidden@{tmp_path}/nothing"]
+def test_a_front_end_starts_without_its_redis(serve: Callable[..., Server], tmp_path: Path) -> None:
+    server = serve("--step-ms", "2", f"--store=unix://:hidden@{tmp_path}/nothing")
+    assert server.metric("penstock_store_available") == 0
+    assert ask(server, [{"role": "user", "content": "x"}], **control("alone", "open")).nvext["session"]["state"] == "open"
+    assert ask(server, [{"role": "user", "content": "x"}], **control("alone")).nvext["session"]["state"] == "open"
+    assert len([line for line in server.log if "is lost" in line]) == 1
+    assert not [line for line in server.log if "hidden" in line]
+
+
+def test_a_store_that_is_none_is_refused_by_name() -> None:
+    command = [sys.executable, "-m", "penstock", "frontend", "--port=0", "--store=http://example.com"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
-    assert "--store unix://" in done.stderr
-    assert "hidden" not in done.stderr
+    assert "--store http://example.com cannot be used: it is no redis://" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_session_is_tokenized_only_where_it_is_new(cluster: Server) -> None:
+    messages = [{"role": "user", "content": "tell me of dams and turbines " * 30}]
+    ask(cluster, messages, **control("tokens", "open"))
+    messages.append({"role": "user", "content": "and of water"})
+    before = {source: cluster.metric("penstock_chat_tokens_total", source=source) for source in ("encoded", "reused")}
+    answer = ask(cluster, messages, **control("tokens"))
+    encoded, reused = (cluster.metric("penstock_chat_tokens_total", source=source) - before[source] for source in ("encoded", "reused"))
+    assert encoded + reused == answer.usage.prompt_tokens
+    assert encoded < 40, "neither the first message nor the answer of 40 tokens is tokenized again"
 
 
 def examples(language: str) -> list[str]:

@@ -65,9 +65,9 @@ async def run_worker(settings: WorkerSettings) -> int:
                 registration = await stack.enter_async_context(Registration(store, settings.name, settings.advertise))
             waits = [asyncio.create_task(stopped.wait()), asyncio.create_task(failed.wait())]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        runtime.drain()
         if store is not None:
             await registration.leave()
-        runtime.drain()
         if not await _until(lambda: runtime.is_idle, settings.grace):
             runtime.hand_over()
             await _until(lambda: runtime.is_idle, HAND_OVER_SECONDS)

@@ -17,7 +17,7 @@ from msgspec import structs
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions import Turn
 from penstock.cluster.waiting import Waiter, WaitingQueue
-from penstock.cluster.worker_link import Generation
+from penstock.cluster.worker_link import Generation, WorkerLink
 from penstock.router.load import Assignment
 from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # How often in a row a generation may change its worker without a new token.
 FRUITLESS_MIGRATIONS = 3
+# The first pause, doubled each time, before it goes to one that has just failed it, because there is no other.
+PAUSE_SECONDS = 0.05
 WATCH_SECONDS = 0.25
 # What is assumed of a worker that does not say how many generations it computes at once.
 UNKNOWN_BATCH = 4096
@@ -54,15 +56,16 @@ class Attempt(NamedTuple):
 
 
 class Production:
-    """One generation's life: what was asked for, and where it goes on."""
+    """One generation's life: what was asked for, and where it goes on. `failed` are the links that failed it since its last token."""
 
-    __slots__ = ("mailbox", "model", "request", "turn")
+    __slots__ = ("failed", "mailbox", "model", "request", "turn")
 
     def __init__(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
         self.model = model
         self.request = request
         self.mailbox = mailbox
         self.turn = turn
+        self.failed: set[WorkerLink] = set()
 
     def next_request(self, generation_id: bytes) -> Submit:
         """What is left to do: the same request, from the next offset on, behind the tokens that there are."""
@@ -177,21 +180,36 @@ class Dispatcher:
                 return
             finally:
                 attempt.assignment.ended()
-            fruitless = 0 if mailbox.next_offset > begun_at else fruitless + 1
+            if mailbox.next_offset > begun_at:
+                fruitless = 0
+                production.failed.clear()
+            else:
+                fruitless += 1
+            production.failed.add(attempt.member.link)
             if fruitless > FRUITLESS_MIGRATIONS:
-                message = f"{fruitless} workers in a row failed without a token; the last: {fault.message}"
+                message = f"{fruitless} attempts in a row failed without a token; the last: {fault.message}"
                 raise GenerationFault(Fault(fault.code, message))
             self.migrations[fault.code] += 1
+            if fruitless and not self._others(production) and self._pool.usable(production.model):
+                # Nobody but those who have just failed it: they may need a moment.
+                await asyncio.sleep(PAUSE_SECONDS * 2**fruitless)
             again = secrets.token_bytes(GENERATION_ID_BYTES)
             sent = self._try_send(production, again) or self._enqueue(production, again, is_new=False)
+
+    def _others(self, production: Production) -> list[Member]:
+        """The workers that have not just failed it. One that was connected anew is another."""
+        return [member for member in self._pool.usable(production.model) if member.link not in production.failed]
 
     def _enqueue(self, production: Production, generation_id: bytes, *, is_new: bool) -> Waiter[Attempt]:
         try_send = partial(self._try_send, production, generation_id)
         return self._queue(production.model).add(try_send, production.request.priority, is_new=is_new)
 
     def _try_send(self, production: Production, generation_id: bytes) -> Attempt | None:
-        """Sends it to the worker that the router chooses; None when nobody has room."""
-        usable = {member.name: member for member in self._pool.usable(production.model)}
+        """Sends it to the worker that the router chooses; None when nobody has room. Those that failed it are the last resort."""
+        members = self._pool.usable(production.model)
+        if production.failed:
+            members = self._others(production) or members
+        usable = {member.name: member for member in members}
         candidates = [Candidate(name, self._has_room(member), member.is_quiet) for name, member in usable.items()]
         if not any(candidate.has_room for candidate in candidates):
             return None
@@ -242,7 +260,7 @@ class Dispatcher:
                 since = self._deserted.setdefault(model, now)
                 if now - since >= self._limits.worker_wait:
                     message = f"no worker for model {model!r} has come within {self._limits.worker_wait:g} s"
-                    queue.fail(now - self._limits.worker_wait, GenerationFault(Fault("no_worker", message)))
+                    queue.fail(now - self._limits.worker_wait, partial(GenerationFault, Fault("no_worker", message)))
 
 
 class _Observer:

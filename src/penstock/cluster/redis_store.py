@@ -15,7 +15,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
 from penstock.cluster import redis_scripts as scripts
 from penstock.router.affinity import Binding, Claim, owner_key, session_key
@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 class RedisStore:
     """An AffinityStore and a Directory that every process with the same URL and prefix shares.
 
-    `start` raises ConfigError when it cannot be used; from then on nothing raises. When Redis fails or takes longer than
+    Once it is started, nothing raises. When Redis fails, is not there yet or takes longer than
     CALL_SECONDS, that is logged once, as an error, and every call answers at once as if this process were alone: nothing is known,
     every claim is won and not remembered, what was bound is still ours, and the members are unknown. Epochs come from this
     process's clock then. A call that was cut off may have been carried out.
@@ -76,16 +76,21 @@ class RedisStore:
         self._members = self._script(scripts.MEMBERS)
 
     async def start(self) -> None:
-        """Raises ConfigError when Redis cannot be reached, or refuses."""
+        """Begins to use it, or to wait for it: one that cannot be reached is said, and must not keep a service from coming back.
+
+        Raises ConfigError for a password that is not taken, and for options that are not understood.
+        """
+        self._is_available = True
         try:
             await self._try()
         except FAILURES as error:
-            await self._redis.aclose()
-            raise self._unusable(_reason(error)) from None
+            if isinstance(error, AuthenticationError) or isinstance(error.__cause__, AuthenticationError):
+                await self._redis.aclose()
+                raise self._unusable(_reason(error)) from None
+            self._lose(error)
         except (TypeError, ValueError):
             await self._redis.aclose()
             raise self._unusable("it has options that are not understood") from None
-        self._is_available = True
         self._probing = asyncio.create_task(self._probe(), name="probe of the store")
 
     async def close(self) -> None:

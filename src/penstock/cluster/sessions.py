@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from msgspec import structs
+
 from penstock.cluster.pool import WorkerPool
 from penstock.router.affinity import AffinityStore, Binding, affinity_key, session_key
 from penstock.router.policy import Decision, Policy, Preference
@@ -107,7 +109,8 @@ class Session:
     def adopt(self, binding: Binding) -> None:
         """The store knows better."""
         self.worker = binding.worker
-        self.epoch = self.bound_epoch = binding.epoch
+        self.timeout = binding.timeout
+        self.epoch = self.bound_epoch = self.granted_epoch = binding.epoch
 
 
 class Turn:
@@ -115,6 +118,7 @@ class Turn:
 
     __slots__ = (
         "_affinity",
+        "_has_followed",
         "_names",
         "_parent",
         "_sessions",
@@ -141,6 +145,7 @@ class Turn:
         self.decisions: list[tuple[int, Decision]] = []
         self.affinity_key: str | None = None
         self._affinity: Binding | None = None
+        self._has_followed = False
         self._parent: Binding | None = None
         self._names: tuple[tuple[int, ...], int, Sequence[bytes]] = ((), 0, ())
 
@@ -173,7 +178,7 @@ class Turn:
         """
         self.decisions.append((choice, decision))
         session = self.session
-        if session is None:
+        if session is None or not self._sessions.is_open(session):
             return None
         if session.worker is None:
             session.worker = decision.worker
@@ -201,7 +206,8 @@ class Turn:
             elif report.session is not None:
                 self.state = report.session
                 self._sessions.counts[report.session] += 1
-        if self.affinity_key is not None:
+        if self.affinity_key is not None and not self._has_followed:
+            self._has_followed = True
             self._sessions.follow_affinity(self, self.affinity_key, self._affinity, worker)
 
     def describe_session(self) -> dict[str, object] | None:
@@ -301,18 +307,23 @@ class Sessions:
             self._active.discard(session)
             self._spawn(self._settle(session), "end of a session's turn")
 
+    def is_open(self, session: Session) -> bool:
+        """It has not been ended since the turn began."""
+        return self._sessions.get(session.key) is session
+
     def granted(self, turn: Turn, session: Session, worker: str, epoch: int) -> None:
         """A worker has given the session its lease: now it is bound. A lease where the session no longer is, is given back."""
         if (worker, epoch) != (session.worker, session.epoch):
             self._close_on_worker(worker, session.key, epoch)
             return
         session.granted_epoch = epoch
-        if session.bound_epoch != epoch and session.binding is None:
+        if session.bound_epoch != epoch and session.binding is None and self.is_open(session):
             session.binding = self._spawn(self._bind(turn, session), "session binding")
 
     def follow_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
         """A key goes where its last request went, unless that was only a detour."""
-        if known is None or known.worker == worker or turn.decisions[-1][1].diverted == "gone":
+        was_gone = any(decision.diverted == "gone" for _, decision in turn.decisions if decision.worker == worker)
+        if known is None or known.worker == worker or was_gone:
             self._spawn(self._bind_affinity(turn, key, known, worker), "affinity binding")
 
     async def list_sessions(self, owner: str, limit: int, after: str) -> list[SessionListing]:
@@ -347,7 +358,7 @@ class Sessions:
         self._close_on_worker(binding.worker, key, binding.epoch)
         self.counts["closed"] += 1
         if key in self._sessions:
-            self._forget(self._sessions[key])
+            self._abandon(self._sessions[key])
         return True
 
     async def _ask(self, worker: str, keys: Sequence[str]) -> Sequence[SessionReport]:
@@ -368,9 +379,12 @@ class Sessions:
         """What follows when the last active turn has ended."""
         if session.binding is not None:
             await asyncio.wait([session.binding])
-        if session.active or self._sessions.get(session.key) is not session:
+        if session.active:
             return
-        if session.is_closing or session.bound_epoch is None:
+        if self._sessions.get(session.key) is not session:
+            # It was ended meanwhile; a turn that moved may have a lease all the same.
+            self._abandon(session)
+        elif session.is_closing or session.bound_epoch is None:
             self.counts["closed"] += session.is_closing
             await self._close(session)
         elif await self._store.renew(session.key, session.epoch, session.timeout):
@@ -378,9 +392,7 @@ class Sessions:
             self._list_expiry(session)
         elif not self._is_in_use(session):
             # It was closed, or has moved, by way of another front end; or the store has forgotten it.
-            if session.worker is not None:
-                self._close_on_worker(session.worker, session.key, session.epoch)
-            self._forget(session)
+            self._abandon(session)
 
     async def _begin_session(self, turn: Turn, wish: SessionWish, model: str) -> None:
         key = session_key(turn.owner, model, wish.id)
@@ -389,7 +401,7 @@ class Sessions:
         is_gone = binding is None and self._store.is_available
         if session is not None and is_gone and session.bound_epoch is not None and not session.active:
             # It has expired, or another front end has closed it.
-            self._forget(session)
+            self._abandon(session)
             session = None
         if session is None and binding is None and wish.action != "open":
             self.counts["unknown"] += 1
@@ -401,8 +413,8 @@ class Sessions:
             self._sessions[key] = session
             self.counts["opened"] += binding is None
         if binding is not None and (session.bound_epoch is None or binding.epoch >= session.epoch):
-            if session.bound_epoch is None:
-                session.timeout = binding.timeout
+            if session.worker is not None and session.epoch != binding.epoch:
+                self._close_on_worker(session.worker, key, session.epoch)
             session.adopt(binding)
         if wish.action == "open":
             session.timeout = wish.timeout
@@ -413,13 +425,22 @@ class Sessions:
         turn.session = session
         session.active += 1
         self._active.add(session)
-        if session.bound_epoch is not None:
-            await self._store.renew(key, session.epoch, session.timeout + ACTIVE_MARGIN)
+        if session.bound_epoch is not None and not await self._renew(session, binding):
+            # It has just expired: whoever grants it a lease binds it anew.
+            session.bound_epoch = None
+
+    async def _renew(self, session: Session, binding: Binding | None) -> bool:
+        """While a turn runs. A timeout that is new is written, too, for the other front ends."""
+        seconds = session.timeout + ACTIVE_MARGIN
+        if binding is None or binding.timeout == session.timeout:
+            return await self._store.renew(session.key, session.epoch, seconds)
+        changed = structs.replace(binding, timeout=session.timeout)
+        return (await self._store.rebind(session.key, binding.epoch, changed, seconds, session.owner)).epoch == session.epoch
 
     async def _bind(self, turn: Turn, session: Session) -> None:
         """Writes into the store where the session is; again, if it has moved and been granted meanwhile."""
         try:
-            while session.bound_epoch != session.granted_epoch == session.epoch and self._sessions.get(session.key) is session:
+            while session.bound_epoch != session.granted_epoch == session.epoch and self.is_open(session):
                 await self._bind_once(turn, session)
         finally:
             session.binding = None
@@ -444,7 +465,6 @@ class Sessions:
         else:
             self._close_on_worker(worker, session.key, epoch)
             session.adopt(winner)
-            session.granted_epoch = winner.epoch
 
     async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
         seconds = max(AFFINITY_SECONDS, turn.wishes.retention_seconds)
@@ -458,10 +478,15 @@ class Sessions:
             await self._store.rebind(key, known.epoch, binding, seconds)
 
     async def _close(self, session: Session) -> None:
-        if session.worker is not None:
-            self._close_on_worker(session.worker, session.key, session.epoch)
+        # First here: whoever opens it from now on opens another.
+        self._abandon(session)
         if session.bound_epoch is not None:
             await self._store.release(session.key, session.bound_epoch)
+
+    def _abandon(self, session: Session) -> None:
+        """This incarnation is over: its lease is given back, when its last active turn has ended. One of another epoch is not touched."""
+        if session.worker is not None:
+            self._close_on_worker(session.worker, session.key, session.epoch)
         self._forget(session)
 
     def _close_on_worker(self, worker: str, key: str, epoch: int) -> None:
@@ -509,14 +534,12 @@ class Sessions:
         binding = await self._store.get(session.key)
         if self._is_in_use(session):
             return
-        if binding is not None and binding.epoch >= session.epoch:
-            # Another front end has had a turn of it since, and will see to its end.
+        if not self._store.is_available or (binding is not None and binding.epoch == session.epoch):
+            # Another front end has had a turn of it since, or may have had: it, or the worker's own timer, will see to its end.
             self._forget(session)
             return
         self.counts["expired"] += 1
-        assert session.worker is not None
-        self._close_on_worker(session.worker, session.key, session.epoch)
-        self._forget(session)
+        self._abandon(session)
 
     def _is_in_use(self, session: Session) -> bool:
         return session.active > 0
@@ -526,7 +549,7 @@ class Sessions:
         while True:
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             for session in list(self._active):
-                if session.bound_epoch is not None:
+                if session.bound_epoch is not None and self._is_in_use(session):
                     await self._store.renew(session.key, session.bound_epoch, session.timeout + ACTIVE_MARGIN)
 
     def _spawn(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:

@@ -17,13 +17,12 @@ SECONDS_A_CLASS = 10.0
 class Waiter(Generic[Sent]):
     """One generation in the queue. `sent` gets what its sending gave, or the error that ended its waiting."""
 
-    __slots__ = ("_try_send", "is_new", "place", "sent", "since")
+    __slots__ = ("_try_send", "place", "sent", "since")
 
-    def __init__(self, try_send: Callable[[], Sent | None], place: tuple[float, int], since: float, is_new: bool) -> None:
+    def __init__(self, try_send: Callable[[], Sent | None], place: tuple[float, int], since: float) -> None:
         self._try_send = try_send
         self.place = place
         self.since = since
-        self.is_new = is_new
         self.sent: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
 
     def __lt__(self, other: Waiter[Sent]) -> bool:
@@ -58,7 +57,7 @@ class WaitingQueue(Generic[Sent]):
         now = self._clock()
         self._arrivals += 1
         order = now - priority * SECONDS_A_CLASS if is_new else float("-inf")
-        waiter = Waiter(try_send, (order, self._arrivals), now, is_new)
+        waiter = Waiter(try_send, (order, self._arrivals), now)
         waiter.sent.add_done_callback(self._left)
         self._waiting += 1
         heapq.heappush(self._heap, waiter)
@@ -69,11 +68,11 @@ class WaitingQueue(Generic[Sent]):
         while self._heap and self._heap[0].try_send():
             heapq.heappop(self._heap)
 
-    def fail(self, before: float, error: Exception) -> None:
-        """Ends the waiting of those who came before this time."""
+    def fail(self, before: float, make_error: Callable[[], Exception]) -> None:
+        """Ends the waiting of those who came before this time, each with an error of its own."""
         for waiter in self._heap:
             if waiter.since < before and not waiter.sent.done():
-                waiter.sent.set_exception(error)
+                waiter.sent.set_exception(make_error())
         self._heap = [waiter for waiter in self._heap if not waiter.sent.done()]
         heapq.heapify(self._heap)
 

@@ -279,7 +279,7 @@ class KVCache:
             self._offers += 1
             heapq.heappush(self._plain_leaves, (node.priority, node.last_used, self._offers, node))
             if len(self._plain_leaves) > 2 * self._cached + 64:
-                # Every use of a node leaves an entry behind, and with it the node. A node that is offered twice has two that are current; one will do.
+                # Every use of a node leaves an entry behind, and with it the node. One offered twice has two that are current; one will do.
                 current = {entry[3]: entry for entry in self._plain_leaves if self._is_current(entry)}
                 self._plain_leaves = list(current.values())
                 heapq.heapify(self._plain_leaves)

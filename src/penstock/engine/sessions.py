@@ -184,12 +184,15 @@ class Sessions:
                 session.is_closing = False
                 session.lease.seconds = self._seconds(turn)
             return session
-        if session is not None:
-            self._end(session)
-        elif len(self._sessions) >= self._quota:
+        if session is None and len(self._sessions) >= self._quota:
             return None
-        session = self._sessions[turn.id] = Session(turn, self._seconds(turn))
-        return session
+        opened = self._sessions[turn.id] = Session(turn, self._seconds(turn))
+        if session is not None:
+            # The same agent, back after its front end forgot it: it has come for what the earlier incarnation left.
+            session.is_over = True
+            opened.lease = session.lease
+            opened.lease.seconds = self._seconds(turn)
+        return opened
 
     def _seconds(self, turn: SessionTurn) -> float:
         """What is no sensible time is none, or the longest."""

@@ -127,7 +127,7 @@ class Exchange:
         self._choices = [Choice(index, plan, dialect) for index in range(len(plan.submits))]
         self._open = len(self._choices)
         self._begun = False
-        self._held: list[Arrival] = []
+        self._last: tuple[int, str] | None = None
         self._writer: EventWriter | None = None
 
     @property
@@ -171,9 +171,11 @@ class Exchange:
 
     def _render(self, ticket: Ticket) -> tuple[bytes, str | None]:
         """The events of all that has arrived, and the outcome when they are the last."""
+        if self._last is not None:
+            return self._end()
         events: list[bytes] = []
         try:
-            arrivals = self._take_settled()
+            arrivals = self._fan.take()
             if not self._begun and arrivals:
                 self._begin(arrivals, ticket)
             for arrival in arrivals:
@@ -187,24 +189,20 @@ class Exchange:
             fault = fault_body(error.fault, self._plan.grammar_field)
             return b"".join(events) + b"data: " + fault + b"\n\n", "broken_off"
         if not self._open:
-            return b"".join(events) + self._closing_events(), "ok"
+            last, outcome = self._end()
+            return b"".join(events) + last, outcome
         return events[0] if len(events) == 1 else b"".join(events), None
 
-    def _take_settled(self) -> list[Arrival]:
-        """What has arrived, but for ends that have to wait."""
-        arrivals = self._fan.take()
+    def _end(self) -> tuple[bytes, str | None]:
+        """The end of a stream; nothing as long as it has to wait."""
         settling = self._turn.settling
-        if settling is None:
-            if self._held:
-                arrivals, self._held = self._held + arrivals, []
-            return arrivals
-        ends = [arrival for arrival in arrivals if arrival.terminal is not None]
-        if ends:
-            self._held += ends
+        if settling is not None and self._last is not None:
             assert self._writer is not None
             wake = self._writer.wake
             settling.add_done_callback(lambda _: wake())
-        return [arrival for arrival in arrivals if arrival.terminal is None]
+            return b"", None
+        event = b"" if self._last is None else self._dialect.event(self._last[0], "", None, self._last[1], self._nvext())
+        return event + self._closing_events(), "ok"
 
     async def _collect(self, ticket: Ticket) -> str:
         texts: list[list[str]] = [[] for _ in self._choices]
@@ -222,8 +220,8 @@ class Exchange:
             if not self._open:
                 break
             arrivals = await self._fan.receive()
-        if self._turn.settling is not None:
-            await asyncio.wait([self._turn.settling])
+        while (settling := self._turn.settling) is not None:
+            await asyncio.wait([settling])
         parts = zip(texts, logprobs, self._choices, strict=True)
         whole = [("".join(text), probs, choice.finish_reason or "") for text, probs, choice in parts]
         await self._response.send_whole(200, self._dialect.body(whole, self._usage(), self._nvext()))
@@ -243,7 +241,13 @@ class Exchange:
         finish_reason = self._choices[arrival.choice].finish_reason
         if not text and logprobs is None and finish_reason is None:
             return b""
-        return self._dialect.event(arrival.choice, text, logprobs, finish_reason, None if self._open else self._nvext())
+        if self._open or finish_reason is None:
+            return self._dialect.event(arrival.choice, text, logprobs, finish_reason, None)
+        if self._turn.settling is None:
+            return self._dialect.event(arrival.choice, text, logprobs, finish_reason, self._nvext())
+        # The tokens go out now, the end when it may.
+        self._last = arrival.choice, finish_reason
+        return self._dialect.event(arrival.choice, text, logprobs, None, None) if text or logprobs is not None else b""
 
     def _advance(self, arrival: Arrival) -> tuple[str, object]:
         """What an arrival adds to its choice. Raises GenerationFault when it does not follow what came before."""

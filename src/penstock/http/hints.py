@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -25,14 +25,13 @@ from penstock.http.schema import (
     PromptCacheOptions,
     SessionControl,
 )
+from penstock.router.policy import POLICIES, Policy
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS, SessionAction
 
 Headers = Iterable[tuple[bytes, bytes]]
 """As ASGI has them: names in lower case."""
 
-RouterName = Literal["kv", "round-robin", "least-loaded", "random"]
-ROUTERS: tuple[RouterName, ...] = ("kv", "round-robin", "least-loaded", "random")
 ROUTER_HEADER = b"x-penstock-router"
 AFFINITY_HEADER = b"x-session-affinity"
 MAX_ID_BYTES = 256
@@ -69,7 +68,7 @@ class Hints(Struct, frozen=True, gc=False):
     affinity: str | None = None
     retention_seconds: float = 0.0
     priority: int = 0
-    router: RouterName | None = None
+    router: Policy | None = None
     wants_route: bool = False
 
 
@@ -208,14 +207,14 @@ def _seconds(name: str, text: str) -> float:
     return seconds
 
 
-def _router(headers: Mapping[bytes, bytes]) -> RouterName | None:
+def _router(headers: Mapping[bytes, bytes]) -> Policy | None:
     if ROUTER_HEADER not in headers:
         return None
     value = headers[ROUTER_HEADER].decode(errors="replace").strip()
-    for name in ROUTERS:
+    for name in POLICIES:
         if value == name:
             return name
-    raise _refused(ROUTER_HEADER.decode(), value, f"expected one of {', '.join(ROUTERS)}")
+    raise _refused(ROUTER_HEADER.decode(), value, f"expected one of {', '.join(POLICIES)}")
 
 
 def _header(headers: Mapping[bytes, bytes], name: bytes | None) -> str | None:

@@ -69,7 +69,9 @@ def make_plan(
         raise RequestError(f"{len(prompts)} prompts × `n` {n} make more than {MAX_CHOICES} choices", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
-    choices = [(field, tuple(token_ids), choice) for field, token_ids in prompts for choice in range(n)]
+    # One tuple a prompt, which its choices share: what is computed of it once need not be computed again.
+    shared = [(field, tuple(token_ids)) for field, token_ids in prompts]
+    choices = [(field, token_ids, choice) for field, token_ids in shared for choice in range(n)]
     response_id, *ids = _random_ids(len(choices) + 1)
     least, sampling = _min_tokens(request, max_tokens), _sampling(request)
     grammar_field, grammar = _grammar(request.structured_outputs, response_format)

@@ -48,8 +48,8 @@ MOST_WAITING_BLOCKS = 65_536
 class WaitingEvents:
     """The KV events that wait for one front end: always the newest, without a gap between them.
 
-    When there are too many, all are dropped; the number of the next one then tells the front end, which asks for a snapshot. From that
-    request until the snapshot is sent they are held back, and what the snapshot has in it is not sent again.
+    When there are too many, all are dropped, and no events with the number of the next one tell the front end, which asks for a snapshot.
+    From that request until the snapshot is sent they are held back, and what the snapshot has in it is not sent again.
     """
 
     def __init__(self, most_blocks: int = MOST_WAITING_BLOCKS) -> None:
@@ -58,11 +58,12 @@ class WaitingEvents:
         self._skipped_to = 0
         self._events: list[KvEvent] = []
         self._blocks = 0
+        self._has_dropped = False
         self.is_held = False
 
     def __bool__(self) -> bool:
         """There is something that may be sent now."""
-        return bool(self._events) and not self.is_held
+        return (bool(self._events) or self._has_dropped) and not self.is_held
 
     def put(self, new: KvEvents, blocks: int) -> None:
         """These events, with so many block names in all."""
@@ -77,12 +78,14 @@ class WaitingEvents:
         self._blocks += blocks
         if self._blocks > self._most_blocks:
             self._drop_before(new.first + len(new.events))
+            self._has_dropped = True
 
     def take(self) -> KvEvents | None:
         """What waits, unless it is held back."""
         if not self:
             return None
         taken = KvEvents(self._first, tuple(self._events))
+        self._has_dropped = False
         self._drop_before(self._first + len(self._events))
         return taken
 
@@ -97,6 +100,7 @@ class WaitingEvents:
     def skip_to(self, number: int) -> None:
         """Those before this number are known to the front end, whether they have come already or not."""
         self._skipped_to = number
+        self._has_dropped = False
         known = number - self._first
         if 0 < known < len(self._events):
             self._first, self._events = number, self._events[known:]

@@ -304,3 +304,16 @@ def test_a_turn_that_begins_just_before_the_end_keeps_the_session() -> None:
     assert (len(sessions), sessions.next_expiry) == (1, 22.0)
     sessions.expire(22.0)
     assert len(sessions) == 0
+
+
+def test_a_newer_incarnation_finds_what_the_earlier_one_left() -> None:
+    engine = make_engine()
+    run(engine, [turn(0, PROMPT, "a", "open", epoch=1)])
+    leased = engine.stats().kv_blocks_leased
+    collected = run(engine, [turn(1, [*PROMPT, 1, 2], "a", "open", epoch=2)])
+    assert cached(collected, 1) == len(PROMPT), "the front end had forgotten the session, and not the worker"
+    assert (len(engine.sessions), engine.stats().kv_blocks_leased >= leased) == (1, True)
+    assert not engine.close_session("a", 1)
+    assert engine.close_session("a", 2)
+    assert engine.stats().kv_blocks_leased == engine.stats().kv_blocks_cached == 0
+    engine.check_integrity()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from penstock.engine.config import EngineConfig
-from penstock.http.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, ROUTERS, SESSION_HEADERS
+from penstock.http.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
 from penstock.http.schema import (
     CHOICES,
     HIGHEST_PRIORITY,
@@ -27,6 +27,7 @@ from penstock.http.schema import (
     SessionControl,
 )
 from penstock.http.sessions import DEFAULT_LIMIT, MAX_LIMIT, SessionDescription
+from penstock.router.policy import POLICIES
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 
 TEXT = (Path(__file__).parents[3] / "docs" / "sessions.md").read_text(encoding="utf-8")
@@ -62,7 +63,7 @@ def test_quotas() -> None:
 def test_every_header_is_named() -> None:
     headers = {name for names in SESSION_HEADERS for name in names if name} | {AFFINITY_HEADER, ROUTER_HEADER}
     assert {name.decode() for name in headers} <= WORDS
-    assert set(ROUTERS) <= WORDS
+    assert set(POLICIES) <= WORDS
 
 
 def test_headers_are_named_in_the_order_in_which_they_count() -> None:

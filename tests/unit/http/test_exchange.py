@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from penstock.cli.directory import Directory
 from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions import Sessions, Turn
+from penstock.cluster.sessions import Session, Sessions, Turn
 from penstock.http.admission import Admission, Limits
 from penstock.http.app import Services, make_app
 from penstock.http.completions import parse_completion
@@ -278,33 +278,100 @@ async def test_an_engine_that_skips_tokens_is_a_fault() -> None:
     assert "expected the token at offset 1" in front_end.events[1]["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_ends_when_its_session_is_bound(stream: bool) -> None:
-    bound = asyncio.Event()
+CONTROL = {"session_control": {"session_id": "agent", "action": "open"}}
 
-    async def bind() -> None:
-        await bound.wait()
-        assert front_end.turn.session is not None
-        front_end.turn.session.binding = None
 
-    async def produce(_: Submit, mailbox: Mailbox) -> None:
-        assert front_end.turn.session is not None
-        front_end.turn.session.binding = asyncio.create_task(bind())
-        mailbox.put(Delta(0, (WATER,)))
-        mailbox.put(Delta(1, (RIVER,)))
-        mailbox.end(Finish("length"))
+class Binding:
+    """The binding of a session, under the test's control."""
 
-    front_end = FrontEnd(produce)
-    control = {"session_control": {"session_id": "agent", "action": "open"}}
-    posted = asyncio.create_task(front_end.post(stream=stream, nvext=control))
+    def __init__(self) -> None:
+        self.front_end: FrontEnd | None = None
+
+    def begin(self) -> asyncio.Future[None]:
+        future: Any = asyncio.get_running_loop().create_future()
+        self._session.binding = future
+        return cast("asyncio.Future[None]", future)
+
+    def end(self) -> None:
+        future: Any = self._session.binding
+        self._session.binding = None
+        future.set_result(None)
+
+    @property
+    def _session(self) -> Session:
+        assert self.front_end is not None
+        assert self.front_end.turn.session is not None
+        return self.front_end.turn.session
+
+
+async def quiesce() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
-    assert b'finish_reason":"length' not in front_end.body
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stop", [None, "river"])
+async def test_an_answer_ends_when_its_session_is_bound(stream: bool, stop: str | None) -> None:
+    binding = Binding()
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        binding.begin()
+        mailbox.put(Delta(0, (WATER, RIVER)))
+        if stop is None:
+            mailbox.end(Finish("length"))
+        else:
+            await asyncio.Event().wait()
+
+    front_end = binding.front_end = FrontEnd(produce)
+    posted = asyncio.create_task(front_end.post(stream=stream, nvext=CONTROL, stop=stop))
+    await quiesce()
     assert not posted.done()
-    bound.set()
+    assert [event["choices"][0]["finish_reason"] for event in front_end.events] == ([None] if stream else [])
+    if stream:
+        assert front_end.events[0]["choices"][0]["text"].startswith(" water"), "tokens do not wait"
+    binding.end()
     await posted
     answer = front_end.events[-1] if stream else json.loads(front_end.body)
-    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["choices"][0]["finish_reason"] == ("length" if stop is None else "stop")
     assert answer["nvext"]["session"]["id"] == "agent"
     texts = [event["choices"][0]["text"] for event in (front_end.events if stream else [answer])]
-    assert "".join(texts) == " water river"
+    assert "".join(texts) == (" water river" if stop is None else " water ")
+    assert not stream or front_end.body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_waits_for_the_binding_that_follows_another(stream: bool) -> None:
+    binding = Binding()
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        binding.begin()
+        mailbox.put(Delta(0, (WATER,)))
+        mailbox.end(Finish("length"))
+
+    front_end = binding.front_end = FrontEnd(produce)
+    posted = asyncio.create_task(front_end.post(stream=stream, nvext=CONTROL))
+    await quiesce()
+    binding.end()
+    binding.begin()
+    await quiesce()
+    assert not posted.done()
+    binding.end()
+    async with asyncio.timeout(5):
+        await posted
+    assert b'"finish_reason":"length"' in front_end.body
+
+
+async def test_a_fault_does_not_wait_for_a_binding() -> None:
+    binding = Binding()
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        binding.begin()
+        mailbox.put(Delta(0, (WATER,)))
+        raise GenerationFault(LOST)
+
+    front_end = binding.front_end = FrontEnd(produce)
+    async with asyncio.timeout(5):
+        await front_end.post(stream=True, nvext=CONTROL)
+    assert front_end.events[-1]["error"]["code"] == "worker_lost"
+    binding.end()
+    await quiesce()
