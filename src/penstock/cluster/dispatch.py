@@ -41,7 +41,7 @@ class DispatchLimits:
     """`worker_queue`: how many generations wait at a worker for their first token; the others wait here, where they can still go
     elsewhere. `max_queued`: how many wait here, in all. `worker_wait`: how long a generation waits for a worker when its model has none."""
 
-    worker_queue: int = 1024
+    worker_queue: int = 4096
     max_queued: int = 8192
     worker_wait: float = 30.0
 
