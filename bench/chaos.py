@@ -84,7 +84,7 @@ class Chaos:
 
 
 async def run_simulator(arguments: argparse.Namespace) -> bool:
-    flags = ["--engine=simulator", "--workers=4", "--max-batch=768", "--worker-queue=128"]
+    flags = ["--engine=simulator", "--workers=4", "--max-batch=768", "--worker-queue=32"]
     flags += [f"--step-ms={arguments.step_ms}", f"--worker-stall={arguments.stall}"]
     with serving(*flags) as server:
         workload = Workload("simulator", "completions", arguments.streams, arguments.streams, 512, 32, arguments.seed, ignore_eos=True)
@@ -109,7 +109,15 @@ async def run_embedded(arguments: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "tiny"
         save_tiny_model(model)
-        flags = ["--engine=embedded", f"--model={model}", "--workers=4", "--threads=1", "--worker-wait=120", "--worker-queue=8"]
+        flags = [
+            "--engine=embedded",
+            f"--model={model}",
+            "--workers=4",
+            "--threads=1",
+            "--worker-wait=120",
+            "--worker-queue=8",
+            "--reproducible",
+        ]
         flags.append(f"--worker-stall={arguments.stall}")
         with serving(*flags) as server:
             calm = await _ask_all(server, arguments)
@@ -119,9 +127,18 @@ async def run_embedded(arguments: argparse.Namespace) -> bool:
             migrations = server.metric("penstock_migrations_total")
     equal = sum(left == right for left, right in zip(calm, disturbed, strict=True))
     errors = [text for text in disturbed if text.startswith("error: ")]
+    for number, (left, right) in enumerate(zip(calm, disturbed, strict=True)):
+        if left != right and not right.startswith("error: "):
+            print(f"  stream {number} differs: {_difference(left, right)}")
     print(f"{equal} of {len(calm)} sampled streams equal those of the undisturbed run; killed {chaos.killed}, frozen {chaos.frozen}")
     print(f"migrations {migrations:,.0f}; errors at the client {len(errors)} {sorted(set(errors))[:3]}")
     return equal == len(calm) and not errors and chaos.killed > 0
+
+
+def _difference(left: str, right: str) -> str:
+    """Where two answers part."""
+    place = next((index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), min(len(left), len(right)))
+    return f"at {place} of {len(left)} and {len(right)}: …{left[place - 40 : place + 40]!r} against …{right[place - 40 : place + 40]!r}"
 
 
 def _body(number: int, model: str) -> dict[str, object]:
@@ -162,7 +179,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, number: int) -> str:
                 part[1] = [*list(part[1]), *((choice["logprobs"] or {}).get("tokens") or [])]  # type: ignore[call-overload]
                 part[2] = choice["finish_reason"] or part[2]
     usage = {name: value for name, value in (usage or {}).items() if name != "prompt_tokens_details"}
-    return json.dumps([texts, usage])
+    return json.dumps([sorted(texts.items()), usage])
 
 
 def save_tiny_model(directory: Path) -> None:

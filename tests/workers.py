@@ -126,8 +126,15 @@ class FrontEnd:
         try:
             await self.sessions.begin(turn, "simulator")
             reader, task = self.start(request, turn)
-            async with asyncio.timeout(20):
-                await task
+            try:
+                async with asyncio.timeout(20):
+                    await asyncio.shield(task)
+            finally:
+                if not task.done():
+                    # As the fan-in does it: what had not begun has, and can clean up.
+                    await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.wait([task])
         finally:
             self.sessions.end(turn)
         return turn, reader

@@ -205,10 +205,14 @@ class Dispatcher:
         return self._queue(production.model).add(try_send, production.request.priority, is_new=is_new)
 
     def _try_send(self, production: Production, generation_id: bytes) -> Attempt | None:
-        """Sends it to the worker that the router chooses; None when nobody has room. Those that failed it are the last resort."""
+        """Sends it to the worker that the router chooses; None when nobody has room. Those that failed it are the last resort.
+
+        Every frame of a worker makes another attempt for those that wait.
+        """
         members = self._pool.usable(production.model)
         if production.failed:
-            members = self._others(production) or members
+            # It has lost a worker, and an attempt is too dear to be made with one that may be dead already.
+            members = [member for member in self._others(production) or members if member.link.has_just_spoken]
         usable = {member.name: member for member in members}
         candidates = [Candidate(name, self._has_room(member), member.is_quiet) for name, member in usable.items()]
         if not any(candidate.has_room for candidate in candidates):

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 _READY = encode_frame(Ready())
 # A turn of the loop can be long when many requests come at once, and a worker should not wait for its end to begin.
 MESSAGES_A_WRITE = 8
+JUST_NOW_SECONDS = 0.1
 
 
 class LinkObserver(Protocol):
@@ -123,6 +124,7 @@ class WorkerLink(LinkProtocol):
         self._queries: dict[int, asyncio.Future[Sequence[SessionReport]]] = {}
         self._next_query = 0
         self._silent_ticks = 0
+        self._heard_at = 0.0
         self.unbegun = 0
         """Generations of which nothing has come yet: they wait at the worker, or their prompts are being computed."""
         self.observer: LinkObserver = NoObserver()
@@ -140,6 +142,11 @@ class WorkerLink(LinkProtocol):
     def silent_ticks(self) -> int:
         """How many looks have found it silent, one after the other, while it owed something."""
         return self._silent_ticks
+
+    @property
+    def has_just_spoken(self) -> bool:
+        """It lives at this moment, for all that can be known: it has said something just now, or owes nothing."""
+        return not self._generations or self._loop.time() - self._heard_at < JUST_NOW_SECONDS
 
     def tick(self) -> None:
         """One look at whether it is silent. Looks are counted and not seconds, so that a front end that was itself busy, or asleep,
@@ -194,6 +201,7 @@ class WorkerLink(LinkProtocol):
 
     def messages_received(self, messages: list[Message]) -> None:
         self._silent_ticks = 0
+        self._heard_at = self._loop.time()
         for message in messages:
             if self.is_established:
                 self._hear(message)
