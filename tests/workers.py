@@ -13,7 +13,8 @@ from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
 from penstock.cluster.address import UnixAddress
 from penstock.cluster.dispatch import Dispatcher, DispatchLimits
 from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions import Sessions, Turn
+from penstock.cluster.sessions import Sessions
+from penstock.cluster.turn import Turn
 from penstock.cluster.worker_server import WorkerServer
 from penstock.http.hints import Hints
 from penstock.router.affinity import AffinityStore, MemoryStore

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 from msgspec import structs
 
 from penstock.cluster.pool import Member, WorkerPool
-from penstock.cluster.sessions import Turn
+from penstock.cluster.turn import Turn
 from penstock.cluster.waiting import Waiter, WaitingQueue
 from penstock.cluster.worker_link import Generation, WorkerLink
 from penstock.router.load import Assignment

@@ -15,11 +15,8 @@ import pytest
 from penstock.backends.embedded import EmbeddedBackend
 from penstock.engine.engine import Engine
 from penstock.wire.messages import (
-    BlocksRemoved,
-    BlocksStored,
     Fault,
     Finish,
-    KvEvent,
     KvEvents,
     ModelInfo,
     Segment,
@@ -28,6 +25,7 @@ from penstock.wire.messages import (
     Snapshot,
     Terminal,
 )
+from replayed_events import apply_events
 from tiny_models import generation_id, make_engine, make_submit, random_prompt, reference_tokens
 
 MODEL = ModelInfo("tiny", "embedded", "none", 300, 512, 16)
@@ -48,7 +46,7 @@ class Receiver:
         if events is not None:
             assert events.first == self.next_number, "a gap"
             for event in events.events:
-                apply_event(self.cached, event)
+                apply_events(self.cached, [event])
                 self.next_number += 1
                 self.history[self.next_number] = frozenset(self.cached)
         for segment in segments:
@@ -66,23 +64,11 @@ class Receiver:
                 await self._news.wait()
 
 
-def apply_event(blocks: set[bytes], event: KvEvent) -> None:
-    match event:
-        case BlocksStored():
-            assert event.parent == b"" or event.parent in blocks
-            assert blocks.isdisjoint(event.blocks)
-            blocks.update(event.blocks)
-        case BlocksRemoved():
-            assert blocks.issuperset(event.blocks)
-            blocks.difference_update(event.blocks)
-
-
 async def check_events(backend: EmbeddedBackend, receiver: Receiver) -> Snapshot:
     """The events up to a snapshot, of which some may still be to come, tell exactly what is in it."""
     snapshot, cached = await backend.snapshot(), set[bytes]()
     assert snapshot is not None
-    for event in snapshot.events:
-        apply_event(cached, event)
+    apply_events(cached, snapshot.events)
     await receiver.until(lambda: snapshot.next_number in receiver.history)
     assert cached == receiver.history[snapshot.next_number]
     return snapshot

@@ -17,13 +17,9 @@ from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
 from penstock.stream.merge import merge
 from penstock.wire.blocks import block_hashes
 from penstock.wire.messages import (
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
     Delta,
     Fault,
     Finish,
-    KvEvent,
     KvEvents,
     ModelInfo,
     PromptReport,
@@ -33,6 +29,7 @@ from penstock.wire.messages import (
     Submit,
     Terminal,
 )
+from replayed_events import apply_events
 
 WORDS = range(300, 1800)
 END = 1
@@ -85,20 +82,6 @@ class Collector:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self.step()
-
-
-def apply_events(blocks: set[bytes], events: Sequence[KvEvent]) -> None:
-    for event in events:
-        match event:
-            case BlocksStored():
-                assert event.parent == b"" or event.parent in blocks
-                assert blocks.isdisjoint(event.blocks)
-                blocks.update(event.blocks)
-            case BlocksRemoved():
-                assert blocks.issuperset(event.blocks)
-                blocks.difference_update(event.blocks)
-            case BlocksCleared():
-                blocks.clear()
 
 
 async def check_events(simulator: Simulator, collector: Collector) -> None:

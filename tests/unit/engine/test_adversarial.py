@@ -6,14 +6,14 @@ Every request ends with exactly the tokens that it would have had alone, nothing
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, multiple, rule
 
-from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, SessionTurn, Submit
+from penstock.wire.messages import SessionTurn, Submit
+from replayed_events import apply_events
 from tiny_models import Collected, make_engine, make_submit, random_prompt, run
 
 SESSIONS = 200
@@ -36,20 +36,6 @@ def undisturbed() -> dict[tuple[int, ...], list[int]]:
     requests = [make_submit(number, prompt, LONGEST_ANSWER) for number, prompt in enumerate(prompts)]
     collected = run(make_engine(kv_pages=4096, token_budget=512), requests)
     return {request.token_ids: collected.tokens[request.id] for request in requests}
-
-
-def apply_events(blocks: set[bytes], events: Sequence[KvEvent]) -> None:
-    for event in events:
-        match event:
-            case BlocksStored():
-                assert event.parent == b"" or event.parent in blocks
-                assert blocks.isdisjoint(event.blocks)
-                blocks.update(event.blocks)
-            case BlocksRemoved():
-                assert blocks.issuperset(event.blocks)
-                blocks.difference_update(event.blocks)
-            case BlocksCleared():
-                blocks.clear()
 
 
 class Adversary(RuleBasedStateMachine):

@@ -11,7 +11,8 @@ import pytest
 
 from penstock.cli.directory import Directory
 from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions import Session, Sessions, Turn
+from penstock.cluster.sessions import Sessions
+from penstock.cluster.turn import Session, Turn
 from penstock.http.admission import Admission, Limits
 from penstock.http.app import Services, make_app
 from penstock.http.completions import parse_completion
