@@ -191,8 +191,8 @@ async def leak(arguments: argparse.Namespace) -> bool:
     ]
     with serving(*flags) as server:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            # The first ones grow what grows once: pools, caches, the allocator's arenas.
-            await open_and_leave(http, server, "warm", arguments.sessions // 5)
+            # The first ones bring every process to its high-water mark, which the allocator keeps: arenas with something in them.
+            await open_and_leave(http, server, "warm", arguments.sessions // 2)
             before = await settled(server)
             print(f"before: {before}")
             began = time.perf_counter()
