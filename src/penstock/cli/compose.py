@@ -80,11 +80,19 @@ async def run_worker(settings: WorkerSettings) -> int:
 def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
     """The engine that the settings name."""
     if settings.engine == "embedded":
+        if settings.embedded.reproducible:
+            _ask_for_equal_rounding()
         # torch is heavy, and an extra.
         from penstock.cli.embedded import make_embedded
 
         return make_embedded(settings, on_failure)
     return _make_simulator(settings)
+
+
+def _ask_for_equal_rounding() -> None:
+    """Tells the matrix library, before it is loaded, to round a row the same way whatever rows are computed with it."""
+    instructions = "AVX512" if " avx512f " in Path("/proc/cpuinfo").read_text(encoding="utf-8") else "AVX2"
+    os.environ.setdefault("MKL_CBWR", f"{instructions},STRICT")
 
 
 def _make_simulator(settings: WorkerSettings) -> Backend:

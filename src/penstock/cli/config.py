@@ -84,6 +84,7 @@ class EmbeddedSettings:
     lease_share: float = 0.5
     max_sessions: int = 1024
     session_grace: float = 30.0
+    reproducible: bool = False
 
 
 @dataclass(frozen=True)
@@ -333,6 +334,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens that a step computes, prompts and answers together (default: 512 on the CPU, 8192 on a GPU)",
     )
+    group.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="on Intel CPUs: the same rounding whatever is computed together, so that sampled answers never depend on it; slower",
+    )
     group = parser.add_argument_group("simulator")
     group.add_argument(
         "--step-ms", type=float, default=simulator.step_ms, help="time of an engine step, which makes one token a generation"
@@ -350,6 +356,8 @@ def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
     _check_engine(arguments)
     worker = [f"--grace={arguments.grace}"]
     worker += [f"--{name.replace('_', '-')}={value}" for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None]
+    if arguments.reproducible:
+        worker.append("--reproducible")
     if arguments.workers > 1 and arguments.threads is None:
         # Together they have the cores that one alone would take.
         worker.append(f"--threads={max(1, (os.cpu_count() or 1) // arguments.workers)}")
@@ -458,6 +466,7 @@ def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, Embed
         lease_share=arguments.lease_share,
         max_sessions=max_sessions,
         session_grace=session_grace,
+        reproducible=arguments.reproducible,
     )
     return simulator, embedded
 

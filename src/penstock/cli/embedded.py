@@ -90,6 +90,7 @@ def load_engine(
         lease_share=settings.lease_share,
         max_sessions=settings.max_sessions,
         session_grace=settings.session_grace,
+        reproducible=settings.reproducible,
     )
     end_ids = checkpoint.end_ids | {tokenizer.end_id}
     vocab_size = min(tokenizer.vocab_size, checkpoint.shape.vocab_size)

@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 import numpy
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from penstock.engine.shape import ModelShape
 
 Masks = dict[int | None, Tensor]
 """What is added to the scores, by the window: made for the first layer, the same for all others."""
+
+
+# Tokens whose values are summed up at once where rounding must not depend on the length of a sequence.
+EXACT_PIECE = 128
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,17 @@ class AttentionPlan:
 
 
 class KVStore:
-    """Keys and values of every layer, [pages, page size, heads, head size] each."""
+    """Keys and values of every layer, [pages, page size, heads, head size] each. With `is_exact`, attention to them rounds the same way
+    for a prompt and for a single token, as far as the matrix library does."""
 
-    def __init__(self, model: ModelShape, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelShape, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, is_exact: bool = False
+    ) -> None:
         if device.type == "cuda":
             # cuDNN's attention makes a plan for every new shape, which takes a tenth of a second; here shapes are new all the time.
             torch.backends.cuda.enable_cudnn_sdp(False)
         shape = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
+        self.is_exact = is_exact
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
 
@@ -87,6 +95,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def attend(queries: Tensor, store: KVStore, layer: int, plan: AttentionPlan, window: int | None) -> Tensor:
     """What each query [rows, heads, head size] sees of its sequence, itself included, at most `window` tokens back."""
     keys, values = store.keys[layer], store.values[layer]
+    if store.is_exact:
+        parts = [_attend_prompt_exactly(queries[part.start : part.stop], keys, values, part, window) for part in plan.prompts]
+        parts += [_attend_decode_exactly(queries[group.start : group.stop], keys, values, group, window) for group in plan.decodes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     parts = [_attend_prompt(queries[part.start : part.stop], keys, values, part, window) for part in plan.prompts]
     parts += [_attend_decode(queries[group.start : group.stop], keys, values, group, window) for group in plan.decodes]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -115,6 +127,42 @@ def _attend_decode(queries: Tensor, keys: Tensor, values: Tensor, group: DecodeG
     queries = queries.view(count, kv_heads, heads // kv_heads, size)
     mask = _decode_mask(group, window, keys).expand(count, 1, heads // kv_heads, -1)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask).reshape(count, -1)
+
+
+def _attend_prompt_exactly(queries: Tensor, keys: Tensor, values: Tensor, part: PromptPart, window: int | None) -> Tensor:
+    rows, heads, size = queries.shape
+    keys, values = _gather(keys, part.pages[None]), _gather(values, part.pages[None])
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    queries = queries.view(rows, kv_heads, groups, size).transpose(0, 1).reshape(1, kv_heads, rows * groups, size)
+    mask = _prompt_mask(part, window, keys).repeat_interleave(groups, 0)
+    seen = _attend_plainly(queries, keys, values, mask)
+    return seen.view(kv_heads, rows, groups * size).transpose(0, 1).reshape(rows, -1)
+
+
+def _attend_decode_exactly(queries: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, window: int | None) -> Tensor:
+    count, heads, size = queries.shape
+    keys, values = _gather(keys, group.pages), _gather(values, group.pages)
+    kv_heads = keys.shape[1]
+    queries = queries.view(count, kv_heads, heads // kv_heads, size)
+    return _attend_plainly(queries, keys, values, _decode_mask(group, window, keys)).reshape(count, -1)
+
+
+def _attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """By plain products, summed up over pieces of a fixed length.
+
+    The library's own attention works in blocks that depend on the number of queries, and a product in blocks that depend on the number of
+    summands, and so does their rounding. What is hidden weighs nothing, so further pieces change nothing.
+    """
+    scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(queries.shape[-1] ** -0.5).add_(mask)
+    weights = scores.softmax(-1)
+    missing = -weights.shape[-1] % EXACT_PIECE
+    weights, values = pad(weights, (0, missing)), pad(values, (0, 0, 0, missing))
+    seen = torch.zeros_like(queries)
+    for start in range(0, weights.shape[-1], EXACT_PIECE):
+        piece = slice(start, start + EXACT_PIECE)
+        seen += torch.matmul(weights[..., piece], values[..., piece, :])
+    return seen
 
 
 def _gather(cache: Tensor, pages: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class EngineConfig:
     """`token_budget` is the most tokens that a step computes, prompts and answers together: the longer a step, the longer everybody waits
-    for the next token."""
+    for the next token. `reproducible`: the same rounding whatever is computed together, as far as the matrix library gives it."""
 
     context_length: int
     kv_pages: int
@@ -19,3 +19,4 @@ class EngineConfig:
     max_sessions: int = 1024
     session_grace: float = 30.0
     max_lease_seconds: float = 86_400.0
+    reproducible: bool = False

@@ -58,7 +58,7 @@ class Engine:
         self._compiling = None if compiler is None else Compilations(compiler, clock)
         self._clock = clock
         self._cache = KVCache(config.kv_pages, config.page_size, config.lease_share)
-        self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device)
+        self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device, config.reproducible)
         self._builder = BatchBuilder(config.page_size, model.device)
         self._scheduler = Scheduler(config, self._cache)
         self._sampler = Sampler(self._end_ids)

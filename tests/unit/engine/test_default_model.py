@@ -95,7 +95,7 @@ def expected(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[list[int]
     ],
     ids=["alone", "batch", "pieces", "preempted"],
 )
-def test_greedy_tokens(model: Model, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, int], is_short: bool) -> None:
+def test_greedy_tokens(model: Model, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, Any], is_short: bool) -> None:
     engine = Engine(EngineConfig(8192, **settings), model, frozenset(), model.shape.vocab_size, None, time.monotonic)
     collected = run(engine, [make_submit(number, prompt, TOKENS) for number, prompt in enumerate(prompts)])
     assert [collected.tokens[generation_id(number)] for number in range(len(prompts))] == expected
