@@ -16,13 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.backends.checkpoint import find_default_model, open_checkpoint
 from penstock.bench.load import Bodies, Workload
+from servers import serving
 
 ROOT = Path(__file__).parents[1]
 MODEL = "SmolLM2-135M-Instruct"
@@ -39,22 +37,6 @@ PARAGRAPH = "The river runs from the mountains to the sea, and the people of the
 BATCH = 64
 PROMPT_WORDS = 32
 NEW_TOKENS = 96
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[str]:
-    """`penstock serve` with everything at its default. Yields its address."""
-    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        address = next((found[1] for line in process.stderr if (found := re.search(r"ready: .* on (http://\S+),", line))), None)
-        if address is None:
-            raise SystemExit("the server did not start")
-        yield address
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
 
 
 def first_token(url: str, messages: list[Any]) -> tuple[float, str, Any]:
@@ -94,11 +76,11 @@ def conversation(url: str) -> tuple[list[dict[str, str]], float, Any]:
 
 
 def reuse() -> dict[str, Any]:
-    with serving() as url:
-        messages, warm, usage = conversation(url)
-    with serving() as url:
-        first_token(url, [{"role": "user", "content": "Hello"}])
-        cold, _, cold_usage = first_token(url, messages)
+    with serving() as server:
+        messages, warm, usage = conversation(server.url)
+    with serving() as server:
+        first_token(server.url, [{"role": "user", "content": "Hello"}])
+        cold, _, cold_usage = first_token(server.url, messages)
     assert cold_usage.prompt_tokens == usage.prompt_tokens
     share = usage.prompt_tokens_details.cached_tokens / usage.prompt_tokens
     print(f"  without reuse: {cold_usage.prompt_tokens_details.cached_tokens} reused, {cold:.3f} s")
@@ -158,12 +140,12 @@ def throughput() -> dict[str, Any]:
     model = reference()
     torch.set_num_threads(os.cpu_count() or 1)
     alone, together, static = [], [], []
-    with serving() as url:
-        prompt_tokens = prompt_length(url)
-        served_rate(url, 1, 1)
+    with serving() as server:
+        prompt_tokens = prompt_length(server.url)
+        served_rate(server.url, 1, 1)
         for _ in range(2):
-            alone.append(served_rate(url, 1, 2))
-            together.append(served_rate(url, BATCH, BATCH))
+            alone.append(served_rate(server.url, 1, 2))
+            together.append(served_rate(server.url, BATCH, BATCH))
             static.append(reference_rate(model, prompt_tokens))
             print(f"  one alone {alone[-1]:.1f}, {BATCH} at once {together[-1]:.1f}, transformers {static[-1]:.1f} tokens/s", flush=True)
     gain, against = min(together) / max(alone), min(together) / max(static)

@@ -130,12 +130,13 @@ async def test_a_stalled_worker_is_given_up(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_owes_nothing_may_be_silent(tmp_path: Path) -> None:
-    async with Worker(tmp_path, "a") as worker, FrontEnd([worker], stall_seconds=0.1) as front_end:
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker]) as front_end:
         _, task = front_end.start(submit(1, 5))
         await task
-        await asyncio.sleep(0.3)
-        assert front_end.pool.stalls == 0
-        assert front_end.pool.links_lost == 0
+        link = front_end.pool.members[0].link
+        for _ in range(100):
+            link.tick()
+        assert link.silent_ticks == 0
 
 
 class SickSimulator(Simulator):
@@ -155,15 +156,13 @@ class SickWorker(Worker):
 
 
 async def test_a_sick_worker_fails_nobody_as_long_as_there_is_another(tmp_path: Path) -> None:
-    """It is the least loaded, has the predicted prefix, and is what sessions are bound to; and still it is not asked again."""
+    """It is the least loaded, for it gives everything back, and its prefixes are expected; and still it is not asked again."""
     async with SickWorker(tmp_path, "a") as sick, Worker(tmp_path, "b") as sound, FrontEnd([sick, sound]) as front_end:
-        prefix = submit(1, prompt=320).token_ids
-        started = [
-            front_end.start(Submit(number.to_bytes(16, "big"), (*prefix, number), 20, seed=number, ignore_eos=True)) for number in range(40)
-        ]
+        started = [front_end.start(submit(number, 20, prompt=320)) for number in range(40)]
         async with asyncio.timeout(20):
             await asyncio.gather(*[task for _, task in started])
         assert [reader.tokens for reader, _ in started] == [expected(number, 20) for number in range(40)]
+        assert front_end.dispatcher.migrations["engine_failed"] >= 10, "many of them came to it first"
         session = Hints(session=SessionWish("agent", "open"))
         for number in range(40, 45):
             turn, reader = await front_end.run(submit(number), session)

@@ -189,7 +189,7 @@ class Sessions:
             await asyncio.wait([session.binding])
         if session.active:
             return
-        if self._sessions.get(session.key) is not session:
+        if not self.is_open(session):
             # It was ended meanwhile; a turn that moved may have a lease all the same.
             self._abandon(session)
         elif session.is_closing or session.bound_epoch is None:
@@ -303,7 +303,7 @@ class Sessions:
             member.link.close_session(key, epoch)
 
     def _forget(self, session: Session) -> None:
-        if self._sessions.get(session.key) is session:
+        if self.is_open(session):
             del self._sessions[session.key]
             self._on_end(session.key)
 
@@ -317,7 +317,7 @@ class Sessions:
         self._some_expire.set()
         if len(self._expiries) > 2 * len(self._sessions) + 64:
             # Most of them were closed before their time.
-            self._expiries = [entry for entry in self._expiries if self._sessions.get(entry[2].key) is entry[2]]
+            self._expiries = [entry for entry in self._expiries if self.is_open(entry[2])]
             heapq.heapify(self._expiries)
 
     async def _reap(self) -> None:
@@ -334,7 +334,7 @@ class Sessions:
 
     async def _reap_one(self, session: Session, now: float) -> None:
         session.is_listed = False
-        if self._sessions.get(session.key) is not session or self._is_in_use(session):
+        if not self.is_open(session) or self._is_in_use(session):
             return
         if session.expires_at > now:
             self._list_expiry(session)

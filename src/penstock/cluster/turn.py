@@ -203,8 +203,10 @@ class Turn:
         wish = self.wishes.session
         if wish is None:
             return None
-        remaining = {"open": wish.timeout, "moved": wish.timeout, "diverted": wish.timeout, "closed": 0.0}.get(self.state)
-        if self.session is not None and remaining:
+        remaining = None
+        if self.state == "closed":
+            remaining = 0.0
+        elif self.session is not None and self.state in ("open", "moved", "diverted"):
             remaining = self.session.timeout
         return {
             "id": wish.id,
