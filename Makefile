@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test check fix bench bench-engine bench-cluster setup lock
+.PHONY: serve test check fix bench bench-engine bench-cluster bench-api fuzz setup lock
 
 serve: setup
 	exec $(BIN)/penstock serve $(ARGS)
@@ -39,6 +39,14 @@ bench-cluster: setup
 	$(BIN)/python bench/sessions.py leak
 	$(BIN)/python bench/sessions.py share
 	$(BIN)/python bench/transcripts.py
+
+bench-api: setup
+	$(BIN)/python bench/api.py parsing
+	$(BIN)/python bench/api.py long-prompt
+
+fuzz: setup
+	$(BIN)/python bench/fuzz.py schemathesis $(ARGS)
+	$(BIN)/python bench/fuzz.py bodies $(ARGS)
 
 setup: $(STAMP)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+# Tables that are kept: more than there are formats that a model writes.
+MOST_TABLES = 8
 
 
 class Detokenizer(Protocol):
@@ -15,6 +18,45 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """The text of what was held back, with U+FFFD for what never became a character."""
+
+
+class ByteTables:
+    """What every token adds to the text, in bytes, for each choice of special tokens that are shown: made once and kept.
+
+    `pieces` are the bytes of every id, special tokens included; `special` has the ids of those by their text.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], special: Mapping[str, int]) -> None:
+        self._pieces = pieces
+        self._special = special
+        self._tables: dict[tuple[frozenset[str], bool], Sequence[bytes]] = {}
+        self.plain = self._make({})
+        """Without any of them."""
+
+    def shown(self, visible: frozenset[str], skip_special_tokens: bool) -> Mapping[int, str]:
+        """The special tokens that are shown, and as what. The others are left out."""
+        if skip_special_tokens and not visible:
+            return {}
+        return {index: text for text, index in self._special.items() if text in visible or not skip_special_tokens}
+
+    def find(self, visible: frozenset[str], skip_special_tokens: bool) -> Sequence[bytes]:
+        if skip_special_tokens and not visible:
+            return self.plain
+        wanted = (visible, skip_special_tokens)
+        table = self._tables.get(wanted)
+        if table is None:
+            while len(self._tables) >= MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
+            shown = self.shown(visible, skip_special_tokens)
+            table = self._tables[wanted] = self._make(shown) if shown else self.plain
+        return table
+
+    def _make(self, shown: Mapping[int, str]) -> Sequence[bytes]:
+        table = list(self._pieces)
+        for index in self._special.values():
+            if index not in shown:
+                table[index] = b""
+        return table
 
 
 class ByteDetokenizer:
@@ -38,3 +80,80 @@ class ByteDetokenizer:
     def finish(self) -> str:
         held, self._held = self._held, b""
         return held.decode("utf-8", "replace")
+
+
+class PieceDetokenizer:
+    """For SentencePiece vocabularies: every token stands for fixed bytes, but the text's first space only marks a word's beginning."""
+
+    __slots__ = ("_bytes", "_strips")
+
+    def __init__(self, table: Sequence[bytes], strips: bool) -> None:
+        self._bytes = ByteDetokenizer(table)
+        self._strips = strips
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return self._stripped(self._bytes.feed(token_ids))
+
+    def finish(self) -> str:
+        return self._stripped(self._bytes.finish())
+
+    def _stripped(self, text: str) -> str:
+        if not self._strips or not text:
+            return text
+        self._strips = False
+        return text.removeprefix(" ")
+
+
+class Decoder(Protocol):
+    """The part of the `tokenizers` library that a StepDetokenizer needs."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+# No character has more bytes, so what is incomplete after as many byte tokens will stay so.
+LONGEST_CHARACTER = 4
+
+
+class StepDetokenizer:
+    """For tokenizers whose text depends on the tokens around: each token is decoded with those before it.
+
+    The window of tokens begins where text was last complete, so that its cost does not grow with the generation. `shown` are the
+    special tokens that are text as they stand; the others are left out.
+    """
+
+    def __init__(self, decoder: Decoder, shown: Mapping[int, str] | None = None) -> None:
+        self._decoder = decoder
+        self._shown = shown or {}
+        self._window: list[int] = []
+        self._known = 0
+        """How many tokens of the window are text already."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._step(token_id) for token_id in token_ids])
+
+    def finish(self) -> str:
+        return self._new_text()
+
+    def _step(self, token_id: int) -> str:
+        if token_id in self._shown:
+            text = self._new_text()
+            self._advance()
+            return text + self._shown[token_id]
+        self._window.append(token_id)
+        text = self._new_text()
+        held = len(self._window) - self._known
+        if not text or (text.endswith("\N{REPLACEMENT CHARACTER}") and held < LONGEST_CHARACTER):
+            return ""
+        self._advance()
+        return text
+
+    def _advance(self) -> None:
+        """All of the window is text now; what of it was so already is needed no more."""
+        if self._known < len(self._window):
+            self._window = self._window[self._known :]
+            self._known = len(self._window)
+
+    def _new_text(self) -> str:
+        before = self._decoder.decode(self._window[: self._known], skip_special_tokens=True)
+        after = self._decoder.decode(self._window, skip_special_tokens=True)
+        return after[len(before) :]

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from penstock.text.gguf_file import read_gguf
 from penstock.text.model_tokenizer import ModelTokenizer
 from penstock.text.settings import ModelSettings
+from penstock.text.template import DEFAULT
 from penstock.wire.errors import ConfigError
 
 KEY = "tokenizer.ggml"
@@ -82,8 +83,15 @@ def read_gguf_tokenizer(path: Path) -> ModelTokenizer:
     """Reads the file's header only. Raises ConfigError when it carries no tokenizer that is known here."""
     metadata = read_gguf(path).metadata
     tokens = metadata.strings(f"{KEY}.tokens")
-    template = metadata.text("tokenizer.chat_template") if metadata.has("tokenizer.chat_template") else None
-    return ModelTokenizer(_tokenizer(metadata, tokens), _named_tokens(metadata, tokens), template, size=len(tokens))
+    return ModelTokenizer(_tokenizer(metadata, tokens), _named_tokens(metadata, tokens), _templates(metadata), size=len(tokens))
+
+
+def _templates(metadata: ModelSettings) -> Mapping[str, str]:
+    """The one that the file has, and those that it has by name."""
+    key = "tokenizer.chat_template"
+    names = metadata.strings("tokenizer.chat_templates") if metadata.has("tokenizer.chat_templates") else []
+    named = {name: metadata.text(f"{key}.{name}") for name in names}
+    return {**named, DEFAULT: metadata.text(key)} if metadata.has(key) else named
 
 
 def _tokenizer(metadata: ModelSettings, tokens: Sequence[str]) -> Tokenizer:

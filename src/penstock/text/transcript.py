@@ -5,16 +5,26 @@ from __future__ import annotations
 import struct
 import sys
 import weakref
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from penstock.text.tokenizer import ChatMessage, Tokenizer
+from penstock.text.encoding import SHORT, Encoder, Steps, at_once
+from penstock.text.tokenizer import ChatPrompt, Tokenizer
 
 MOST_BRANCHES = 8
 """As many transcripts of one session are kept as differ in their ends: of overlapping turns, or of an edited history."""
 
 TOKEN_BYTES = 4
+
+ENDING = 256
+"""Characters of the rendered text's end that come with its tokens."""
+
+# As many bytes of tokens are unpacked in a step: about a millisecond. So many take as long as one character to tokenize.
+STEP_BYTES = 1 << 18
+BYTES_UNPACKED = 128
 
 # More than the objects themselves take: the part, its list, its place among the leaves; the session, its place among the sessions.
 PART_BYTES = 400
@@ -76,6 +86,11 @@ class _Session:
             self._remove(next(iter(self.leaves)))
         return part
 
+    def keep(self, parent: _Part, text: str, packed: bytes) -> _Part:
+        """A child of `parent` with this text: the one that it has, or one with these tokens."""
+        known = next((part for part in parent.children if part.text == text), None)
+        return self.put(parent, text, packed) if known is None else known
+
     def holds(self, part: _Part) -> bool:
         return part is self.root or part.parent is not None
 
@@ -120,11 +135,19 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A chat as tokens, and how many of them were known. `turn` is for `Transcripts.record`."""
+    """A chat as tokens, and how many of them were known. `ending` is the end of its text, `turn` is for `Transcripts.record`."""
 
     token_ids: tuple[int, ...]
     reused_tokens: int = 0
     turn: _Turn | None = field(default=None, repr=False)
+    ending: str = ""
+
+
+class _Piece(NamedTuple):
+    """A part and its tokens, as they are remembered."""
+
+    text: str
+    packed: bytes
 
 
 class Transcripts:
@@ -132,11 +155,13 @@ class Transcripts:
 
     What `encode_chat` returns is what the tokenizer's own `encode_chat` returns, except in answers that were recorded: those have the
     tokens with which they were generated, as long as the chat has the very text that they stand for. Both always decode to the same.
-    Nothing depends on what is remembered but the time it takes. One thread only.
+    Nothing depends on what is remembered but the time it takes. For one event loop: long texts are tokenized by `encoder`, in threads,
+    but what is remembered is touched by none of them. Other calls may come meanwhile, for the same session, too.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, encoder: Encoder | None = None) -> None:
         self._max_bytes = max_bytes
+        self.encoder = Encoder() if encoder is None else encoder
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self.bytes = 0
         """What is remembered takes so much."""
@@ -146,32 +171,36 @@ class Transcripts:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def encode_chat(self, key: str | None, model: str, tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> EncodedChat:
-        """The tokens of a chat, ready for the assistant to answer. Without a key, nothing is looked up or remembered.
+    async def encode_chat(self, key: str | None, model: str, tokenizer: Tokenizer, prompt: ChatPrompt) -> EncodedChat:
+        """The tokens of a chat. Without a key, nothing is looked up or remembered.
 
-        Raises RequestError as the tokenizer does.
+        Raises RequestError as the tokenizer does. Does not suspend where little is to be done.
         """
-        if key is None:
-            token_ids = tuple(tokenizer.encode_chat(messages))
-            self.tokens_encoded += len(token_ids)
-            return EncodedChat(token_ids)
-        text = tokenizer.render_chat(messages)
-        session = self._open(key, model, tokenizer)
-        size = session.size
-        path = session.find(tokenizer, text)
-        end = path[-1] if path else session.root
-        packed = [part.packed for part in path]
-        reused = sum(map(len, packed)) // TOKEN_BYTES
-        *complete, last = tokenizer.parts(text[sum(len(part.text) for part in path) :])
-        for part in complete:
-            packed.append(_pack(tokenizer.encode_part(part)))
-            end = session.put(end, part, packed[-1])
-        packed.append(_pack(tokenizer.encode_part(last)))
-        self._settle(session.size - size)
-        encoded = _unpack(b"".join(packed))
+        text = await self.encoder.render_chat(tokenizer, prompt)
+        session = None if key is None else self._open(key, model, tokenizer)
+        path = [] if session is None else session.find(tokenizer, text)
+        known = [_Piece(part.text, part.packed) for part in path]
+        rest = text[sum(len(piece.text) for piece in known) :]
+        reused = sum(len(piece.packed) for piece in known) // TOKEN_BYTES
+        steps = _encode(tokenizer, known, rest)
+        is_short = len(rest) + reused * TOKEN_BYTES // BYTES_UNPACKED <= SHORT
+        pieces, token_ids = at_once(steps) if is_short else await self.encoder.run(steps)
         self.tokens_reused += reused
-        self.tokens_encoded += len(encoded) - reused
-        return EncodedChat(encoded, reused, _Turn(key, session, tokenizer, end, last, packed[-1]))
+        self.tokens_encoded += len(token_ids) - reused
+        turn = None
+        # It may have been forgotten meanwhile, or made room for others.
+        if key is not None and session is not None and self._sessions.get(key) is session:
+            end = self._remember(session, path, known, pieces[:-1])
+            turn = _Turn(key, session, tokenizer, end, *pieces[-1])
+        return EncodedChat(token_ids, reused, turn, text[-ENDING:])
+
+    async def encode_text(self, tokenizer: Tokenizer, text: str) -> Sequence[int]:
+        """The tokens of a prompt that is no chat, of which nothing is remembered."""
+        return await self.encoder.encode_text(tokenizer, text)
+
+    async def encode_infill(self, tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int] | None:
+        """The tokens of a prompt to write what stands between the two; None where the model cannot."""
+        return await self.encoder.encode_infill(tokenizer, prefix, suffix)
 
     def record(self, prompt: EncodedChat, token_ids: Sequence[int]) -> None:
         """These tokens were generated after this prompt; the one that ended them may be the last. More than one answer may be recorded.
@@ -216,8 +245,19 @@ class Transcripts:
             return session
         self.forget(key)
         session = self._sessions[key] = _Session(key, model, tokenizer)
-        self.bytes += session.size
+        self._settle(session.size)
         return session
+
+    def _remember(self, session: _Session, path: Sequence[_Part], known: Iterable[_Piece], new: Iterable[_Piece]) -> _Part:
+        """The pieces in their places: the new ones after the known path, or all of them, where that is gone. Returns the last."""
+        size = session.size
+        end = path[-1] if path else session.root
+        if not session.holds(end):
+            end, new = session.root, [*known, *new]
+        for piece in new:
+            end = session.keep(end, *piece)
+        self._settle(session.size - size)
+        return end
 
     def _settle(self, growth: int) -> None:
         self.bytes += growth
@@ -225,9 +265,28 @@ class Transcripts:
             self.forget(next(iter(self._sessions)))
 
 
+def _encode(tokenizer: Tokenizer, known: Sequence[_Piece], text: str) -> Steps[tuple[list[_Piece], tuple[int, ...]]]:
+    """The parts of this text, and the tokens of all: of what is known, and of it."""
+    pieces = []
+    for part in tokenizer.parts(text):
+        packed = []
+        for made in tokenizer.encode_part_steps(part):
+            packed.append(_pack(made))
+            yield
+        pieces.append(_Piece(part, b"".join(packed)))
+    together = b"".join([piece.packed for piece in (*known, *pieces)])
+    if len(together) <= STEP_BYTES:
+        return pieces, _unpack(together)
+    token_ids: list[int] = []
+    for start in range(0, len(together), STEP_BYTES):
+        token_ids += _unpack(together[start : start + STEP_BYTES])
+        yield
+    return pieces, tuple(token_ids)
+
+
 def _pack(token_ids: Sequence[int]) -> bytes:
-    # A quarter of what a tuple takes, or less, and unpacking them all at once is nearly as fast as joining tuples.
-    return struct.pack(f"={len(token_ids)}I", *token_ids)
+    # A quarter of what a tuple takes, or less.
+    return array("I", token_ids).tobytes()
 
 
 def _unpack(packed: bytes) -> tuple[int, ...]:

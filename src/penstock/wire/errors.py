@@ -5,6 +5,7 @@
     ├── RequestError            the client's mistake; names the field
     ├── GenerationFault         a generation ended in a Fault
     ├── GrammarError            a grammar that cannot be, or a text that it does not allow; says where
+    ├── TokenIdsError           a tokenizer handed back what are no token ids
     ├── StreamError             a breach of the stream's contract: loud, never silent
     │   ├── GapError            tokens are missing between two deltas
     │   ├── OverlapError        tokens come twice
@@ -34,26 +35,42 @@ class ConfigError(PenstockError):
 
 
 class RequestError(PenstockError):
-    """The client's mistake: `param` names the field, `code` is stable, `status` is what HTTP would say."""
+    """The client's mistake: `param` names the field, `code` is stable, `status` is what HTTP would say. `retry_after` is in how many
+    seconds the same request may be right, where that is known."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
         self.status = status
+        self.retry_after = retry_after
 
 
 class GenerationFault(PenstockError):
-    """A generation ended in a fault instead of a finish."""
+    """A generation ended in a fault instead of a finish. `grammar_field` is where its request has its grammar, for one that is refused:
+    the worker that refuses it does not know."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault, grammar_field: str | None = None) -> None:
         super().__init__(f"{fault.code}: {fault.message}")
         self.fault = fault
+        self.grammar_field = grammar_field
 
 
 class GrammarError(PenstockError):
     """A schema, regex or grammar that cannot be followed, or a token that does not follow it. The message says where."""
+
+
+class TokenIdsError(PenstockError, TypeError):
+    """A tokenizer handed back something that cannot be token ids."""
 
 
 class StreamError(PenstockError):

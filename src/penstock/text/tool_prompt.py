@@ -1,0 +1,91 @@
+"""Tools and their calls as text, for models whose chat template knows nothing of them: in the way that most models have seen.
+
+A call is `<tool_call>`, JSON with `name` and `arguments`, `</tool_call>`, as `penstock.text.formats` reads it under the name `hermes`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from penstock.text.tokenizer import ChatMessage, ToolCall
+
+_BEFORE = """\
+You can call tools. These are the ones there are, each described by a JSON object:
+<tools>
+"""
+_AFTER = """
+</tools>
+To call a tool, write a JSON object with its name and its arguments, in the tags shown here; for several calls, several of them:
+<tool_call>
+{"name": "the tool's name", "arguments": {"an argument's name": "its value"}}
+</tool_call>
+The results will come in <tool_response> tags. Answer without a call where no tool is needed."""
+
+
+def describe_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """What tools there are and how they are called, for the model to read."""
+    return _BEFORE + "\n".join([_json(tool) for tool in tools]) + _AFTER
+
+
+def calls_text(calls: Iterable[ToolCall]) -> str:
+    """Calls as a model would write them."""
+    return "\n".join([f"<tool_call>\n{_call_json(call)}\n</tool_call>" for call in calls])
+
+
+def tools_in_system(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> Sequence[ChatMessage]:
+    """With the tools described at the end of the system's message, which is added where there is none."""
+    described = describe_tools(tools)
+    if messages and messages[0]["role"] == "system":
+        first, *rest = messages
+        return [ChatMessage({**first, "content": _paragraphs(first["content"], described)}), *rest]
+    return [ChatMessage(role="system", content=described), *messages]
+
+
+def tools_in_user(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> Sequence[ChatMessage]:
+    """For templates without a system's message: with the tools described at the beginning of the first of the user's."""
+    described = describe_tools(tools)
+    for place, message in enumerate(messages):
+        if message["role"] == "user":
+            changed = ChatMessage({**message, "content": _paragraphs(described, message["content"])})
+            return [*messages[:place], changed, *messages[place + 1 :]]
+    return [ChatMessage(role="user", content=described), *messages]
+
+
+def calls_as_text(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """With calls written out in the assistant's content, and what tools returned in messages of the user. The same where there are none."""
+    if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+        return messages
+    changed: list[ChatMessage] = []
+    for is_tool, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if is_tool:
+            responses = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            changed.append(ChatMessage(role="user", content="\n".join(responses)))
+        else:
+            changed += [_written_out(message) for message in group]
+    return changed
+
+
+def _written_out(message: ChatMessage) -> ChatMessage:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    text = calls_text(calls)
+    kept = ChatMessage({**message, "content": f"{message['content']}\n{text}" if message["content"] else text})
+    del kept["tool_calls"]
+    return kept
+
+
+def _call_json(call: ToolCall) -> str:
+    function = call["function"]
+    return _json({"name": function["name"], "arguments": function["arguments"]})
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(filter(None, texts))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,103 @@
+"""What the description of a tokenizer says of its tokens: the bytes that they stand for, and how text becomes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tokenizers
+
+# How a vocabulary without the byte-level alphabet writes single bytes.
+BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
+
+
+def is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return all(is_byte_level(part) for part in decoder["decoders"])
+    return bool(decoder["type"] == "ByteLevel")
+
+
+def is_sentence_piece(decoder: Mapping[str, Any] | None) -> bool:
+    """Whether decoding is no more than to join the tokens' bytes, and to strip a space."""
+    known = (
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    )
+    return decoder is not None and decoder["type"] == "Sequence" and all(part in known for part in decoder["decoders"])
+
+
+def lost_bytes(described: Mapping[str, Any]) -> bytes | None:
+    """Text without special tokens is decoded to itself, but for these bytes, which the vocabulary lacks. None where this is not certain.
+
+    It is certain of byte-level BPE that only cuts text into words.
+    """
+    if not is_byte_level_bpe(described) or described["normalizer"] is not None or not only_cuts(described["pre_tokenizer"]):
+        return None
+    if any(token["lstrip"] or token["rstrip"] or not token["content"].isascii() for token in described["added_tokens"]):
+        return None
+    vocabulary = described["model"]["vocab"]
+    return bytes(byte for letter, byte in _byte_level_alphabet().items() if letter not in vocabulary)
+
+
+def is_byte_level_bpe(described: Mapping[str, Any]) -> bool:
+    model = described["model"]
+    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return False
+    return is_byte_level(described["decoder"])
+
+
+def only_cuts(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether it cuts text into words and changes nothing else."""
+    match pre_tokenizer:
+        case {"type": "Sequence", "pretokenizers": [*first, last]}:
+            return all(_loses_nothing(part) for part in first) and only_cuts(last)
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            return True
+    return False
+
+
+def _loses_nothing(pre_tokenizer: Mapping[str, Any]) -> bool:
+    match pre_tokenizer:
+        case {"type": "Digits"}:
+            return True
+        case {"type": "Split", "behavior": behavior}:
+            return bool(behavior != "Removed")
+    return False
+
+
+def byte_pieces(tokenizer: tokenizers.Tokenizer, size: int, byte_level: bool) -> list[bytes]:
+    """The bytes of every id; added tokens stand for their own text."""
+    added = tokenizer.get_added_tokens_decoder()
+    undo = _byte_level_bytes(_byte_level_alphabet()) if byte_level else _sentence_piece_bytes
+    pieces = [b""] * size
+    for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
+        pieces[index] = token.encode() if index in added and not _is_byte_fallback(token) else undo(token)
+    return pieces
+
+
+def _byte_level_bytes(alphabet: Mapping[str, int]) -> Callable[[str], bytes]:
+    def undo(token: str) -> bytes:
+        foreign = any(character not in alphabet for character in token)
+        return token.encode() if foreign else bytes([alphabet[character] for character in token])
+
+    return undo
+
+
+def _sentence_piece_bytes(token: str) -> bytes:
+    return bytes([int(token[3:5], 16)]) if _is_byte_fallback(token) else token.replace("\u2581", " ").encode()
+
+
+def _is_byte_fallback(token: str) -> bool:
+    return BYTE_FALLBACK.fullmatch(token) is not None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
