@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.engine.json_schema import Schema, check_schema, locate
+from penstock.engine.lark import read_lark
 from penstock.wire.errors import ConfigError, GrammarError
 from penstock.wire.messages import Grammar
 
@@ -22,9 +24,10 @@ try:
 except ImportError as missing:
     raise ConfigError(f"the engine needs the package {missing.name!r}: pip install 'penstock[engine]'") from missing
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_SOURCE_BYTES = 256 * 1024
-# The library recurses from rule to rule and overflows the stack beyond about 2,600 rules and brackets, one within the other.
-MAX_GRAMMAR_LEVELS = 1000
 MAX_WAYS = 500
 LONGEST_PROBLEM = 240
 WORD_BITS = 32
@@ -32,6 +35,16 @@ MASK_THREADS = 4
 
 _OWN_OPTIONS = "x-guidance"
 _ANY_OBJECT: Schema = {"type": "object"}
+_SCHEMA_OPTIONS: JsonCompileOptions = {
+    # One space after `,` and `:`, as in most JSON that models have read, and no other whitespace: where it may come in runs, small
+    # models do not stop making it, and where it is optional they spend tokens on it.
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    # What cannot be kept is refused: the one would let branches of `oneOf` overlap, the other would drop keywords.
+    "coerce_one_of": False,
+    "lenient": False,
+}
 
 _LINE_AND_COLUMN = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _REGEX_PROBLEM = re.compile(r"regex parse error:\n {4}.*\n {4}(?P<indent> *)\^+\s*\nerror: (?P<problem>[^\n]*)")
@@ -40,6 +53,17 @@ _PLAINER = {
     "oneOf constraints are not supported": "its branches may overlap; make them distinct or use anyOf",
     "NoExtensionBias": "no text can satisfy it",
 }
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Definition(msgspec.Struct):
+    """What is needed here of a `tokenizer.json`."""
+
+    added_tokens: list[_AddedToken] = []
 
 
 class GrammarMatcher:
@@ -87,10 +111,12 @@ class GrammarCompiler:
             self._tokenizer = LLTokenizer(tokenizer_definition, n_vocab=vocab_size, eos_token=sorted(end_ids))
         except ValueError as error:
             raise ConfigError(f"the model's tokenizer does not fit its {vocab_size} logits: {error}") from error
+        # The library takes them for special, whatever they are: text does not match them.
+        self._added_tokens = _added_tokens(tokenizer_definition)
         # The other limits are the library's own: on time, on memory, on the size of the grammar.
         self._limits = LLParserLimits(verbose_errors=False)
         # An ambiguous grammar has more ways to be read with every token, and a step takes tenths of a second before the library's limit
-        # ends it. Schemas are not so ambiguous, and wide ones need it.
+        # ends it. Schemas are not so ambiguous, and wide ones need it: a grammar that has some may have as many as they may.
         self._lark_limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_WAYS)
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
@@ -125,8 +151,12 @@ class GrammarCompiler:
         return GrammarMatcher(matcher)
 
     def _compile_lark(self, source: str) -> GrammarMatcher:
-        matcher = self._matcher(_lark_definition(source), self._lark_limits)
+        grammar = read_lark(source, _SCHEMA_OPTIONS, self._added_tokens)
+        matcher = self._matcher(_lark_definition(grammar.source), self._limits if grammar.schemas else self._lark_limits)
         if problem := matcher.get_error():
+            for schema in grammar.schemas:
+                # Where one of them is to blame, this says which part of it.
+                self._compile_schema(schema)
             place = _LINE_AND_COLUMN.match(problem)
             where = f"line {place[1]}, column {place[2]}: " if place else ""
             raise GrammarError(where + _plainly(problem[place.end() :] if place else problem))
@@ -190,6 +220,10 @@ def apply_mask(logits: torch.Tensor, rows: Sequence[int], bitmask: torch.Tensor)
         logits[index] = logits[index].masked_fill_(forbidden, float("-inf"))
 
 
+def _added_tokens(tokenizer_definition: str) -> dict[str, int]:
+    return {token.content: token.id for token in msgspec.json.decode(tokenizer_definition, type=_Definition).added_tokens}
+
+
 def _fill(jobs: Sequence[tuple[GrammarMatcher, int]], bitmask: torch.Tensor) -> None:
     for matcher, row in jobs:
         matcher.fill_mask(bitmask[row])
@@ -208,19 +242,7 @@ def _parsed_schema(source: str) -> Schema:
 
 
 def _schema_definition(schema: Schema) -> str:
-    return LLMatcher.grammar_from_json_schema(
-        msgspec.json.encode(schema).decode(),
-        overrides={
-            # One space after `,` and `:`, as in most JSON that models have read, and no other whitespace: where it may come in
-            # runs, small models do not stop making it, and where it is optional they spend tokens on it.
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-            # What cannot be kept is refused: the one would let branches of `oneOf` overlap, the other would drop keywords.
-            "coerce_one_of": False,
-            "lenient": False,
-        },
-    )
+    return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=_SCHEMA_OPTIONS)
 
 
 def _choice_regex(source: str) -> str:
@@ -238,14 +260,6 @@ def _escaped(character: str) -> str:
 
 
 def _lark_definition(source: str) -> str:
-    levels = sum(source.count(mark) for mark in ":([")
-    if levels > MAX_GRAMMAR_LEVELS:
-        raise GrammarError(f"the grammar has {levels} rules and brackets: expected at most {MAX_GRAMMAR_LEVELS}")
-    before, found, _ = source.partition("%json")
-    if found:
-        # A schema within could refer to itself as deep as it likes.
-        line = before.count("\n") + 1
-        raise GrammarError(f"line {line}: %json is not supported within a grammar; a schema has a field of its own")
     try:
         return grammar_from("gbnf" if "::=" in source else "lark", source)
     except ValueError as error:

@@ -16,6 +16,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.model import Model
 from penstock.text.load import load_tokenizer
+from penstock.text.tokenizer import ChatPrompt
 from tiny_models import generation_id, make_submit, run
 
 TOKENS = 64
@@ -49,7 +50,7 @@ def model(checkpoint: Checkpoint) -> Model:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     tokenizer = load_tokenizer(str(find_default_model()))
-    questions = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    questions = [tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": question}])) for question in QUESTIONS]
     # One more that shares most of another's, so that there is something to reuse.
     return [*questions, [*questions[1], *tokenizer.encode(" It begins at night.")]]
 

@@ -334,7 +334,13 @@ def test_a_wrong_schema_is_refused_with_the_place(schema: dict[str, Any], place:
         ("lark", "start: foo", 'line 1, column 8: unknown name: "foo"'),
         ("lark", 'start: "a" b\nb: /(/', "line 2, column 4: unclosed group at character 1"),
         ("lark", "start: start", "no text can satisfy it"),
-        ("lark", 'start: "a" b\nb: %json {}', "line 2: %json"),
+        ("lark", 'start: "a" b\nb: %json {"type"', "line 2: what comes after %json is not valid JSON"),
+        ("lark", 'start: "a" b\nb: %json true', "the schema after %json is not an object"),
+        ("lark", 'start: %json {"$ref": "#/$defs/a"}', "`$ref` is '#/$defs/a'"),
+        ("lark", 'start: "a" %json {"type": "object", "properties": {"x": {"type": "wrong"}}}', "`properties.x.type`"),
+        ("lark", "start: %json " + '{"not":' * 200 + "true" + "}" * 200, "nested more than 64 levels"),
+        ("lark", 'start: "a" // %json {}', "%json in a string, a comment"),
+        ("lark", 'start: "%json {}"', "%json in a string, a comment"),
         ("lark", "root ::= foo", "'foo' not found"),
         ("lark", "start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(15_000)), "rules and brackets"),
     ],
@@ -367,3 +373,31 @@ def test_a_tokenizer_that_does_not_fit() -> None:
         GrammarCompiler(TOKENIZER.to_str(), 100, END_IDS)
     with pytest.raises(ConfigError, match="no end token"):
         GrammarCompiler(TOKENIZER.to_str(), VOCAB_SIZE, frozenset())
+
+
+def test_a_schema_within_a_grammar() -> None:
+    """It is kept as if it were alone: our options, not the schema's own."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"const": "x"}}, "required": ["a", "b"]}
+    source = json.dumps({**schema, "additionalProperties": False, "x-guidance": {"whitespace_flexible": True}})
+    for seed in range(20):
+        text = TOKENIZER.decode(walk(compiled("lark", f'start: "<" %json {source} ">"  // a comment'), seed))
+        assert text in ('<{"a": 1, "b": "x"}>', '<{"a": 2, "b": "x"}>')
+
+
+def test_texts_that_may_be_tokens() -> None:
+    source = 'start: %token "<|start|>" %token "ab" %upto ["!", "<|start|>"] "x"'
+    start = token("<|start|>")
+    for begins in ([start], [token_id for part in ("<", "|", "start", "|", ">") for token_id in TOKENIZER.encode(part).ids]):
+        matcher = compiled("lark", source)
+        matcher.replay([*begins, *TOKENIZER.encode("ab").ids, token("z")])
+        assert {start, token("!")} <= set(allowed(matcher))
+        for ends in (start, token("!")):
+            ended = matcher.clone()
+            ended.advance(ends)
+            assert allowed(ended) == [token("x")]
+
+
+@pytest.mark.parametrize("source", ["start: %token 5", "start: %upto []", 'start: %upto "a"', "start: %upto [1]", "start: %token"])
+def test_texts_that_are_none(source: str) -> None:
+    with pytest.raises(GrammarError, match=r"%(token|upto)"):
+        compiled("lark", source)

@@ -1,0 +1,143 @@
+"""Grammars that make a model call a tool, and that let it think before it says what a grammar demands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.text.formats.parser import Schemas
+from penstock.text.formats.tables import HARMONY, JSON, REASONING_FORMATS, TOOL_FORMATS, ToolFormat, Written
+from penstock.wire.errors import RequestError
+from penstock.wire.messages import Grammar
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+MOST_CALLS = 16
+"""So many calls at most, where several are allowed: a small model that may always begin another never ends."""
+
+_ANY_TEXT = "/(?s:.*)/"
+_GAP = r"/[ \n]{0,4}/"
+_REGEX_PARTS = re.compile(r"\\.|/|\n", re.DOTALL)
+_REGEX_ESCAPES = {"/": r"\/", "\n": r"\n"}
+_ANALYSIS = f'<|channel|> "analysis" <|message|> {_ANY_TEXT} <|end|> <|start|> "assistant"'
+_ANALYSIS_GOES_ON = f'{_ANY_TEXT} <|end|> <|start|> "assistant"'
+
+
+def tool_grammar(
+    tool_format: str | None, tools: Schemas, parallel: bool, reasoning_format: str | None, inside_reasoning: bool
+) -> tuple[str, Grammar]:
+    """What a model must write that is to call one of these tools, after its reasoning if it has any, and the format to read that with.
+
+    That is its own format where the format's markers are text, and `json` where they are tokens that a grammar cannot name for every
+    vocabulary. It is one call, or, with `parallel`, several. Raises RequestError when there is too much of it.
+    """
+    if HARMONY in (tool_format, reasoning_format):
+        # One message is one call, and the token after it ends the answer.
+        return HARMONY, _grammar([_start(HARMONY, inside_reasoning), *_harmony_calls(tools)], "tools")
+    own = TOOL_FORMATS[tool_format].written if tool_format is not None else None
+    name = tool_format if tool_format is not None and own is not None else JSON
+    written = TOOL_FORMATS[name].written
+    assert written is not None
+    rules = [_start(reasoning_format, inside_reasoning), *_calls(TOOL_FORMATS[name], written, tools, MOST_CALLS if parallel else 1)]
+    return name, _grammar(rules, "tools")
+
+
+def after_reasoning(grammar: Grammar, reasoning_format: str | None, inside_reasoning: bool) -> Grammar:
+    """The grammar with the model's reasoning before it: it must be closed where the prompt has begun it, and may be there where not.
+
+    Raises RequestError for a grammar in GBNF, to which nothing can be added, and when it gets too long.
+    """
+    if reasoning_format is None:
+        return grammar
+    try:
+        answer = _answer(grammar)
+    except msgspec.DecodeError:
+        # The worker says what is wrong with it.
+        return grammar
+    start = _start(reasoning_format, inside_reasoning)
+    if reasoning_format == HARMONY:
+        # The answer stands first, so that the lines of a grammar keep their numbers in errors.
+        return _grammar([f"final: {answer}", 'answer: <|channel|> "final" <|message|> final', start], "grammar")
+    return _grammar([f"answer: {answer}", start], "grammar")
+
+
+def _grammar(rules: Iterable[str], field: str) -> Grammar:
+    source = "\n".join(rules) + "\n"
+    size = len(source.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"`{field}` need a grammar of {size:,} bytes: expected at most {MAX_GRAMMAR_BYTES:,}", param=field)
+    return Grammar("lark", source)
+
+
+def _start(reasoning_format: str | None, inside: bool) -> str:
+    """The rule of the whole, which ends with the rule `answer`."""
+    if reasoning_format is None:
+        return "start: answer"
+    if reasoning_format == HARMONY:
+        return f"start: {_ANALYSIS_GOES_ON if inside else f'({_ANALYSIS})?'} answer"
+    reasoning = REASONING_FORMATS[reasoning_format]
+    thinking = f"%upto {_literal(list(reasoning.closes.strings))} {_GAP}"
+    opens = " | ".join(f"%token {_literal(marker)}" for marker in reasoning.opens.strings)
+    return f"start: {thinking} answer" if inside else f"start: (({opens}) {thinking})? answer"
+
+
+def _calls(tool_format: ToolFormat, written: Written, tools: Schemas, most: int) -> list[str]:
+    tokens = tool_format.tokens | {opening.marker for opening in tool_format.openings if not opening.is_bare}
+    before, between, after = (_literals(text, tokens) for text in (written.before, written.between, written.after))
+    more = f"({between} call){{0,{most - 1}}}" if most > 1 else ""
+    numbered = list(enumerate(tools.items()))
+    rules = [f"answer: {before} call {more} {after}", "call: " + " | ".join(f"call_{number}" for number, _ in numbered)]
+    for number, (name, schema) in numbered:
+        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{written.arguments}": '
+        rules.append(f'call_{number}: {_literal(head)} arguments_{number} "}}"')
+        rules.append(f"arguments_{number}: {_schema(schema)}")
+    return rules
+
+
+def _harmony_calls(tools: Schemas) -> list[str]:
+    numbered = list(enumerate(tools.items()))
+    recipients = " | ".join(f"{_literal(name)} {_HARMONY_BODY} arguments_{number}" for number, (name, _) in numbered)
+    rules = [f'answer: <|channel|> "commentary to=functions." ({recipients})']
+    return rules + [f"arguments_{number}: {_schema(schema)}" for number, (_, schema) in numbered]
+
+
+_HARMONY_BODY = '" " <|constrain|> "json" <|message|>'
+
+
+def _answer(grammar: Grammar) -> str:
+    """What a grammar says, as the body of a rule."""
+    match grammar.kind:
+        case "json_schema":
+            return f"%json {grammar.source}"
+        case "json_object":
+            return _schema({})
+        case "choice":
+            return " | ".join(map(_literal, msgspec.json.decode(grammar.source, type=list[str])))
+        case "regex":
+            return _regex(grammar.source)
+        case "lark":
+            if "::=" in grammar.source:
+                raise RequestError("the grammar is in GBNF: with a model that reasons, expected one in Lark", param="grammar")
+            return f"%lark {{ {grammar.source}\n}}"
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    """The arguments of a call are an object, also where their schema does not say so."""
+    return "%json " + json.dumps({"type": "object", **schema}, ensure_ascii=False)
+
+
+def _literal(text: str | list[str]) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _literals(text: str, tokens: frozenset[str]) -> str:
+    """A text in which these may be tokens."""
+    pieces = re.split("|".join(["(?!)", *(f"({re.escape(token)})" for token in sorted(tokens))]), text)
+    return " ".join(("%token " if piece in tokens else "") + _literal(piece) for piece in pieces if piece)
+
+
+def _regex(source: str) -> str:
+    return f"/{_REGEX_PARTS.sub(lambda part: _REGEX_ESCAPES.get(part[0], part[0]), source)}/" if source else '""'

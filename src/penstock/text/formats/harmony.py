@@ -1,0 +1,102 @@
+"""Harmony, the notation of gpt-oss: an answer is a row of messages, each in a channel, some of them to a tool.
+
+`<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>`
+"""
+
+from __future__ import annotations
+
+import re
+
+from penstock.text.formats.calls import LONGEST_NAME, Calls
+from penstock.text.formats.flow import Flow
+from penstock.text.formats.json_calls import NO_ARGUMENTS, read_arguments
+from penstock.text.formats.parser import Schemas, SteppingParser
+from penstock.text.formats.source import Malformed, Markers, Steps
+from penstock.text.output import Reasoning
+
+_MESSAGE = Markers("<|message|>")
+_HEADERS = Markers("<|start|>", "<|channel|>")
+_RECIPIENT_FIRST = Markers("to=")
+_STOPS = Markers("<|end|>", "<|call|>", "<|return|>")
+_ENDS = _STOPS | _HEADERS
+_LONGEST_HEADER = LONGEST_NAME + 128
+
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_ANALYSIS = "<|channel|>analysis"
+_FUNCTIONS = "functions."
+
+
+class HarmonyParser(SteppingParser):
+    """Messages in the channel `analysis` are reasoning, those to a recipient are calls, all others are text, to the character.
+
+    Without tools a message to a recipient is text. What stands outside of messages is text, too, apart from whitespace.
+    """
+
+    def __init__(self, schemas: Schemas, inside_reasoning: bool) -> None:
+        self._schemas = schemas
+        self._begins_inside = inside_reasoning
+        super().__init__()
+
+    def _read(self) -> Steps[None]:
+        self._calls = Calls(self._source, self._out, self._schemas)
+        yield
+        if self._begins_inside:
+            yield from self._content(_ANALYSIS)
+        while True:
+            self._source.mark()
+            yield from self._source.spaces()
+            begun = (yield from self._source.take(_HEADERS)) or (yield from self._source.take(_RECIPIENT_FIRST))
+            read = self._source.recorded()
+            if begun:
+                yield from self._message(read)
+            elif self._source.is_used_up:
+                return
+            else:
+                yield from self._outside(read)
+
+    def _outside(self, spaces: str) -> Steps[None]:
+        flow = Flow(self._out, str, _HEADERS, holds=False)
+        flow.write(spaces)
+        marker = yield from self._pass(flow)
+        self._source.give_back(len(marker or ""))
+
+    def _message(self, begun: str) -> Steps[None]:
+        self._calls.open(begun)
+        try:
+            header, _ = yield from self._source.field(_MESSAGE, _LONGEST_HEADER)
+            header = begun + header
+            recipient = _RECIPIENT.search(header)
+            if recipient and self._schemas:
+                yield from self._call(recipient[1].removeprefix(_FUNCTIONS))
+                self._calls.close()
+                return
+            self._calls.close()
+        except Malformed:
+            text = self._calls.give_up()
+            if text:
+                self._out.append(text)
+            return
+        yield from self._content(header)
+
+    def _content(self, header: str) -> Steps[None]:
+        channel = _CHANNEL.search(header)
+        is_reasoning = channel is not None and channel[1] == "analysis"
+        flow = Flow(self._out, Reasoning if is_reasoning else str, _ENDS, holds=False)
+        marker = yield from self._pass(flow)
+        if marker in _HEADERS.strings:
+            self._source.give_back(len(marker or ""))
+
+    def _call(self, name: str) -> Steps[None]:
+        self._calls.begin(name)
+        yield from self._source.spaces()
+        following = yield from self._source.peek()
+        if following in ("{", '"', "n"):
+            yield from read_arguments(self._source, self._calls.arguments)
+        elif (yield from self._source.take(_STOPS)):
+            self._calls.arguments(NO_ARGUMENTS)
+        else:
+            raise Malformed
+        self._calls.end()
+        yield from self._source.spaces()
+        yield from self._source.take_end(_STOPS)

@@ -1,0 +1,231 @@
+"""Calls whose arguments are JSON: an object that names the tool, or a name and then the arguments."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.text.formats.calls import LONGEST_ID, LONGEST_NAME, Calls
+from penstock.text.formats.json_scanner import checked, read_string, read_value
+from penstock.text.formats.source import NO_MARKERS, Malformed, Markers, Sink, Source, Steps
+
+NO_ARGUMENTS = "{}"
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+# What else an object has that is a call, in the notations that have no markers.
+_KEYS = ("name", "type", "id", *_ARGUMENT_KEYS)
+_OPENING_FENCES = Markers("```json", "```\n")
+_CLOSING_FENCE = Markers("```")
+_NEWLINE = Markers("\n")
+_LONGEST_HEADER = LONGEST_NAME + LONGEST_ID + 64
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """Objects `{"name": …, "arguments": …}`, in a list or one after the other, with `parameters` for `arguments` and any order.
+
+    A call ends with its object. Other keys are ignored, unless the notation has no markers.
+    """
+
+    closes: Markers = NO_MARKERS
+    separator: str = ""
+
+    def read(self, source: Source, calls: Calls) -> Steps[None]:
+        yield from source.spaces()
+        if (yield from source.peek()) == "[":
+            yield from self._list(source, calls)
+        else:
+            yield from self._row(source, calls)
+        yield from close(source, calls, self.closes)
+
+    def _list(self, source: Source, calls: Calls) -> Steps[None]:
+        source.at += 1
+        while True:
+            yield from source.spaces()
+            yield from read_object(source, calls)
+            yield from source.spaces()
+            following = yield from source.peek()
+            if following == "," and (yield from _is_more_after(source)):
+                continue
+            if following == "]":
+                source.at += 1
+                calls.separated()
+            elif not source.ended:
+                raise Malformed
+            return
+
+    def _row(self, source: Source, calls: Calls) -> Steps[None]:
+        while True:
+            yield from read_object(source, calls)
+            yield from source.spaces()
+            following = yield from source.peek()
+            if self.separator and following == self.separator and (yield from _is_more_after(source)):
+                following = yield from source.peek()
+            if following != "{":
+                return
+
+
+@dataclass(frozen=True)
+class NamedCalls:
+    """A header with the name, then the arguments: `opens` header `separates` arguments `closes`, as often as there are calls.
+
+    `header` has a group `name`, and may have one `id`. Where the header is only the word `kind`, the name follows it in a line of its own,
+    and the arguments in a fence. Without `opens` there is one call.
+    """
+
+    separates: Markers
+    header: re.Pattern[str]
+    opens: Markers = NO_MARKERS
+    closes: Markers = NO_MARKERS
+    section_closes: Markers = NO_MARKERS
+    kind: str | None = None
+
+    def read(self, source: Source, calls: Calls) -> Steps[None]:
+        if not self.opens.strings:
+            yield from self._call(source, calls)
+            yield from close(source, calls, self.section_closes)
+            return
+        yield from source.spaces()
+        if not (yield from source.take(self.opens)):
+            raise Malformed
+        while True:
+            yield from self._call(source, calls)
+            yield from source.spaces()
+            if not (yield from source.take(self.opens)):
+                break
+        yield from close(source, calls, self.section_closes)
+
+    def _call(self, source: Source, calls: Calls) -> Steps[None]:
+        header, separator = yield from source.field(self.separates, _LONGEST_HEADER)
+        if separator == "{":
+            source.give_back(1)
+        yield from source.spaces()
+        is_fenced = header.strip() == self.kind and (yield from source.peek()) != "{"
+        if is_fenced:
+            header, _ = yield from source.field(_NEWLINE, LONGEST_NAME)
+        fields = self.header.fullmatch(header.strip())
+        if not fields:
+            raise Malformed
+        calls.begin(fields["name"], fields.groupdict().get("id"))
+        if is_fenced:
+            yield from source.spaces()
+            yield from source.take(_OPENING_FENCES)
+        yield from self._body(source, calls)
+        calls.end()
+        yield from self._after(source, calls, is_fenced)
+
+    def _body(self, source: Source, calls: Calls) -> Steps[None]:
+        yield from source.spaces()
+        following = yield from source.peek()
+        if following in ("{", '"', "n"):
+            yield from read_arguments(source, calls.arguments)
+        elif self.closes.strings and (yield from source.take(self.closes)):
+            calls.arguments(NO_ARGUMENTS)
+        else:
+            raise Malformed
+
+    def _after(self, source: Source, calls: Calls, is_fenced: bool) -> Steps[None]:
+        """What ends a call, which may be missing."""
+        yield from source.spaces()
+        if is_fenced and (yield from source.take_end(_CLOSING_FENCE)):
+            yield from source.spaces()
+            calls.separated()
+        if (yield from source.take_end(self.closes)):
+            calls.separated()
+
+
+@dataclass(frozen=True)
+class NamedOrListed:
+    """Either of the two, told apart by the first character."""
+
+    named: NamedCalls
+    listed: JsonCalls
+
+    def read(self, source: Source, calls: Calls) -> Steps[None]:
+        yield from source.spaces()
+        is_listed = (yield from source.peek()) in ("[", "{")
+        yield from (self.listed if is_listed else self.named).read(source, calls)
+
+
+def read_object(source: Source, calls: Calls) -> Steps[None]:
+    """One call that is an object, from its brace to its brace."""
+    yield from source.expect("{")
+    has_begun = has_arguments = False
+    held: list[str] = []
+    while True:
+        yield from source.spaces()
+        key = yield from read_string(source)
+        yield from source.spaces()
+        yield from source.expect(":")
+        yield from source.spaces()
+        if key == "name":
+            calls.begin((yield from read_string(source)))
+            has_begun = True
+            for piece in held:
+                calls.arguments(piece)
+        elif key in _ARGUMENT_KEYS and not has_arguments:
+            has_arguments = True
+            yield from read_arguments(source, calls.arguments if has_begun else held.append)
+        else:
+            yield from _read_other(source, calls, key)
+        yield from source.spaces()
+        if not (yield from _has_another(source)):
+            break
+    if not has_begun:
+        raise Malformed
+    if not has_arguments:
+        calls.arguments(NO_ARGUMENTS)
+    calls.end()
+
+
+def read_arguments(source: Source, sink: Sink) -> Steps[None]:
+    """Arguments as they come: an object; a string that holds one, as some write it; `null` for none."""
+    beginning = yield from source.peek()
+    if beginning == "{":
+        yield from read_value(source, sink)
+        return
+    if beginning == '"':
+        said = (yield from read_string(source)).strip() or NO_ARGUMENTS
+        inner = checked(said) if said.startswith("{") else None
+        if inner is None:
+            raise Malformed
+        sink(inner)
+        return
+    pieces: list[str] = []
+    yield from read_value(source, pieces.append)
+    if pieces != ["null"]:
+        raise Malformed
+    sink(NO_ARGUMENTS)
+
+
+def close(source: Source, calls: Calls, closes: Markers) -> Steps[None]:
+    """What ends a section of calls, where it is there; what is there instead is text."""
+    yield from source.spaces()
+    if (yield from source.take_end(closes)) is None and not source.is_used_up:
+        raise Malformed
+    calls.close()
+
+
+def _is_more_after(source: Source) -> Steps[bool]:
+    """Reads a separator and what space follows it: whether there is anything after it."""
+    source.at += 1
+    yield from source.spaces()
+    return not source.is_used_up
+
+
+def _read_other(source: Source, calls: Calls, key: str) -> Steps[None]:
+    if calls.known_only and key not in _KEYS:
+        raise Malformed
+    yield from read_value(source, _ignore)
+
+
+def _has_another(source: Source) -> Steps[bool]:
+    following = yield from source.peek()
+    if following not in (",", "}"):
+        raise Malformed
+    source.at += 1
+    return following == ","
+
+
+def _ignore(_: str) -> None:
+    pass

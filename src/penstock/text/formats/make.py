@@ -1,0 +1,64 @@
+"""What the rest of the program calls: a parser for an answer, and what has to be known before it begins.
+
+`make_parser` for one answer; `opens_reasoning` for its prompt; `visible_tokens` for the detokenizer; `detect` and `check_formats` when a
+model is loaded. `grammars.py` has the grammars.
+"""
+
+from __future__ import annotations
+
+from penstock.text.formats.harmony import HarmonyParser
+from penstock.text.formats.parser import FormatParser, Schemas
+from penstock.text.formats.tables import HARMONY, JSON, REASONING_FORMATS, TOOL_FORMATS
+from penstock.text.output import OutputParser
+from penstock.wire.errors import ConfigError
+
+
+def make_parser(tool_format: str | None, reasoning_format: str | None, tools: Schemas, inside_reasoning: bool) -> OutputParser | None:
+    """A fresh parser for one answer; None when there is nothing to look for.
+
+    `tools` are the schemas of the tools' parameters by name. Without any, no calls are looked for, and their markers are text. Only
+    harmony's channels are always read. `inside_reasoning` says that the prompt ended within the model's reasoning.
+    """
+    if HARMONY in (tool_format, reasoning_format) and tool_format != JSON:
+        return HarmonyParser(tools if tool_format == HARMONY else {}, inside_reasoning)
+    tool = TOOL_FORMATS[tool_format] if tool_format is not None and tools else None
+    reasoning = REASONING_FORMATS[reasoning_format] if reasoning_format not in (None, HARMONY) else None
+    if tool is None and reasoning is None:
+        return None
+    return FormatParser(tool, reasoning, tools, inside_reasoning)
+
+
+def opens_reasoning(reasoning_format: str, prompt_ending: str) -> bool:
+    """Whether a prompt that ends like this leaves the model inside its reasoning."""
+    reasoning = REASONING_FORMATS[reasoning_format]
+    ending = prompt_ending.rstrip()
+    if reasoning.is_implied:
+        return not ending.endswith(reasoning.closes.strings)
+    return ending.endswith(reasoning.opens.strings)
+
+
+def visible_tokens(tool_format: str | None, reasoning_format: str | None) -> frozenset[str]:
+    """What a detokenizer must show as text where it is a special token; it need not be one."""
+    visible: set[str] = set()
+    if tool_format is not None:
+        tools = TOOL_FORMATS[tool_format]
+        visible |= tools.tokens | {opening.marker for opening in tools.openings if not opening.is_bare}
+    if reasoning_format is not None:
+        reasoning = REASONING_FORMATS[reasoning_format]
+        visible |= reasoning.tokens | {*reasoning.opens.strings, *reasoning.closes.strings}
+    return frozenset(visible)
+
+
+def check_formats(tool_format: str | None, reasoning_format: str | None) -> None:
+    """Raises ConfigError for a name that is none, and for two that cannot be read together."""
+    for option, name, known in (
+        ("--tool-parser", tool_format, TOOL_FORMATS),
+        ("--reasoning-parser", reasoning_format, REASONING_FORMATS),
+    ):
+        if name is not None and name not in known:
+            raise ConfigError(f"{option} is {name!r}: expected one of {', '.join(known)}")
+    formats = {tool_format, reasoning_format} - {None}
+    if HARMONY in formats and len(formats) > 1:
+        raise ConfigError(
+            f"{HARMONY!r} is a format of both: --tool-parser {tool_format} cannot go with --reasoning-parser {reasoning_format}"
+        )

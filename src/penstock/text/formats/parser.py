@@ -1,0 +1,143 @@
+"""The one incremental parser. What it reads is a generator that stops where the text does; a table says which markers it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.text.formats.calls import Calls
+from penstock.text.formats.flow import Flow
+from penstock.text.formats.source import NO_MARKERS, Malformed, Markers, Source, Steps
+from penstock.text.formats.tables import Opening, ReasoningFormat, ToolFormat
+from penstock.text.output import OutputParser, Part, Reasoning
+
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+class SteppingParser(OutputParser):
+    """Feeds a reader. Text in which nothing is remarkable goes straight through."""
+
+    def __init__(self) -> None:
+        self._source = Source()
+        self._out: list[Part] = []
+        self._flow: Flow | None = None
+        self._straight: Flow | None = None
+        self._steps = self._read()
+        next(self._steps)
+
+    def feed(self, text: str) -> Sequence[Part]:
+        if not text:
+            return ()
+        if self._straight is not None and (part := self._straight.straight(text)) is not None:
+            return (part,)
+        self._source.add(text)
+        next(self._steps)
+        flow = self._flow
+        self._straight = flow if flow is not None and flow.is_idle and self._source.is_used_up else None
+        return self._taken()
+
+    def finish(self) -> Sequence[Part]:
+        if not self._source.ended:
+            self._source.ended = True
+            next(self._steps, None)
+        return self._taken()
+
+    def _read(self) -> Steps[None]:
+        """Everything, up to the end; it yields at least once."""
+        raise NotImplementedError
+
+    def _pass(self, flow: Flow) -> Steps[str | None]:
+        """Lets text flow up to one of its markers, which is returned; None at the end."""
+        self._flow = flow
+        marker = yield from self._source.until(flow.markers, flow.write)
+        self._flow = None
+        return marker
+
+    def _taken(self) -> list[Part]:
+        taken = self._out[:]
+        self._out.clear()
+        return taken
+
+
+class FormatParser(SteppingParser):
+    """Reasoning at the beginning, where the model has it, then text with calls in it.
+
+    Whitespace before a call, between calls and after the last at the end is dropped, and so is whitespace around reasoning. What begins
+    as a call and is none comes back with the whitespace before it.
+    """
+
+    def __init__(self, tools: ToolFormat | None, reasoning: ReasoningFormat | None, schemas: Schemas, inside_reasoning: bool) -> None:
+        self._openings = {opening.marker: opening for opening in tools.openings} if tools else {}
+        self._bare = [opening for opening in self._openings.values() if opening.is_bare]
+        self._markers = Markers(*(opening.marker for opening in self._openings.values() if not opening.is_bare))
+        self._interrupts = self._markers if tools and tools.ends_reasoning else NO_MARKERS
+        self._reasoning = reasoning
+        self._schemas = schemas
+        self._begins_inside = inside_reasoning
+        super().__init__()
+
+    def _read(self) -> Steps[None]:
+        self._calls = Calls(self._source, self._out, self._schemas)
+        yield
+        has_reasoned = (yield from self._read_reasoning(self._reasoning)) if self._reasoning else False
+        self._begin_text(trims=has_reasoned)
+        yield from self._read_bare()
+        while True:
+            marker = yield from self._pass(self._text)
+            if marker is None:
+                self._text.end()
+                return
+            yield from self._read_calls(self._openings[marker], self._text.take_spaces() + marker)
+
+    def _begin_text(self, *, trims: bool = False, after_call: bool = False) -> None:
+        self._text = Flow(self._out, str, self._markers, trims=trims, holds=bool(self._openings), after_call=after_call)
+
+    def _read_reasoning(self, reasoning: ReasoningFormat) -> Steps[bool]:
+        """All reasoning that there is at the beginning: whether there was any."""
+        is_inside = has_reasoned = self._begins_inside
+        while True:
+            self._source.mark()
+            yield from self._source.spaces()
+            if (yield from self._source.take(reasoning.opens)):
+                is_inside = has_reasoned = True
+            spaces = self._source.recorded()
+            if not is_inside:
+                # They are text, if text follows.
+                self._source.unread(spaces)
+                return has_reasoned
+            flow = Flow(self._out, Reasoning, reasoning.closes | self._interrupts, trims=True)
+            marker = yield from self._pass(flow)
+            if marker is None:
+                return True
+            if marker in self._interrupts.strings:
+                self._source.give_back(len(marker))
+                return True
+            is_inside = False
+
+    def _read_bare(self) -> Steps[None]:
+        """Calls without a marker, which only the beginning of the answer can be."""
+        if not self._bare:
+            return
+        self._source.mark()
+        yield from self._source.spaces()
+        beginning = yield from self._source.peek()
+        spaces = self._source.recorded()
+        for opening in self._bare:
+            if beginning == opening.marker:
+                self._source.at += 1
+                yield from self._read_calls(opening, spaces + opening.marker)
+                return
+        self._text.write(spaces)
+
+    def _read_calls(self, opening: Opening, begun: str) -> Steps[None]:
+        self._source.give_back(opening.given_back)
+        self._calls.open(begun[: len(begun) - opening.given_back], known_only=opening.is_bare)
+        before = self._calls.count
+        try:
+            yield from opening.body.read(self._source, self._calls)
+            self._begin_text(after_call=True)
+        except Malformed:
+            text = self._calls.give_up()
+            if self._calls.count > before:
+                self._begin_text(after_call=True)
+            self._text.write(text)
