@@ -16,7 +16,6 @@ import asyncio
 import json
 import random
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -30,8 +29,9 @@ from typing import Any
 
 import psutil
 
+from sseload import build_client, figures_of
+
 ROOT = Path(__file__).parents[1]
-SSELOAD_SOURCE = ROOT.parent / "shared" / "tools" / "sseload.c"
 STEP_MS = 10
 TOKENS = 256
 # About 16 tokens in the simulator's vocabulary; the number makes each prompt another.
@@ -120,7 +120,7 @@ class Bench:
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def load(self, server: Server, concurrency: int, requests: int, *arguments: str) -> dict[str, Any]:
-        return _figures(self.start_load(server, concurrency, requests, *arguments))
+        return figures_of(self.start_load(server, concurrency, requests, *arguments))
 
     def point_1(self) -> dict[str, tuple[Any, bool]]:
         """4,096 streams, 8,192 requests."""
@@ -178,7 +178,7 @@ class Bench:
             arguments = ("--slow", "200", "--slow-bytes", "512", "--slow-ms", "50")
             slow = self.start_load(server, 200, 600, *arguments) if with_slow else None
             fast = self.load(server, 2000, 8000)
-            return fast, _figures(slow) if slow is not None else None
+            return fast, figures_of(slow) if slow is not None else None
 
     def point_4(self) -> dict[str, tuple[Any, bool]]:
         """1,000 clients cut off at random moments, with 400 running at a time, so that some have no token yet."""
@@ -237,12 +237,6 @@ def _stolen(before: Any, after: Any) -> float:
     """Where the machine is a virtual one, its host may give its cores to others. Figures of such a moment say little."""
     spent = sum(after) - sum(before)
     return (getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / spent if spent else 0.0
-
-
-def _figures(load: subprocess.Popen[str]) -> dict[str, Any]:
-    output, _ = load.communicate(timeout=900)
-    figures: dict[str, Any] = json.loads(output)
-    return figures
 
 
 def _pair(spread: dict[str, float]) -> str:
@@ -305,21 +299,13 @@ def _stream_once(server: Server, prompts: int, n: int) -> tuple[float, bool]:
     return took, len(ends) == prompts * n and max(first.values()) < min(ends.values())
 
 
-def _build_client(folder: Path) -> str | None:
-    if not SSELOAD_SOURCE.exists() or shutil.which("gcc") is None:
-        return None
-    target = folder / "sseload"
-    subprocess.run(["gcc", "-O2", "-o", str(target), str(SSELOAD_SOURCE)], check=True)
-    return str(target)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures what the token path promises.")
     parser.add_argument("points", nargs="*", metavar="POINT", help="1 to 6 (default: all)")
     parser.add_argument("--client", help="the sseload program (default: built from ../shared, where that exists)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(arguments.client or _build_client(Path(folder)), Path(folder))
+        bench = Bench(arguments.client or build_client(Path(folder)), Path(folder))
         good = [bench.run(number) for number in arguments.points or "123456"]
     results = ROOT / "bench-results"
     results.mkdir(exist_ok=True)

@@ -11,6 +11,14 @@ import pytest
 from e2e.harness import Server
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What servers keep goes where the tests' files are, and is not that of whoever runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
     """Starts servers, and stops those that the test has not stopped."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backends.simulator import Simulator, Vocabulary
-from penstock.cli.config import FrontEndSettings, ServeSettings, WorkerSettings
+from penstock.cli.config import API_KEY_VARIABLE, FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.cli.directory import Directory
 from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.pool import WorkerPool
@@ -26,11 +26,18 @@ from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.cluster.worker_server import WorkerServer
 from penstock.http.admission import Admission
 from penstock.http.app import Services, make_app
+from penstock.http.detached import DetachedRuns
+from penstock.http.gate import Gate
+from penstock.http.incoming import Library
+from penstock.http.keys import Keyring
 from penstock.http.models import Models
+from penstock.http.responses.sqlite_store import SqliteStore
+from penstock.http.runner import Runner
 from penstock.http.server import HttpServer, open_listener, raise_file_limit
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.router import Router
+from penstock.text.encoding import Encoder
 from penstock.text.load import BUILT_IN, load_tokenizer
 from penstock.text.transcript import Transcripts
 from penstock.wire.errors import ConfigError
@@ -98,6 +105,7 @@ def _ask_for_equal_rounding() -> None:
 def _make_simulator(settings: WorkerSettings) -> Backend:
     tokenizer_name = str(settings.model.resolve()) if settings.model is not None else BUILT_IN
     tokenizer = load_tokenizer(tokenizer_name)
+    tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
     model = ModelInfo(
         name=settings.served_name or (settings.model.resolve().name if settings.model is not None else settings.engine),
         engine=settings.engine,
@@ -107,6 +115,8 @@ def _make_simulator(settings: WorkerSettings) -> Backend:
         block_size=settings.simulator.block_size,
         max_batch=settings.simulator.max_batch,
         capabilities=("kv_events", "sessions", "logprobs", "prompt_logprobs"),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     return Simulator(settings.simulator, model, Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id))
 
@@ -115,13 +125,18 @@ async def run_front_end(settings: FrontEndSettings) -> int:
     """One front end, until SIGTERM."""
     file_limit = raise_file_limit()
     listener = open_listener(settings.host, settings.port)
-    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-        log.warning("--host %s can be reached from other machines, and there are no API keys yet: anyone there can use it", settings.host)
+    is_exposed = not ipaddress.ip_address(listener.getsockname()[0]).is_loopback and not settings.keys.are_needed
+    if is_exposed:
+        _warn_of_everyone(settings.host)
     models = Models(settings.dispatch.worker_wait)
     tally = Tally()
     metrics = FrontEndMetrics(tally)
+    keyring = Keyring(settings.keys, tally)
+    if not keyring.is_open:
+        log.info("API keys that may come in: %d", len(keyring))
     admission = Admission(settings.limits, tally)
-    transcripts = Transcripts(int(settings.transcript_memory * 2**20))
+    encoder = Encoder()
+    transcripts = Transcripts(int(settings.transcript_memory * 2**20), encoder)
     pool = WorkerPool(settings.workers, settings.name, settings.secret, models.prepare, settings.worker_stall)
     router = Router(settings.router)
     dispatcher = Dispatcher(pool, router, settings.dispatch)
@@ -130,6 +145,7 @@ async def run_front_end(settings: FrontEndSettings) -> int:
     host, port = listener.getsockname()[:2]
     with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(encoder.close)
             redis = None if settings.store is None else await _open_redis(settings.store, stack)
             store = MemoryStore() if redis is None else redis
             await stack.enter_async_context(pool)
@@ -140,23 +156,43 @@ async def run_front_end(settings: FrontEndSettings) -> int:
             sessions = Sessions(store, pool, quota=settings.sessions_per_key, on_end=transcripts.forget)
             await stack.enter_async_context(sessions)
             await stack.enter_async_context(dispatcher)
-            metrics.observe(partial(_read_cluster, pool, router, dispatcher, sessions, transcripts, store))
-            app = make_app(Services(models, transcripts, sessions, dispatcher, Directory(sessions, models), admission, metrics))
-            server = HttpServer(app, listener, file_limit, tally)
+            responses = await _open_response_store(settings, stack)
+            metrics.observe(partial(_read_cluster, pool, router, dispatcher, sessions, transcripts, store, responses))
+            library = Library(models, transcripts)
+            runner = Runner(library, sessions, dispatcher, admission, metrics)
+            detached = DetachedRuns(settings.resume, admission)
+            stack.push_async_callback(detached.close)
+            app = make_app(Services(library, runner, detached, Directory(sessions, models), admission, metrics, responses))
+            server = HttpServer(Gate(app, keyring, tally, settings.cors_origins), listener, file_limit, tally)
             serving = asyncio.create_task(server.serve(), name="http server")
-            ready = asyncio.create_task(_announce(pool, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            ready = asyncio.create_task(_announce(pool, url, partial(_warn_of_everyone, settings.host) if is_exposed else None))
             stalls = asyncio.create_task(admission.watch_stalls(), name="stall watch")
+            keys = asyncio.create_task(keyring.watch(), name="key file watch")
             await asyncio.wait([asyncio.create_task(stopped.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
             admission.drain()
             if not await _until(admission.idle.is_set, settings.grace):
                 admission.expel()
                 await _until(admission.idle.is_set, 2.0)
-            for task in (ready, stalls):
+            for task in (ready, stalls, keys):
                 task.cancel()
             server.stop()
-            await asyncio.wait([serving, ready, stalls])
+            await asyncio.wait([serving, ready, stalls, keys])
     log.info("%s has ended", settings.name)
     return 0 if serving.exception() is None else 1
+
+
+async def _open_response_store(settings: FrontEndSettings, stack: contextlib.AsyncExitStack) -> SqliteStore | None:
+    """Where responses are kept, open until the stack is left. None: they are not."""
+    if settings.responses is None:
+        return None
+    try:
+        return await stack.enter_async_context(SqliteStore(settings.responses.path, settings.responses.limits))
+    except ConfigError as error:
+        if settings.responses.is_chosen:
+            raise
+        log.warning("%s; responses are not kept", error)
+        return None
 
 
 async def _open_redis(url: str, stack: contextlib.AsyncExitStack) -> RedisStore:
@@ -173,7 +209,13 @@ async def _open_redis(url: str, stack: contextlib.AsyncExitStack) -> RedisStore:
 
 
 def _read_cluster(
-    pool: WorkerPool, router: Router, dispatcher: Dispatcher, sessions: Sessions, transcripts: Transcripts, store: AffinityStore
+    pool: WorkerPool,
+    router: Router,
+    dispatcher: Dispatcher,
+    sessions: Sessions,
+    transcripts: Transcripts,
+    store: AffinityStore,
+    responses: SqliteStore | None,
 ) -> ClusterReading:
     return ClusterReading(
         workers={member.name: member.link.stats for member in pool.members},
@@ -191,6 +233,8 @@ def _read_cluster(
         transcript_bytes=transcripts.bytes,
         store_is_available=store.is_available,
         tasks=len(asyncio.all_tasks()),
+        responses_stored=0 if responses is None else responses.stored,
+        response_store_bytes=0 if responses is None else responses.size,
     )
 
 
@@ -199,16 +243,19 @@ async def run_serve(settings: ServeSettings) -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
         addresses = [f"unix:{Path(directory) / f'worker-{index}.sock'}" for index in range(settings.workers)]
         base = [sys.executable, "-m", "penstock"]
+        # Workers have no use for the keys.
+        environment = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
         workers = [
             ChildSpec(
                 f"worker-{index}",
                 [*base, "worker", f"--name=worker-{index}", f"--listen={address}", "--exit-with-parent", *settings.worker_arguments],
-                os.environ,
+                environment,
             )
             for index, address in enumerate(addresses)
         ]
         links = [f"--worker={address}" for address in addresses]
-        front_end = ChildSpec("frontend", [*base, "frontend", *links, "--exit-with-parent", *settings.front_end_arguments], os.environ)
+        command = [*base, "frontend", *links, "--exit-with-parent", *settings.front_end_arguments]
+        front_end = ChildSpec("frontend", command, {**environment, **settings.front_end_environment})
         supervisor = Supervisor(front_end, workers, settings.grace)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -216,11 +263,23 @@ async def run_serve(settings: ServeSettings) -> int:
         return await supervisor.run()
 
 
-async def _announce(pool: WorkerPool, url: str) -> None:
+async def _announce(pool: WorkerPool, url: str, warn: Callable[[], None] | None) -> None:
+    """Says that it is ready, and then what must not be overlooked: the last lines are those that people see."""
     await pool.wait_ready()
     _tune_garbage_collection()
     names = sorted({member.model.name for member in pool.members})
     log.info("ready: %s on %s, workers: %d", ", ".join(names), url, len(pool.members))
+    if warn is not None:
+        warn()
+
+
+def _warn_of_everyone(host: str) -> None:
+    rule = "!" * 78
+    log.warning("%s", rule)
+    log.warning("ANYONE CAN USE THIS SERVER: --host %s is reached from other machines, and it asks for no API key.", host)
+    log.warning("Make a key with `penstock key new NAME --file PATH` and give --key-file PATH; or give --api-key KEY,")
+    log.warning("better by the environment: %s=KEY. Or listen on this machine alone: --host 127.0.0.1", API_KEY_VARIABLE)
+    log.warning("%s", rule)
 
 
 @contextlib.contextmanager

@@ -5,17 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from penstock import __version__
 from penstock.backends.simulator import SimulatorConfig
 from penstock.cli.bench import add_bench_parser
+from penstock.cli.keys import add_key_parser
+from penstock.cli.parsers import AUTO, NONE, ParserSettings, check_parsers
 from penstock.cluster.address import Address, parse_address
 from penstock.cluster.dispatch import DispatchLimits
 from penstock.http.admission import Limits
+from penstock.http.detached import ResumeLimits
+from penstock.http.gate import check_origin
+from penstock.http.keys import MOST_LIMIT, Keyring, KeySettings, given_keys
+from penstock.http.quota import QuotaLimits
+from penstock.http.responses.sqlite_store import StoreLimits, StoreSettings
+from penstock.metrics.frontend import Tally
 from penstock.router.policy import POLICIES, RouterSettings
+from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 from penstock.wire.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -26,6 +35,8 @@ ENGINE_FLAGS = (
     "model",
     "served_name",
     "context_length",
+    "tool_parser",
+    "reasoning_parser",
     "max_batch",
     "kv_blocks",
     "device",
@@ -49,6 +60,12 @@ FRONT_END_FLAGS = (
     "max_queued",
     "max_body_bytes",
     "stall_timeout",
+    "resume_grace",
+    "resume_keep",
+    "resume_memory",
+    "response_store",
+    "response_ttl",
+    "response_store_size",
     "worker_queue",
     "worker_stall",
     "worker_wait",
@@ -64,11 +81,22 @@ FRONT_END_FLAGS = (
     "sessions_per_key",
     "transcript_memory",
     "store",
+    "key_file",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "key_concurrency",
 )
 """What `serve` hands on to its front end as it is."""
 
 SECRET_VARIABLE = "PENSTOCK_LINK_SECRET"  # noqa: S105
 """The links' shared secret is taken from the environment, never from the command line, where others could read it."""
+
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+"""The same goes for API keys. Those that `serve` was given on its own command line do not get onto another one."""
+
+
+NO_STORE = "none"
+LEAST_STORE_MIB = 1
 
 
 @dataclass(frozen=True)
@@ -98,6 +126,7 @@ class WorkerSettings:
     model: Path | None
     served_name: str | None
     context_length: int | None
+    parsers: ParserSettings
     simulator: SimulatorConfig
     embedded: EmbeddedSettings
     grace: float
@@ -113,11 +142,15 @@ class FrontEndSettings:
     store: str | None
     secret: str
     limits: Limits
+    resume: ResumeLimits
+    responses: StoreSettings | None
     dispatch: DispatchLimits
     router: RouterSettings
     worker_stall: float
     sessions_per_key: int
     transcript_memory: float
+    keys: KeySettings
+    cors_origins: tuple[str, ...]
     grace: float
     exit_with_parent: bool
 
@@ -130,6 +163,8 @@ class ServeSettings:
     grace: float
     worker_arguments: tuple[str, ...]
     front_end_arguments: tuple[str, ...]
+    front_end_environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What only the front end is to know, for it has secrets."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -168,11 +203,12 @@ def make_parser() -> argparse.ArgumentParser:
             "--exit-with-parent", action="store_true", help="exit when standard input ends, as it does when the parent dies"
         )
     add_bench_parser(commands)
+    add_key_parser(commands)
     return parser
 
 
 def _add_front_end(parser: argparse.ArgumentParser) -> None:
-    limits, dispatch, router = Limits(), DispatchLimits(), RouterSettings()
+    limits, resume, dispatch, router = Limits(), ResumeLimits(), DispatchLimits(), RouterSettings()
     group = parser.add_argument_group("front end")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
@@ -204,6 +240,21 @@ def _add_front_end(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="memory for the tokens of sessions' earlier turns, which then need not be tokenized again",
     )
+    _add_keys(parser)
+    group.add_argument(
+        "--resume-grace",
+        type=float,
+        default=resume.grace,
+        metavar="SECONDS",
+        help="how long an answer that can be resumed goes on without its reader",
+    )
+    group.add_argument(
+        "--resume-keep", type=float, default=resume.keep, metavar="SECONDS", help="how long it can be read again after its end"
+    )
+    group.add_argument(
+        "--resume-memory", type=float, default=resume.memory / 2**20, metavar="MIB", help="memory for the events of such answers"
+    )
+    _add_responses(parser)
     group = parser.add_argument_group("routing")
     group.add_argument("--router", choices=POLICIES, default=router.policy, help="how a worker is chosen")
     group.add_argument("--overlap-weight", type=float, default=router.overlap_weight, metavar="W", help="cost of a block to prefill")
@@ -273,6 +324,54 @@ def _add_front_end(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_responses(parser: argparse.ArgumentParser) -> None:
+    limits = StoreLimits()
+    group = parser.add_argument_group("stored responses")
+    group.add_argument(
+        "--response-store",
+        metavar="PATH",
+        help=f"the file that keeps responses and conversations; {NO_STORE}: they are not kept (default: penstock/responses.db in "
+        "$XDG_STATE_HOME or ~/.local/state)",
+    )
+    group.add_argument(
+        "--response-ttl",
+        type=float,
+        default=limits.seconds,
+        metavar="SECONDS",
+        help="how long responses, and unused conversations, are kept",
+    )
+    group.add_argument(
+        "--response-store-size",
+        type=float,
+        default=limits.bytes / 2**20,
+        metavar="MIB",
+        help="what the file may hold; of what is over, the oldest go first",
+    )
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("API keys", "Without --key-file or an API key, anyone who reaches the port can use the server.")
+    group.add_argument("--key-file", type=Path, metavar="PATH", help="keys, as hashes, with their limits; see `penstock key new --help`")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"a key that may come in; repeat for each. Others on this machine can read command lines: prefer {API_KEY_VARIABLE} in the "
+        "environment (several: with commas), or --key-file",
+    )
+    group.add_argument("--requests-per-minute", type=int, metavar="N", help="limit of each key that has none of its own (default: none)")
+    group.add_argument(
+        "--tokens-per-minute", type=int, metavar="N", help="the same for tokens, of prompts and answers together (default: none)"
+    )
+    group.add_argument("--key-concurrency", type=int, metavar="N", help="the same for generations at once (default: none)")
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="let web pages of this origin, such as https://chat.example.org, use the server; repeat for each; * for all (default: none)",
+    )
+
+
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     simulator, embedded = SimulatorConfig(), EmbeddedSettings()
     group = parser.add_argument_group("engine")
@@ -290,6 +389,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="prompt and answer together (default: what the model was trained for; beyond it, positions are stretched by YaRN)",
+    )
+    group.add_argument(
+        "--tool-parser",
+        default=AUTO,
+        metavar="NAME",
+        help=f"the format in which the model writes calls of tools: {', '.join(TOOL_FORMATS)}; {AUTO}: by its chat template; {NONE}: none",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        default=AUTO,
+        metavar="NAME",
+        help=f"the same for its reasoning: {', '.join(REASONING_FORMATS)}",
     )
     group.add_argument(
         "--max-batch",
@@ -349,10 +460,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=int, default=simulator.block_size, metavar="TOKENS", help="tokens of a KV block")
 
 
-def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
+def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ServeSettings:
     """Checks everything here, so that a mistake is told once and not by every child."""
     _positive("--workers", arguments.workers)
     _check_front_end(arguments)
+    _check_resume(arguments)
+    _check_responses(arguments, environment)
+    _check_keys(arguments, environment)
     _check_engine(arguments)
     worker = [f"--grace={arguments.grace}"]
     worker += [f"--{name.replace('_', '-')}={value}" for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None]
@@ -362,7 +476,10 @@ def serve_settings(arguments: argparse.Namespace) -> ServeSettings:
         # Together they have the cores that one alone would take.
         worker.append(f"--threads={max(1, (os.cpu_count() or 1) // arguments.workers)}")
     front_end = [f"--{name.replace('_', '-')}={value}" for name in FRONT_END_FLAGS if (value := getattr(arguments, name)) is not None]
-    return ServeSettings(arguments.host, arguments.port, arguments.workers, arguments.grace, tuple(worker), tuple(front_end))
+    front_end += [f"--cors-origin={origin}" for origin in arguments.cors_origin or ()]
+    keys = _api_keys(arguments, environment)
+    secrets = {API_KEY_VARIABLE: ",".join(keys)} if keys else {}
+    return ServeSettings(arguments.host, arguments.port, arguments.workers, arguments.grace, tuple(worker), tuple(front_end), secrets)
 
 
 def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> WorkerSettings:
@@ -377,6 +494,7 @@ def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str
         model=arguments.model,
         served_name=arguments.served_name,
         context_length=arguments.context_length,
+        parsers=check_parsers(arguments.tool_parser, arguments.reasoning_parser),
         simulator=simulator,
         embedded=embedded,
         grace=_not_negative("--grace", arguments.grace),
@@ -396,11 +514,15 @@ def front_end_settings(arguments: argparse.Namespace, environment: Mapping[str, 
         store=arguments.store,
         secret=environment.get(SECRET_VARIABLE, ""),
         limits=limits,
+        resume=_check_resume(arguments),
+        responses=_check_responses(arguments, environment),
         dispatch=dispatch,
         router=router,
         worker_stall=arguments.worker_stall,
         sessions_per_key=arguments.sessions_per_key,
         transcript_memory=arguments.transcript_memory,
+        keys=_check_keys(arguments, environment),
+        cors_origins=tuple(arguments.cors_origin or ()),
         grace=_not_negative("--grace", arguments.grace),
         exit_with_parent=arguments.exit_with_parent,
     )
@@ -436,7 +558,59 @@ def _check_front_end(arguments: argparse.Namespace) -> tuple[Limits, DispatchLim
     return limits, dispatch, router
 
 
+def _check_resume(arguments: argparse.Namespace) -> ResumeLimits:
+    return ResumeLimits(
+        grace=_not_negative("--resume-grace", arguments.resume_grace),
+        keep=_not_negative("--resume-keep", arguments.resume_keep),
+        memory=int(_positive("--resume-memory", arguments.resume_memory) * 2**20),
+    )
+
+
+def _check_responses(arguments: argparse.Namespace, environment: Mapping[str, str]) -> StoreSettings | None:
+    chosen = arguments.response_store
+    size = arguments.response_store_size
+    if size < LEAST_STORE_MIB:
+        raise ConfigError(f"--response-store-size is {size:g}: expected at least {LEAST_STORE_MIB}")
+    limits = StoreLimits(_positive("--response-ttl", arguments.response_ttl), int(size * 2**20))
+    if chosen == NO_STORE:
+        return None
+    if chosen is not None:
+        if not chosen:
+            raise ConfigError(f"--response-store is empty: expected a path, or {NO_STORE}")
+        return StoreSettings(Path(chosen), limits, is_chosen=True)
+    state = environment.get("XDG_STATE_HOME") or Path(environment.get("HOME") or Path.cwd()) / ".local" / "state"
+    return StoreSettings(Path(state) / "penstock" / "responses.db", limits, is_chosen=False)
+
+
+def _check_keys(arguments: argparse.Namespace, environment: Mapping[str, str]) -> KeySettings:
+    """Reads the key file once, so that a mistake in it is told at the start."""
+    for origin in arguments.cors_origin or ():
+        check_origin(origin)
+    limits = {name: getattr(arguments, name) for name in ("requests_per_minute", "tokens_per_minute", "key_concurrency")}
+    settings = KeySettings(given_keys(_api_keys(arguments, environment)), arguments.key_file, QuotaLimits(*limits.values()))
+    for name, value in limits.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is not None and not 1 <= value <= MOST_LIMIT:
+            raise ConfigError(f"{flag} is {value}: expected 1 to {MOST_LIMIT:,}")
+        if value is not None and not settings.are_needed:
+            raise ConfigError(f"{flag} is {value}, but there are no keys: give --key-file or {API_KEY_VARIABLE}")
+    Keyring(settings, Tally())
+    return settings
+
+
+def _api_keys(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:
+    keys = list(arguments.api_key or ())
+    if API_KEY_VARIABLE in environment:
+        found = [key.strip() for key in environment[API_KEY_VARIABLE].split(",")]
+        if not any(found):
+            # Somebody wanted a key and has none: an open server is the last thing that they expect.
+            raise ConfigError(f"{API_KEY_VARIABLE} is set but has no key: expected keys with commas between them, or no such variable")
+        keys += [key for key in found if key]
+    return tuple(keys)
+
+
 def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, EmbeddedSettings]:
+    check_parsers(arguments.tool_parser, arguments.reasoning_parser)
     for flag in ("context_length", "max_batch", "kv_blocks", "threads", "kv_memory", "token_budget"):
         value = getattr(arguments, flag)
         if value is not None:

@@ -45,6 +45,7 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
     path = find_default_model() if settings.model is None else settings.model.resolve()
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(str(path))
+    tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
     device = _device(settings.embedded.device)
     trained = covered_length(checkpoint.shape)
     context_length = settings.context_length or trained
@@ -69,6 +70,8 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
             "prompt_logprobs",
             *(("grammar",) if tokenizer.definition is not None else ()),
         ),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     return EmbeddedBackend(info, lambda: load_engine(checkpoint, tokenizer, context_length, settings.embedded, device), on_failure)
 

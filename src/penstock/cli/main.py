@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import uvloop
 
 from penstock.cli.config import front_end_settings, make_parser, serve_settings, worker_settings
+from penstock.cli.keys import run_key
 from penstock.cluster.supervise import EXIT_CONFIG
 from penstock.wire.errors import ConfigError
 
@@ -32,6 +33,8 @@ def _run(parsed: argparse.Namespace) -> int:
         from penstock.cli.bench import run_bench
 
         return run_bench(parsed)
+    if parsed.command == "key":
+        return run_key(parsed)
     # Wiring imports everything; parsing and `--help` do not wait for it.
     from penstock.cli import compose
 

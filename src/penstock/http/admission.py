@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from penstock.http.response import Response
+from penstock.http.response import Sink
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 
@@ -26,7 +26,7 @@ class Limits:
 class Ticket:
     """One admitted request, as a context: queued until its first token, then running."""
 
-    def __init__(self, admission: Admission, generations: int, response: Response) -> None:
+    def __init__(self, admission: Admission, generations: int, response: Sink) -> None:
         self.arrived = time.monotonic()
         self.response = response
         self.task = asyncio.current_task()
@@ -71,8 +71,8 @@ class Admission:
     def drain(self) -> None:
         self._draining = True
 
-    def admit(self, generations: int, response: Response) -> Ticket:
-        """Raises RequestError: 503 while draining, 429 when the front end is full."""
+    def admit(self, generations: int, response: Sink) -> Ticket:
+        """Raises RequestError: 503 while draining, 429 when the front end is full. One who only reads asks for no generation."""
         if self._draining:
             raise RequestError("the server is shutting down", code="draining", status=503)
         if self._generations + generations > self.limits.max_generations:
@@ -83,7 +83,8 @@ class Admission:
     def enter(self, ticket: Ticket, generations: int) -> None:
         self._tickets.add(ticket)
         self._generations += generations
-        self._tally.queued += 1
+        if generations:
+            self._tally.queued += 1
         self.idle.clear()
 
     def start_running(self) -> None:
@@ -95,7 +96,7 @@ class Admission:
         self._generations -= generations
         if was_running:
             self._tally.running -= 1
-        else:
+        elif generations:
             self._tally.queued -= 1
         if not self._tickets:
             self.idle.set()

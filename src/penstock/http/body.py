@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,14 +54,16 @@ async def _read_chunks(receive: Receive, limit: int) -> bytes:
             return b"".join(chunks)
 
 
-def decode_body(body: bytes, decoder: msgspec.json.Decoder[T], unsupported: frozenset[str]) -> T:
-    """The request. Raises RequestError that names the field, its value and what would be right."""
+def decode_body(
+    body: bytes, decoder: msgspec.json.Decoder[T], unsupported: frozenset[str], choices: Mapping[str, Sequence[str]] = CHOICES
+) -> T:
+    """The request. Raises RequestError that names the field, its value and what would be right, which `choices` has by its path."""
     try:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
             # What comes behind the wrong field was not looked at yet, and may be no JSON at all: then that is what is said.
-            raise _explain(str(error), msgspec.json.decode(body), unsupported) from error
+            raise _explain(str(error), msgspec.json.decode(body), unsupported, choices) from error
     except UnicodeDecodeError as error:
         raise RequestError("the body has a string that is not valid UTF-8", code="invalid_utf8") from error
     except (msgspec.DecodeError, RecursionError) as error:
@@ -71,7 +74,7 @@ def _too_large(limit: int) -> RequestError:
     return RequestError(f"the body is over the limit of {limit:,} bytes", code="body_too_large", status=413)
 
 
-def _explain(problem: str, content: Any, unsupported: frozenset[str]) -> RequestError:
+def _explain(problem: str, content: Any, unsupported: frozenset[str], choices: Mapping[str, Sequence[str]]) -> RequestError:
     if unknown := _UNKNOWN.match(problem):
         name = _join(unknown["path"], unknown["name"])
         return RequestError(f"unknown field `{name}`", param=name, code="unknown_field")
@@ -85,8 +88,8 @@ def _explain(problem: str, content: Any, unsupported: frozenset[str]) -> Request
     if field := next((name for name in (_first(param), param) if name in unsupported), None):
         return RequestError(f"`{field}` is not supported yet; leave it out", param=field, code="unsupported_field")
     expected = located["problem"][:1].lower() + located["problem"][1:]
-    if choices := CHOICES.get(re.sub(r"\[.*?\]", "", param)):
-        expected = f"expected one of {', '.join(choices)}"
+    if known := choices.get(re.sub(r"\[.*?\]", "", param)):
+        expected = f"expected one of {', '.join(known)}"
     return RequestError(f"`{param}` is {_value_at(content, param)}: {expected}", param=param, code="invalid_value")
 
 

@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import msgspec
 
 from penstock.http.body import decode_body
-from penstock.http.dialect import Envelope, Usage
-from penstock.http.hints import Headers, owner, prompt_text, read_hints
-from penstock.http.models import Models
-from penstock.http.plan import Plan, check_text_length, make_plan
-from penstock.http.schema import UNSUPPORTED_CHAT, ChatRequest, Message
-from penstock.router.affinity import session_key
-from penstock.text.tokenizer import ChatMessage
-from penstock.text.transcript import Transcripts
+from penstock.http.dialect import Addition, Answer, Envelope, Usage
+from penstock.http.dialogue import Dialogue, ToolChoice, plan_dialogue
+from penstock.http.hints import prompt_text, read_hints
+from penstock.http.incoming import Incoming, Library
+from penstock.http.plan import Plan, wanted_grammar
+from penstock.http.schema import UNSUPPORTED_CHAT, ChatRequest, Message, MessageToolCall, NamedToolChoice, Tool
+from penstock.text.output import CallArguments, CallBegin, CallBroken, Part, Reasoning
+from penstock.text.tokenizer import ChatMessage, ChatPrompt, ToolCall
 from penstock.wire.errors import RequestError
-from penstock.wire.messages import Delta
+from penstock.wire.messages import Delta, Fault
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
-def parse_chat(body: bytes, headers: Headers, models: Models, transcripts: Transcripts) -> tuple[Plan, ChatDialect]:
-    request = decode_body(body, _DECODER, UNSUPPORTED_CHAT)
-    hints, client = read_hints(request, headers), owner(headers)
-    model = models.find(request.model)
-    for index, message in enumerate(request.messages):
-        check_text_length(model, f"messages[{index}]", message.text)
-    name = model.info.name
-    key = None if hints.session is None else session_key(client, name, hints.session.id)
-    chat = transcripts.encode_chat(key, name, model.tokenizer, [_for_template(message) for message in request.messages])
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    if max_tokens == 0:
-        raise RequestError("`max_tokens` is 0: expected at least 1", param="max_tokens")
-    plan = make_plan(
-        model,
-        request,
-        hints,
-        client,
-        [("messages", chat.token_ids)],
-        max_tokens=max_tokens,
-        logprobs=_wanted_logprobs(request),
-        response_format=request.response_format,
-        chat=chat,
-    )
+async def parse_chat(incoming: Incoming, library: Library) -> tuple[Plan, ChatDialect]:
+    request = decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT)
+    hints = read_hints(request, incoming.headers)
+    plan = await plan_dialogue(request, _dialogue(request), hints, incoming.tenant, library)
     return plan, ChatDialect(plan)
 
 
@@ -55,6 +37,7 @@ class ChatDialect:
         self._tokenizer = plan.model.tokenizer
         self._envelope = Envelope("chatcmpl", "chat.completion.chunk", plan)
         self._has_role = [False] * len(plan.submits)
+        self.id = self._envelope.id
 
     def opening(self, index: int) -> str:  # noqa: ARG002
         return ""
@@ -68,27 +51,40 @@ class ChatDialect:
             content.append({**self._token(token_id, entry.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def event(self, index: int, text: str, logprobs: object, finish_reason: str | None, nvext: object) -> bytes:
-        # The role comes with the first text: an event of its own would be a write of its own.
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
+        return b""
+
+    def event(self, index: int, added: Addition) -> bytes:
+        parts = added.parts
         if self._has_role[index]:
-            content = b',"delta":{"content":' + msgspec.json.encode(text) + b"}" if text else b',"delta":{}'
+            if not parts:
+                content = b',"delta":{}'
+            elif len(parts) == 1 and type(parts[0]) is str:
+                content = b',"delta":{"content":' + msgspec.json.encode(parts[0]) + b"}"
+            else:
+                content = b',"delta":' + msgspec.json.encode(_delta(parts))
         else:
+            # The role comes with the first text: an event of its own would be a write of its own.
             self._has_role[index] = True
-            content = b',"delta":{"role":"assistant","content":' + msgspec.json.encode(text) + b"}"
-        return self._envelope.event(index, content, logprobs, finish_reason, nvext)
+            content = b',"delta":' + msgspec.json.encode({"role": "assistant", "content": "", **_delta(parts)})
+        return self._envelope.event(index, content, added)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._envelope.usage_event(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._envelope.end(usage)
 
-    def body(self, choices: Sequence[tuple[str, list[object], str]], usage: Usage, nvext: object) -> bytes:
-        rendered: list[dict[str, object]] = [
+    def fault(self, fault: Fault) -> bytes:
+        return self._envelope.fault(fault)
+
+    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+        rendered = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": _joined(parts),
-                "finish_reason": finish_reason,
+                "message": {"role": "assistant", "refusal": None, **_message(answer.parts)},
+                "logprobs": _joined(answer.logprobs),
+                "finish_reason": answer.ending.reason,
+                **({} if answer.token_ids is None else {"token_ids": answer.token_ids}),
             }
-            for index, (text, parts, finish_reason) in enumerate(choices)
+            for index, answer in enumerate(answers)
         ]
         return self._envelope.body("chat.completion", rendered, usage, nvext)
 
@@ -97,7 +93,52 @@ class ChatDialect:
         return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
 
 
-def _joined(parts: list[object]) -> object:
+def _delta(parts: Sequence[Part]) -> dict[str, Any]:
+    """Everything new in one delta: its text, its reasoning, its calls."""
+    delta = _texts(parts)
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, CallBegin):
+            calls[part.index] = {"index": part.index, **_call(part)}
+        elif isinstance(part, CallArguments):
+            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += part.text
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    """The whole of an answer. A call that broke is text and no call."""
+    broken = {part.index for part in parts if isinstance(part, CallBroken)}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, CallBegin) and part.index not in broken:
+            calls[part.index] = _call(part)
+        elif isinstance(part, CallArguments) and part.index in calls:
+            calls[part.index]["function"]["arguments"] += part.text
+    message = {"content": None if calls else "", **_texts(parts)}
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return message
+
+
+def _texts(parts: Iterable[Part]) -> dict[str, Any]:
+    texts: dict[str, Any] = {}
+    for part in parts:
+        if isinstance(part, str | CallBroken):
+            texts["content"] = texts.get("content", "") + (part if isinstance(part, str) else part.text)
+        elif isinstance(part, Reasoning):
+            texts["reasoning_content"] = texts.get("reasoning_content", "") + part.text
+    return texts
+
+
+def _call(begin: CallBegin) -> dict[str, Any]:
+    call_id = begin.id or f"call_{secrets.token_hex(12)}"
+    return {"id": call_id, "type": "function", "function": {"name": begin.name, "arguments": ""}}
+
+
+def _joined(parts: Sequence[object]) -> object:
     """Logprobs that came in parts, as if they had come at once."""
     if not parts:
         return None
@@ -105,11 +146,98 @@ def _joined(parts: list[object]) -> object:
     return {"content": [entry for table in tables for entry in table["content"]], "refusal": None}
 
 
-def _for_template(message: Message) -> ChatMessage:
+def _dialogue(request: ChatRequest) -> Dialogue:
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if max_tokens == 0:
+        raise RequestError("`max_tokens` is 0: expected at least 1", param="max_tokens")
+    field, grammar = wanted_grammar(request.structured_outputs, request.response_format)
+    return Dialogue(
+        prompt=chat_prompt(request),
+        fields=[f"messages[{index}]" for index in range(len(request.messages))],
+        max_tokens=max_tokens,
+        logprobs=_wanted_logprobs(request),
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_calls=request.parallel_tool_calls is not False,
+        grammar=grammar,
+        grammar_field=field,
+    )
+
+
+def chat_prompt(request: ChatRequest) -> ChatPrompt:
+    """What the model's chat template is rendered with. Raises RequestError where messages or tools contradict themselves."""
+    continues = bool(request.continue_final_message)
+    arguments = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            arguments.setdefault("enable_thinking", False)
+    begins_answer = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
+    return ChatPrompt(
+        messages=[_for_template(index, message) for index, message in enumerate(request.messages)],
+        # With the choice none the model is not even told of them.
+        tools=[] if request.tool_choice == "none" else described_tools(request.tools or []),
+        documents=request.documents or [],
+        arguments=arguments,
+        template=request.chat_template,
+        begins_answer=begins_answer,
+        continues=continues,
+    )
+
+
+def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The tools as chat templates expect them. Raises RequestError when two have one name."""
+    seen: set[str] = set()
+    described = []
+    for index, tool in enumerate(tools):
+        function = tool.function
+        if function.name in seen:
+            field = f"tools[{index}].function.name"
+            raise RequestError(f"`{field}` is {function.name!r}: another tool has that name already", param=field)
+        seen.add(function.name)
+        parameters = function.parameters if function.parameters is not None else {"type": "object", "properties": {}}
+        fields = {"name": function.name, "description": function.description or "", "parameters": parameters}
+        described.append({"type": "function", "function": fields})
+    return described
+
+
+def _for_template(index: int, message: Message) -> ChatMessage:
     rendered = ChatMessage(role=message.role, content=prompt_text(message))
     if message.name is not None:
         rendered["name"] = message.name
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:
+        rendered["reasoning_content"] = reasoning
+    if message.tool_calls:
+        if message.role != "assistant":
+            field = f"messages[{index}].tool_calls"
+            raise RequestError(f"`{field}` stands in a message of the role {message.role}: expected assistant", param=field)
+        rendered["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    elif message.role == "tool":
+        field = f"messages[{index}].tool_call_id"
+        raise RequestError(f"`{field}` is required in a message of the role tool", param=field, code="missing_field")
     return rendered
+
+
+def _call_for_template(call: MessageToolCall) -> ToolCall:
+    return tool_call(call.id, call.function.name, call.function.arguments)
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    """A call as chat templates expect it: its arguments as an object, where they are one."""
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        decoded = None
+    value: dict[str, Any] | str = decoded if isinstance(decoded, dict) else arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
+
+
+def _tool_choice(choice: str | NamedToolChoice | None) -> ToolChoice:
+    if isinstance(choice, NamedToolChoice):
+        return ToolChoice("named", choice.function.name)
+    return ToolChoice() if choice is None else ToolChoice(cast(Any, choice))
 
 
 def _wanted_logprobs(request: ChatRequest) -> int | None:

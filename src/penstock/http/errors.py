@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from typing import Protocol
+
 import msgspec
 
-from penstock.wire.errors import RequestError
+from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Fault
 
 _STATUS_OF_FAULT = {
@@ -24,7 +27,47 @@ _STATUS_OF_FAULT = {
     "shutting_down": 503,
 }
 _FAULTS_OF_A_GRAMMAR = {"invalid_grammar", "unsupported"}
-_RETRY_AFTER = {429: b"1", 503: b"1"}
+_RETRY_AFTER = {429: b"1", 503: b"1", 529: b"1"}
+
+
+class ErrorShape(Protocol):
+    """How an API tells what went wrong."""
+
+    def fresh(self) -> ErrorShape:
+        """The same, for one more request: with an id of its own, where the API has ids."""
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What every answer to this request has, be it an error or not."""
+
+    def request_status(self, error: RequestError) -> int: ...
+
+    def fault_status(self, error: GenerationFault) -> int: ...
+
+    def of_request(self, error: RequestError) -> bytes: ...
+
+    def of_fault(self, error: GenerationFault) -> bytes: ...
+
+
+class OpenAIErrors:
+    """The shape of OpenAI's errors."""
+
+    headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012, never changed
+
+    def fresh(self) -> OpenAIErrors:
+        return self
+
+    def request_status(self, error: RequestError) -> int:
+        return error.status
+
+    def fault_status(self, error: GenerationFault) -> int:
+        return fault_status(error.fault)
+
+    def of_request(self, error: RequestError) -> bytes:
+        return request_error_body(error)
+
+    def of_fault(self, error: GenerationFault) -> bytes:
+        return fault_body(error.fault, error.grammar_field)
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
@@ -37,17 +80,24 @@ def request_error_body(error: RequestError) -> bytes:
 
 def fault_body(fault: Fault, grammar_field: str | None = None) -> bytes:
     """`grammar_field` is where the request has its grammar: a worker that refuses the grammar does not know."""
-    param = grammar_field if fault.code in _FAULTS_OF_A_GRAMMAR else None
-    return error_body(fault.message, _kind(fault_status(fault)), param, fault.code)
+    return error_body(fault.message, _kind(fault_status(fault)), fault_field(fault, grammar_field), fault.code)
+
+
+def fault_field(fault: Fault, grammar_field: str | None) -> str | None:
+    """The field that a fault is about, where it is about one."""
+    return grammar_field if fault.code in _FAULTS_OF_A_GRAMMAR else None
 
 
 def fault_status(fault: Fault) -> int:
     return _STATUS_OF_FAULT.get(fault.code, 500)
 
 
-def error_headers(status: int) -> list[tuple[bytes, bytes]]:
+def error_headers(status: int, retry_after: float | None = None) -> list[tuple[bytes, bytes]]:
+    """`retry_after` is in seconds, where it is known; HTTP has whole ones."""
     headers = [(b"content-type", b"application/json")]
-    if status in _RETRY_AFTER:
+    if retry_after is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
+    elif status in _RETRY_AFTER:
         headers.append((b"retry-after", _RETRY_AFTER[status]))
     return headers
 

@@ -11,18 +11,17 @@ from typing import Protocol, TypeVar
 from starlette.types import Receive
 
 from penstock.http.admission import Ticket
-from penstock.http.dialect import DONE, Dialect, Usage
-from penstock.http.errors import fault_body
+from penstock.http.choice import Choice
+from penstock.http.dialect import Addition, Answer, Dialect, Usage
 from penstock.http.plan import Plan
-from penstock.http.response import Response
+from penstock.http.response import Sink
 from penstock.http.writer import EventWriter
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.fanin import Arrival, FanIn, ReaderLeft, all_done
 from penstock.stream.mailbox import Mailbox
-from penstock.stream.merge import check_contiguous
-from penstock.text.assembler import TextAssembler
+from penstock.text.output import Part, joined
 from penstock.wire.errors import GenerationFault, StreamError
-from penstock.wire.messages import Delta, Fault, Finish, Submit, Terminal
+from penstock.wire.messages import Fault, Submit, Terminal
 
 log = logging.getLogger(__name__)
 
@@ -51,71 +50,11 @@ class Producer(Protocol[TurnType]):
         """Begins a generation and returns what waits for its finish; raises GenerationFault; cancelling stops it."""
 
 
-class Choice:
-    """One choice of the answer, from its tokens to its text."""
-
-    __slots__ = (
-        "_assembler",
-        "_dialect",
-        "_index",
-        "_next_offset",
-        "_opening",
-        "answer",
-        "cached_tokens",
-        "finish_reason",
-        "is_whole",
-        "tokens",
-    )
-
-    def __init__(self, index: int, plan: Plan, dialect: Dialect) -> None:
-        self._index = index
-        self._dialect = dialect
-        self._assembler = TextAssembler(plan.model.tokenizer.detokenizer(), plan.stops)
-        self._opening = dialect.opening(index)
-        self._next_offset = 0
-        self.tokens = 0
-        self.cached_tokens = 0
-        self.finish_reason: str | None = None
-        # Its tokens, where the session's next turn will come with them again.
-        self.answer: list[int] | None = [] if plan.remembers else None
-        self.is_whole = False
-
-    def advance(self, delta: Delta | None, terminal: Terminal | None) -> tuple[str, object]:
-        """The text and logprobs that a delta and a terminal add. Sets `finish_reason` at the end, be it a stop string's.
-
-        This is the last hop, so the offset is checked once more: StreamError, rather than a loss that nobody sees.
-        """
-        text, self._opening = self._opening, ""
-        logprobs = None
-        if delta is not None:
-            if delta.offset != self._next_offset:
-                check_contiguous(self._next_offset, delta)
-            self._next_offset += len(delta.token_ids)
-            part = self._assembler.feed(delta.token_ids)
-            self.tokens += part.tokens
-            text = text + part.text if text else part.text
-            if self.answer is not None:
-                self.answer += delta.token_ids
-            if delta.prompt is not None:
-                self.cached_tokens = delta.prompt.cached_tokens
-            if delta.logprobs is not None or delta.prompt is not None:
-                logprobs = self._dialect.logprobs(self._index, delta, part.tokens)
-            if part.stopped:
-                self.finish_reason = "stop"
-                return text, logprobs
-        if isinstance(terminal, Finish):
-            part = self._assembler.finish()
-            text += part.text
-            self.finish_reason = "stop" if part.stopped else terminal.reason
-            self.is_whole = not part.stopped
-        return text, logprobs
-
-
 class Exchange:
     """Runs one plan and sends its answer, streamed or whole."""
 
     def __init__(
-        self, plan: Plan, dialect: Dialect, producer: Producer[TurnType], turn: TurnType, response: Response, metrics: FrontEndMetrics
+        self, plan: Plan, dialect: Dialect, producer: Producer[TurnType], turn: TurnType, response: Sink, metrics: FrontEndMetrics
     ) -> None:
         self._plan = plan
         self._turn = turn
@@ -127,8 +66,11 @@ class Exchange:
         self._choices = [Choice(index, plan, dialect) for index in range(len(plan.submits))]
         self._open = len(self._choices)
         self._begun = False
-        self._last: tuple[int, str] | None = None
+        self._last: int | None = None
         self._writer: EventWriter | None = None
+        # Counted as they come: events may say them, and there may be thousands of choices.
+        self._cached_tokens = 0
+        self.completion_tokens = 0
 
     @property
     def answers(self) -> list[list[int]]:
@@ -150,7 +92,11 @@ class Exchange:
                     watcher.cancel()
                     await all_done([watcher])
         finally:
-            self._metrics.tally.late_puts += self._fan.late_puts
+            tally = self._metrics.tally
+            tally.late_puts += self._fan.late_puts
+            for choice in self._choices:
+                tally.tool_calls += choice.calls
+                tally.broken_tool_calls += choice.broken_calls
 
     def _expel(self) -> None:
         self._fan.interrupt(GenerationFault(Fault("shutting_down", "the server is shutting down")))
@@ -178,6 +124,7 @@ class Exchange:
             arrivals = self._fan.take()
             if not self._begun and arrivals:
                 self._begin(arrivals, ticket)
+                events.append(self._dialect.begin(Usage(self._plan.prompt_tokens, 0, _cached(arrivals))))
             for arrival in arrivals:
                 events.append(self._event(arrival))
                 if arrival.terminal is not None:
@@ -185,9 +132,8 @@ class Exchange:
         except GenerationFault as error:
             if not self._begun:
                 raise
-            # What came before the fault, then the fault; no [DONE], for it is not done.
-            fault = fault_body(error.fault, self._plan.grammar_field)
-            return b"".join(events) + b"data: " + fault + b"\n\n", "broken_off"
+            # What came before the fault, then the fault; it is not done.
+            return b"".join(events) + self._dialect.fault(error.fault), "broken_off"
         if not self._open:
             last, outcome = self._end()
             return b"".join(events) + last, outcome
@@ -201,31 +147,52 @@ class Exchange:
             wake = self._writer.wake
             settling.add_done_callback(lambda _: wake())
             return b"", None
-        event = b"" if self._last is None else self._dialect.event(self._last[0], "", None, self._last[1], self._nvext())
-        return event + self._closing_events(), "ok"
+        event = b""
+        if self._last is not None:
+            event = self._dialect.event(self._last, Addition((), ending=self._choices[self._last].ending, nvext=self._nvext()))
+        return event + self._dialect.end(self._usage()), "ok"
 
     async def _collect(self, ticket: Ticket) -> str:
-        texts: list[list[str]] = [[] for _ in self._choices]
-        logprobs: list[list[object]] = [[] for _ in self._choices]
+        collected = [_Collected() for _ in self._choices]
         arrivals = await self._fan.receive()
         self._begin(arrivals, ticket)
         while True:
             for arrival in arrivals:
-                text, probs = self._advance(arrival)
-                texts[arrival.choice].append(text)
-                if probs is not None:
-                    logprobs[arrival.choice].append(probs)
-                if arrival.terminal is not None:
-                    _raise_fault(arrival.terminal)
+                self._collect_one(arrival, collected[arrival.choice])
             if not self._open:
                 break
             arrivals = await self._fan.receive()
         while (settling := self._turn.settling) is not None:
             await asyncio.wait([settling])
-        parts = zip(texts, logprobs, self._choices, strict=True)
-        whole = [("".join(text), probs, choice.finish_reason or "") for text, probs, choice in parts]
-        await self._response.send_whole(200, self._dialect.body(whole, self._usage(), self._nvext()))
+        answers = [self._answer(index, collected[index]) for index in self._best()]
+        await self._response.send_whole(200, self._dialect.body(answers, self._usage(), self._nvext()))
         return "ok"
+
+    def _collect_one(self, arrival: Arrival, collected: _Collected) -> None:
+        parts, logprobs, token_ids = self._advance(arrival)
+        collected.parts += parts
+        collected.token_ids += token_ids
+        if logprobs is not None:
+            collected.logprobs.append(logprobs)
+        if arrival.terminal is not None:
+            _raise_fault(arrival.terminal)
+
+    def _answer(self, index: int, collected: _Collected) -> Answer:
+        ending = self._choices[index].ending
+        assert ending is not None
+        token_ids = collected.token_ids if self._plan.return_token_ids else None
+        return Answer(joined(collected.parts), collected.logprobs, ending, token_ids)
+
+    def _best(self) -> list[int]:
+        """The candidates that are the answer's choices: of each prompt the likeliest."""
+        plan, choices = self._plan, self._choices
+        if plan.candidates == plan.n:
+            return list(range(len(choices)))
+        best: list[int] = []
+        for start in range(0, len(choices), plan.candidates):
+            group = range(start, start + plan.candidates)
+            best += sorted(group, key=lambda index: -choices[index].score)[: plan.n]
+        return best
 
     def _begin(self, arrivals: Sequence[Arrival], ticket: Ticket) -> None:
         """The first of any choice is here. Raises GenerationFault when it is only a fault: then the status can still say so."""
@@ -237,37 +204,42 @@ class Exchange:
         self._metrics.time_to_first_token.observe(ticket.first_token())
 
     def _event(self, arrival: Arrival) -> bytes:
-        text, logprobs = self._advance(arrival)
-        finish_reason = self._choices[arrival.choice].finish_reason
-        if not text and logprobs is None and finish_reason is None:
+        parts, logprobs, token_ids = self._advance(arrival)
+        ending = self._choices[arrival.choice].ending
+        plan = self._plan
+        told = token_ids if plan.return_token_ids else None
+        if not parts and logprobs is None and ending is None and not told:
             return b""
-        if self._open or finish_reason is None:
-            return self._dialect.event(arrival.choice, text, logprobs, finish_reason, None)
+        usage = self._usage_so_far() if plan.continuous_usage else None
+        if ending is None or self._open:
+            return self._dialect.event(arrival.choice, Addition(parts, logprobs, ending, told, usage))
         if self._turn.settling is None:
-            return self._dialect.event(arrival.choice, text, logprobs, finish_reason, self._nvext())
+            return self._dialect.event(arrival.choice, Addition(parts, logprobs, ending, told, usage, self._nvext()))
         # The tokens go out now, the end when it may.
-        self._last = arrival.choice, finish_reason
-        return self._dialect.event(arrival.choice, text, logprobs, None, None) if text or logprobs is not None else b""
+        self._last = arrival.choice
+        if not parts and logprobs is None and not told:
+            return b""
+        return self._dialect.event(arrival.choice, Addition(parts, logprobs, None, told, usage))
 
-    def _advance(self, arrival: Arrival) -> tuple[str, object]:
-        """What an arrival adds to its choice. Raises GenerationFault when it does not follow what came before."""
+    def _advance(self, arrival: Arrival) -> tuple[Sequence[Part], object, Sequence[int]]:
+        """What an arrival adds to its choice, and the tokens of that. Raises GenerationFault when it does not follow what came before."""
         choice = self._choices[arrival.choice]
-        before = choice.tokens
+        before, cached_before = choice.tokens, choice.cached_tokens
         try:
-            added = choice.advance(arrival.delta, arrival.terminal)
+            parts, logprobs = choice.advance(arrival.delta, arrival.terminal)
         except StreamError as error:
             log.error("a choice broke its stream on the last hop: %s", error)  # noqa: TRY400, the message tells it all
             raise GenerationFault(Fault("stream_breach", f"the stream broke: {error}")) from error
-        self._metrics.tally.tokens_delivered += choice.tokens - before
-        if choice.finish_reason is not None:
+        added = choice.tokens - before
+        self.completion_tokens += added
+        self._cached_tokens += choice.cached_tokens - cached_before
+        self._metrics.tally.tokens_delivered += added
+        if choice.ending is not None:
             self._open -= 1
             if arrival.terminal is None:
                 # A stop string: what the engine makes beyond it is not wanted.
                 self._fan.drop(arrival.choice)
-        return added
-
-    def _closing_events(self) -> bytes:
-        return (self._dialect.usage_event(self._usage()) if self._plan.include_usage else b"") + DONE
+        return parts, logprobs, () if arrival.delta is None else arrival.delta.token_ids[:added]
 
     def _nvext(self) -> dict[str, object] | None:
         """What the answer says of its session, and, if the client asked, of its route."""
@@ -280,11 +252,30 @@ class Exchange:
         return told or None
 
     def _usage(self) -> Usage:
-        completion = sum(choice.tokens for choice in self._choices)
+        usage = self._usage_so_far()
+        reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+        return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, min(reasoning, usage.completion_tokens))
+
+    def _usage_so_far(self) -> Usage:
         # Choices of one prompt share it, so its cached part is counted once, like the prompt.
-        cached = sum(choice.cached_tokens for choice in self._choices) * self._plan.prompt_tokens
-        total = sum(len(submit.token_ids) for submit in self._plan.submits)
-        return Usage(self._plan.prompt_tokens, completion, cached // total)
+        return Usage(self._plan.prompt_tokens, self.completion_tokens, self._cached_tokens // self._plan.candidates)
+
+
+class _Collected:
+    """What a choice of a whole answer has so far."""
+
+    __slots__ = ("logprobs", "parts", "token_ids")
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.logprobs: list[object] = []
+        self.token_ids: list[int] = []
+
+
+def _cached(arrivals: Sequence[Arrival]) -> int:
+    """How much of its prompt the first arrival found cached."""
+    delta = arrivals[0].delta
+    return 0 if delta is None or delta.prompt is None else delta.prompt.cached_tokens
 
 
 def _raise_fault(terminal: Terminal) -> None:

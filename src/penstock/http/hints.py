@@ -109,10 +109,19 @@ def read_hints(request: Common, headers: Headers) -> Hints:
     )
 
 
-def owner(headers: Headers) -> str:
-    """The name space of a client's sessions: a hash of its API key, be it a bearer token or an `x-api-key`. The key itself is not kept."""
+def presented_key(headers: Headers) -> bytes:
+    """The API key that a request comes with, be it a bearer token or, without one, an `x-api-key`. Empty without any."""
     found = dict(headers)
-    key = _BEARER.sub(b"", found.get(b"authorization", b"").strip()) or found.get(b"x-api-key", b"").strip()
+    return _BEARER.sub(b"", found.get(b"authorization", b"").strip()) or found.get(b"x-api-key", b"").strip()
+
+
+def owner(headers: Headers) -> str:
+    """The name space of a client's sessions: that of its API key."""
+    return owner_of(presented_key(headers))
+
+
+def owner_of(key: bytes) -> str:
+    """The name space that belongs to an API key: a hash of it. The key itself is not kept."""
     return hashlib.blake2b(key, digest_size=16, person=b"penstock-owner").hexdigest() if key else NOBODY
 
 

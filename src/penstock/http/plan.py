@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from penstock.http.hints import Hints
+from penstock.http.keys import Tenant
 from penstock.http.models import ServedModel
 from penstock.http.schema import Common, ResponseFormat, StructuredOutputs
+from penstock.text.output import OutputParser
 from penstock.text.transcript import EncodedChat
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
@@ -27,87 +29,126 @@ _DEFAULT_SAMPLING = Sampling()
 _SAMPLING_FIELDS = Sampling.__struct_fields__
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run for one request: one Submit a choice, in the order of their indexes. `grammar_field` names the field that has
-    their grammar, for the errors of workers, which alone can tell whether it can be followed."""
+    """What to run for one request: one Submit a candidate, in the order of their indexes.
+
+    Of every `candidates` for a prompt, the best `n` are the choices of the answer. `grammar_field` names the field that has their
+    grammar, for the errors of workers, which alone can tell whether it can be followed. `parser` reads the parts of their text, for which
+    it must see the special tokens in `visible_tokens`; with `one_call`, a choice ends with its first call.
+    """
 
     model: ServedModel
     submits: Sequence[Submit]
-    stops: Sequence[str]
-    stream: bool
-    include_usage: bool
-    prompt_tokens: int
     response_id: str
     hints: Hints
-    owner: str
+    tenant: Tenant
+    prompt_tokens: int
+    n: int = 1
+    candidates: int = 1
+    stops: Sequence[str] = ()
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    resumable: bool = False
+    return_token_ids: bool = False
+    skips_special_tokens: bool = True
+    includes_stop: bool = False
+    service_tier: str | None = None
     grammar_field: str | None = None
     chat: EncodedChat | None = None
+    parser: Callable[[], OutputParser | None] | None = None
+    one_call: bool = False
+    visible_tokens: frozenset[str] = frozenset()
 
     @property
     def remembers(self) -> bool:
         """Its tokens are kept for the session's next turn."""
         return self.chat is not None and self.hints.session is not None and self.hints.session.action != "close"
 
+    @property
+    def choice_prompts(self) -> list[tuple[int, ...]]:
+        """The prompt of every choice."""
+        return [submit.token_ids for submit in self.submits[:: self.candidates] for _ in range(self.n)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What an endpoint asks beyond what all requests have in common. `max_tokens` None: as many as fit."""
+
+    max_tokens: int | None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    candidates: int | None = None
+    grammar: Grammar | None = None
+    grammar_field: str | None = None
+    chat: EncodedChat | None = None
+    parser: Callable[[], OutputParser | None] | None = None
+    one_call: bool = False
+    visible_tokens: frozenset[str] = frozenset()
+
 
 def make_plan(
-    model: ServedModel,
-    request: Common,
-    hints: Hints,
-    owner: str,
-    prompts: Sequence[tuple[str, Sequence[int]]],
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: bool = False,
-    response_format: ResponseFormat | None = None,
-    chat: EncodedChat | None = None,
+    model: ServedModel, request: Common, hints: Hints, tenant: Tenant, prompts: Sequence[tuple[str, Sequence[int]]], wishes: Wishes
 ) -> Plan:
-    """`prompts` has each prompt's field name, for the errors, and its tokens. `max_tokens` None: as many as fit."""
+    """`prompts` has each prompt's field name, for the errors, and its tokens."""
     n = request.n or 1
-    if len(prompts) * n > MAX_CHOICES:
-        raise RequestError(f"{len(prompts)} prompts × `n` {n} make more than {MAX_CHOICES} choices", param="n")
+    candidates = wishes.candidates or n
+    if len(prompts) * candidates > MAX_CHOICES:
+        raise RequestError(f"{len(prompts)} prompts × `n` {candidates} make more than {MAX_CHOICES} choices", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
     # One tuple a prompt, which its choices share: what is computed of it once need not be computed again.
     shared = [(field, tuple(token_ids)) for field, token_ids in prompts]
-    choices = [(field, token_ids, choice) for field, token_ids in shared for choice in range(n)]
+    choices = [(field, token_ids, choice) for field, token_ids in shared for choice in range(candidates)]
     response_id, *ids = _random_ids(len(choices) + 1)
-    least, sampling = _min_tokens(request, max_tokens), _sampling(request)
-    grammar_field, grammar = _grammar(request.structured_outputs, response_format)
+    least, sampling = _min_tokens(request, wishes.max_tokens), _sampling(request)
+    check_grammar_size(wishes.grammar_field, wishes.grammar)
     stop_ids, logit_bias = _stop_ids(model, request.stop_token_ids or []), _logit_bias(model, request.logit_bias or {})
+    # Candidates are compared by their logprobs.
+    logprobs = 0 if wishes.logprobs is None and candidates > n else wishes.logprobs
     submits = [
         Submit(
             id=generation_id,
             token_ids=token_ids,
-            max_tokens=_room(model, field, token_ids, max_tokens),
+            max_tokens=_room(model, field, token_ids, wishes.max_tokens),
             seed=_seed(request.seed, choice),
             min_tokens=least,
             ignore_eos=bool(request.ignore_eos),
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=wishes.prompt_logprobs,
             sampling=sampling,
             stop_ids=stop_ids,
             logit_bias=logit_bias,
-            grammar=grammar,
+            grammar=wishes.grammar,
             retention_seconds=hints.retention_seconds,
             priority=hints.priority,
         )
         for generation_id, (field, token_ids, choice) in zip(ids, choices, strict=True)
     ]
-    prompt_tokens = sum(len(token_ids) for _, token_ids in prompts)
     return Plan(
         model=model,
         submits=submits,
+        response_id=response_id.hex(),
+        hints=hints,
+        tenant=tenant,
+        prompt_tokens=sum(len(token_ids) for _, token_ids in prompts),
+        n=n,
+        candidates=candidates,
         stops=request.stops,
         stream=bool(request.stream),
         include_usage=request.include_usage,
-        prompt_tokens=prompt_tokens,
-        response_id=response_id.hex(),
-        hints=hints,
-        owner=owner,
-        grammar_field=grammar_field,
-        chat=chat,
+        continuous_usage=request.continuous_usage,
+        resumable=request.resumable,
+        return_token_ids=bool(request.return_token_ids),
+        skips_special_tokens=request.skip_special_tokens is not False,
+        includes_stop=bool(request.include_stop_str_in_output),
+        service_tier=request.service_tier,
+        grammar_field=wishes.grammar_field,
+        chat=wishes.chat,
+        parser=wishes.parser,
+        one_call=wishes.one_call,
+        visible_tokens=wishes.visible_tokens,
     )
 
 
@@ -179,7 +220,7 @@ def _logit_bias(model: ServedModel, biases: dict[str, Any]) -> tuple[tuple[int, 
     return tuple(checked)
 
 
-def _grammar(structured: StructuredOutputs | None, response_format: ResponseFormat | None) -> tuple[str | None, Grammar | None]:
+def wanted_grammar(structured: StructuredOutputs | None, response_format: ResponseFormat | None) -> tuple[str | None, Grammar | None]:
     """The grammar that a request asks for, and the field that has it."""
     formatted = None if response_format is None else _formatted(response_format)
     if structured is not None and formatted is not None:
@@ -188,10 +229,12 @@ def _grammar(structured: StructuredOutputs | None, response_format: ResponseForm
     grammar = formatted if structured is None else _structured(structured)
     if grammar is None:
         return None, None
-    field = "response_format" if structured is None else "structured_outputs"
-    if len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
+    return "response_format" if structured is None else "structured_outputs", grammar
+
+
+def check_grammar_size(field: str | None, grammar: Grammar | None) -> None:
+    if grammar is not None and len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
         raise RequestError(f"`{field}` is over the limit of {MAX_GRAMMAR_BYTES:,} bytes", param=field, code="grammar_too_large")
-    return field, grammar
 
 
 def _formatted(response_format: ResponseFormat) -> Grammar | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 PartType = Literal["text"]
 FormatType = Literal["text", "json_object", "json_schema"]
 SessionControlAction = Literal["open", "close"]
@@ -17,8 +17,19 @@ BreakpointMode = Literal["implicit", "explicit"]
 Retention = Literal["in_memory", "in-memory", "24h"]
 ExtraField = Literal["route", "worker_id", "timing", "routed_experts", "engine_data", "stop_reason"]
 
+ToolType = Literal["function"]
+ToolChoiceMode = Literal["none", "auto", "required"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+
 CHOICES = {
     "messages.role": get_args(Role),
+    "messages.tool_calls.type": get_args(ToolType),
+    "tools.type": get_args(ToolType),
+    "tool_choice": (*get_args(ToolChoiceMode), "or an object that names a function"),
+    "tool_choice.type": get_args(ToolType),
+    "reasoning_effort": get_args(ReasoningEffort),
+    "service_tier": get_args(ServiceTier),
     "messages.content.type": get_args(PartType),
     "messages.content.cache_control.type": ("ephemeral",),
     "messages.content.cache_control.ttl": get_args(EphemeralTtl),
@@ -35,19 +46,28 @@ CHOICES = {
 }
 """What the field with this path may be, for the error message."""
 
-NonNegative = Annotated[int, Meta(ge=0)]
+# More than any count here can be, and no more than other languages and tensors can hold.
+NonNegative = Annotated[int, Meta(ge=0, le=2**53)]
 Text = Annotated[str, Meta(min_length=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
 Stop = Text | Annotated[list[Text], Meta(max_length=16)] | None
 LONGEST_SECONDS = 86_400
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_SECONDS)]
 LOWEST_PRIORITY, HIGHEST_PRIORITY = -10, 10
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,256}$")]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`resumable`: every event has an id, and a client that was cut off gets what it missed with `Last-Event-ID`."""
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+    resumable: bool | None = None
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
@@ -166,6 +186,11 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
+    metadata: Metadata = None
+    service_tier: ServiceTier | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     # The wishes for sessions, caching, priority and routing, in all their spellings: read in hints.py.
     nvext: Nvext | None = None
     cache_control: CacheControl | None = None
@@ -182,6 +207,14 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def resumable(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.resumable)
+
+    @property
     def parts(self) -> Sequence[ContentPart]:
         """All content parts of all messages: what can be marked for the cache."""
         return ()
@@ -194,8 +227,8 @@ class CompletionRequest(Common, forbid_unknown_fields=True, kw_only=True):
     prompt: str | list[Any]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    suffix: None = None
-    best_of: None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
 
 
 class ContentPart(Struct, forbid_unknown_fields=True):
@@ -207,19 +240,65 @@ class ContentPart(Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
+class FunctionCall(Struct, forbid_unknown_fields=True):
+    """A function that the assistant called. The arguments are JSON, as the model wrote them."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class MessageToolCall(Struct, forbid_unknown_fields=True):
+    id: str
+    function: FunctionCall
+    type: ToolType = "function"
+    # Sent back as it came in a stream.
+    index: int | None = None
+
+
 class Message(Struct, forbid_unknown_fields=True):
+    """One message. Clients send back what they got, so what an answer has is accepted, whether it says anything or not."""
+
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    refusal: None = None
-    tool_calls: None = None
+    tool_calls: Annotated[list[MessageToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    function_call: None = None
     audio: None = None
 
     @property
     def text(self) -> str:
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
-        return self.content or ""
+        return self.content or self.refusal or ""
+
+
+class FunctionDefinition(Struct, forbid_unknown_fields=True):
+    """`parameters` is a JSON schema of the arguments; without, there are none. `strict` asks for what a forced call has anyway."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True):
+    type: ToolType
+    function: FunctionDefinition
+    cache_control: CacheControl | None = None
+
+
+class NamedFunction(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedToolChoice(Struct, forbid_unknown_fields=True):
+    type: ToolType
+    function: NamedFunction
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
@@ -239,25 +318,31 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: NonNegative | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceMode | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    # How the chat template is rendered.
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    chat_template: Text | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    # What does not change the answer is accepted: a prediction only makes a server faster that can use it.
+    prediction: dict[str, Any] | None = None
+    safety_identifier: str | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    parallel_tool_calls: bool | None = None
-    safety_identifier: str | None = None
-    tools: None = None
-    tool_choice: None = None
+    verbosity: Literal["medium"] | None = None
+    moderation: None = None
     functions: None = None
     function_call: None = None
     audio: None = None
-    prediction: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
     web_search_options: None = None
 
     @property
@@ -265,21 +350,19 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
         return [part for message in self.messages if isinstance(message.content, list) for part in message.content]
 
 
-UNSUPPORTED_COMPLETION = frozenset({"suffix", "best_of", *UNSUPPORTED_NVEXT})
+UNSUPPORTED_COMPLETION = frozenset(UNSUPPORTED_NVEXT)
 UNSUPPORTED_CHAT = frozenset(
     {
         *UNSUPPORTED_NVEXT,
-        "tools",
-        "tool_choice",
         "functions",
         "function_call",
+        "messages.function_call",
         "audio",
-        "prediction",
-        "reasoning_effort",
+        "messages.audio",
+        "moderation",
         "verbosity",
         "web_search_options",
         "modalities",
         "store",
-        "service_tier",
     }
 )

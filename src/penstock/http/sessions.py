@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from penstock.http.errors import request_error_body
+from penstock.http.handlers import handled
 from penstock.http.hints import owner
 from penstock.wire.errors import RequestError
 
@@ -53,11 +51,8 @@ class SessionDirectory(Protocol):
         """Ends it, now or when its last active turn ends. Returns whether there was one."""
 
 
-Handler = Callable[[Request], Awaitable[object]]
-
-
 def session_routes(directory: SessionDirectory) -> list[Route]:
-    """The routes over `directory`. They take every method, to refuse the wrong ones as the rest of the API does."""
+    """The routes over `directory`."""
 
     async def list_sessions(request: Request) -> object:
         limit, after = _page(request.query_params)
@@ -79,33 +74,10 @@ def session_routes(directory: SessionDirectory) -> list[Route]:
         return {"id": session_id, "object": "session", "deleted": True}
 
     return [
-        Route("/v1/sessions", _Endpoint({"GET": list_sessions})),
+        Route("/v1/sessions", handled({"GET": list_sessions})),
         # The ids of subagents have slashes.
-        Route("/v1/sessions/{id:path}", _Endpoint({"GET": get_session, "DELETE": close_session})),
+        Route("/v1/sessions/{id:path}", handled({"GET": get_session, "DELETE": close_session})),
     ]
-
-
-class _Endpoint:
-    """One path: a handler a method, whose value is the body. A class, for a function would be given GET alone by the router."""
-
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        self._handlers = {**handlers, "HEAD": handlers["GET"]}
-        self._allow = ", ".join(sorted(self._handlers))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = await self._answer(Request(scope, receive))
-        except RequestError as error:
-            headers = {"allow": self._allow} if error.status == 405 else None
-            response = Response(request_error_body(error), error.status, headers, "application/json")
-        await response(scope, receive, send)
-
-    async def _answer(self, request: Request) -> Response:
-        handler = self._handlers.get(request.method)
-        if handler is None:
-            message = f"{request.url.path} takes {self._allow}, not {request.method}"
-            raise RequestError(message, code="method_not_allowed", status=405)
-        return Response(msgspec.json.encode(await handler(request)), media_type="application/json")
 
 
 def _page(query: Mapping[str, str]) -> tuple[int, str | None]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
-from penstock.http.response import Response
+from penstock.http.response import Sink
 from penstock.stream.fanin import all_done
 
 Render = Callable[[], tuple[bytes, str | None]]
@@ -20,7 +20,7 @@ class EventWriter:
     socket is full is there a task that waits for it; until it has room nothing is rendered, and what comes merges in the mailboxes.
     """
 
-    def __init__(self, response: Response, render: Render) -> None:
+    def __init__(self, response: Sink, render: Render) -> None:
         self._loop = asyncio.get_running_loop()
         self._response = response
         self._render = render
@@ -58,7 +58,10 @@ class EventWriter:
             self._finished.set_exception(error)
 
     async def _wait(self, waiting: Awaitable[None], outcome: str | None) -> None:
-        await waiting
+        try:
+            await waiting
+        except Exception as error:  # noqa: BLE001, raised again where `run` is awaited
+            self.stop(error)
         self._sending = None
         self._sent(outcome)
         self.wake()

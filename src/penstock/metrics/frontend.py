@@ -33,8 +33,20 @@ class Tally:
     clients_left: int = 0
     readers_stalled: int = 0
     connections_refused: int = 0
+    tool_calls: int = 0
+    broken_tool_calls: int = 0
     requests: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By route and outcome."""
+    key_requests: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By the name of the API key, as are the following. What is over is counted."""
+    key_tokens: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By name and whether they were of prompts or of answers."""
+    quota_refusals: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By name and limit."""
+    streams_resumed: int = 0
+    """Streams of stored responses that were read again, from their beginning or from where a client was cut off."""
+    failed_authentications: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By reason."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ class ClusterReading:
     transcript_bytes: int = 0
     store_is_available: bool = True
     tasks: int = 0
+    responses_stored: int = 0
+    response_store_bytes: int = 0
 
 
 class FrontEndMetrics:
@@ -92,8 +106,10 @@ class _Snapshot(Collector):
         yield from self._load(reading)
         yield from self._engines(reading)
         yield from self._token_path()
+        yield from self._keys()
         yield from self._routing(reading)
         yield from self._sessions(reading)
+        yield from self._responses(reading)
 
     def _load(self, reading: ClusterReading) -> Iterator[Metric]:
         tally = self._tally
@@ -157,6 +173,11 @@ class _Snapshot(Collector):
         yield _gauge("penstock_store_available", text, {(): int(reading.store_is_available)})
         yield _gauge("penstock_tasks", "Tasks of the front end's event loop.", {(): reading.tasks})
 
+    def _responses(self, reading: ClusterReading) -> Iterator[Metric]:
+        yield _counter("penstock_responses_stored", "Responses that were made here and stored.", {(): reading.responses_stored})
+        yield _counter("penstock_streams_resumed", "Streams of responses that were read again.", {(): self._tally.streams_resumed})
+        yield _gauge("penstock_response_store_bytes", "What the store of responses holds.", {(): reading.response_store_bytes})
+
     def _token_path(self) -> Iterator[Metric]:
         tally = self._tally
         yield _counter("penstock_tokens_delivered", "Tokens handed to clients.", {(): tally.tokens_delivered})
@@ -166,6 +187,19 @@ class _Snapshot(Collector):
         yield _counter("penstock_readers_stalled", "Streams cut off because their reader took nothing.", {(): tally.readers_stalled})
         yield _counter("penstock_connections_refused", "Connections refused for want of file descriptors.", {(): tally.connections_refused})
         yield _counter("penstock_requests", "Requests by route and outcome.", dict(tally.requests), ("route", "outcome"))
+
+        calls: Samples = {("whole",): tally.tool_calls, ("broken",): tally.broken_tool_calls}
+        yield _counter("penstock_tool_calls", "Calls of tools in answers; broken ones came back as text.", calls, ("outcome",))
+
+    def _keys(self) -> Iterator[Metric]:
+        """Keys are known by their names alone."""
+        tally = self._tally
+        yield _counter("penstock_key_requests", "Generating requests that are over, by API key.", dict(tally.key_requests), ("key",))
+        yield _counter("penstock_key_tokens", "Tokens of prompts and of answers, by API key.", dict(tally.key_tokens), ("key", "kind"))
+        text = "Requests refused because of a limit of their API key."
+        yield _counter("penstock_quota_refusals", text, dict(tally.quota_refusals), ("key", "limit"))
+        text = "Requests refused for want of an API key, or for one that is not known."
+        yield _counter("penstock_failed_authentications", text, dict(tally.failed_authentications), ("reason",))
 
 
 def _by_label(values: Mapping[str, float]) -> Samples:

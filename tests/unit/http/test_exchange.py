@@ -4,90 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
 
-from penstock.cli.directory import Directory
-from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions import Sessions
-from penstock.cluster.turn import Session, Turn
-from penstock.http.admission import Admission, Limits
-from penstock.http.app import Services, make_app
+from front_end import WORDS, FrontEnd, request
+from penstock.cluster.turn import Session
+from penstock.http.admission import Limits
+from penstock.http.choice import Choice
 from penstock.http.completions import parse_completion
-from penstock.http.exchange import Choice
-from penstock.http.models import Models
-from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
-from penstock.router.affinity import MemoryStore
 from penstock.stream.mailbox import Mailbox
-from penstock.text.transcript import Transcripts
-from penstock.text.words import WordTokenizer
 from penstock.wire.errors import GapError, GenerationFault, OverlapError
-from penstock.wire.messages import Delta, Fault, Finish, Grammar, ModelInfo, Submit
+from penstock.wire.messages import Delta, Fault, Finish, Grammar, Submit
 
-WORDS = WordTokenizer()
-MODEL = ModelInfo("m", "by hand", "words", WORDS.vocab_size, 1000, 16)
 LOST = Fault("worker_lost", "the worker is gone", retryable=True)
 WATER, RIVER = WORDS.encode(" water river")
-
-Produce = Callable[[Submit, Mailbox], Awaitable[None]]
-
-
-class FrontEnd:
-    """The application, with one model, and a client whose socket the test holds."""
-
-    def __init__(self, produce: Produce, limits: Limits | None = None) -> None:
-        self.tally = Tally()
-        metrics = FrontEndMetrics(self.tally)
-        metrics.observe(lambda: ClusterReading())
-        self.models = Models()
-        self.models.observe(lambda: [MODEL])
-        self.admission = Admission(limits or Limits(), self.tally)
-        self._produce = produce
-        pool = WorkerPool([], "test", "", self.models.prepare)
-        sessions = Sessions(MemoryStore(), pool, quota=0)
-        directory = Directory(sessions, self.models)
-        self.app = make_app(Services(self.models, Transcripts(0), sessions, self, directory, self.admission, metrics))
-        self.sent: list[dict[str, Any]] = []
-        self.gone = asyncio.Event()
-        self.socket_open = asyncio.Event()
-        self.socket_open.set()
-
-    async def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
-        self.turn = turn
-        await self._produce(request, mailbox)
-
-    async def post(self, **fields: object) -> None:
-        await self.models.prepare(MODEL)
-        body = json.dumps({"model": "m", "prompt": "x", **fields}).encode()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            if messages:
-                return messages.pop()
-            await self.gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await self.socket_open.wait()
-            self.sent.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "root_path": ""}
-        await self.app(scope, receive, send)
-
-    @property
-    def status(self) -> int:
-        return int(self.sent[0]["status"])
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent[1:])
-
-    @property
-    def events(self) -> list[Any]:
-        return [json.loads(line[6:]) for line in self.body.split(b"\n") if line.startswith(b"data: {")]
 
 
 async def test_tokens_that_come_with_a_fault_are_delivered_before_it() -> None:
@@ -256,12 +187,9 @@ async def test_an_error_of_ours_is_a_500_and_no_silence() -> None:
 
 
 async def test_the_last_hop_checks_offsets_once_more() -> None:
-    models = Models()
-    models.observe(lambda: [MODEL])
-    await models.prepare(MODEL)
-    plan, dialect = parse_completion(b'{"model": "m", "prompt": "x"}', [], models, Transcripts(0))
+    plan, dialect = await parse_completion(*await request({"model": "m", "prompt": "x"}))
     choice = Choice(0, plan, dialect)
-    assert choice.advance(Delta(0, (WATER,)), None) == (" water", None)
+    assert choice.advance(Delta(0, (WATER,)), None) == ((" water",), None)
     with pytest.raises(GapError):
         choice.advance(Delta(2, (RIVER,)), None)
     with pytest.raises(OverlapError):

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
+from front_end import MODEL, request
 from penstock.http.chat import parse_chat
 from penstock.http.completions import parse_completion
-from penstock.http.models import Models
+from penstock.http.incoming import Incoming
 from penstock.http.plan import MAX_GRAMMAR_BYTES, Plan
-from penstock.text.transcript import Transcripts
-from penstock.text.words import WordTokenizer
 from penstock.wire.errors import RequestError
-from penstock.wire.messages import Grammar, ModelInfo
+from penstock.wire.messages import Grammar
 
-MODEL = ModelInfo("m", "by hand", "words", WordTokenizer().vocab_size, 1000, 16)
 LAST = MODEL.vocab_size - 1
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ä"}}}
 SOURCE = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"const":"ä"}}}'
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True, "description": "d"}}
 
 
-async def models() -> Models:
-    models = Models()
-    models.observe(lambda: [MODEL])
-    await models.prepare(MODEL)
-    return models
-
-
 async def completion(**fields: object) -> Plan:
-    return parse_completion(json.dumps({"model": "m", "prompt": "x", **fields}).encode(), [], await models(), Transcripts(0))[0]
+    return (await parse_completion(*await request({"model": "m", "prompt": "x", **fields})))[0]
 
 
 async def chat(**fields: object) -> Plan:
-    return parse_chat(
-        json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}).encode(), [], await models(), Transcripts(0)
-    )[0]
+    return (await parse_chat(*await request({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})))[0]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +101,9 @@ async def test_biases_and_stops_reach_every_choice() -> None:
     ],
 )
 async def test_what_both_endpoints_refuse(fields: dict[str, Any], param: str, says: str) -> None:
-    for request in (completion, chat):
+    for ask in (completion, chat):
         with pytest.raises(RequestError) as caught:
-            await request(**fields)
+            await ask(**fields)
         assert caught.value.param == param
         assert says in caught.value.message
         assert caught.value.status == 400
@@ -150,6 +138,7 @@ async def test_a_schema_as_deep_as_the_decoder_takes_it_is_no_crash() -> None:
     schema = '{"a":' * 900 + "5" + "}" * 900
     body = b'{"model": "m", "prompt": "x", "structured_outputs": {"json": ' + schema.encode() + b"}}"
     try:
-        parse_completion(body, [], await models(), Transcripts(0))
+        incoming, library = await request({})
+        await parse_completion(Incoming(body, [], incoming.tenant), library)
     except RequestError as error:
         assert error.status == 400

@@ -1,0 +1,239 @@
+"""What the OpenAI endpoints answer, as types. They are for the API's document, and tests hold answers to it: nothing is made of them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+
+class ErrorDetails(Struct):
+    """`param` names the field that is wrong; `code` is stable."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    error: ErrorDetails
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChosenTokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CalledFunction(Struct):
+    """`arguments` is JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnsweredMessage(Struct):
+    """`content` is null where there are only calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[AnsweredToolCall] | None = None
+    reasoning_content: str | None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AnsweredMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletion(Struct):
+    """`nvext` says what became of sessions, and, if asked, how workers were chosen."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: str | None = None
+    prompt_token_ids: list[int] | None = None
+    nvext: dict[str, Any] | None = None
+
+
+class FunctionDelta(Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(Struct):
+    """More of the call with this index: its id, type and name come first, then its arguments piece by piece."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta | None = None
+
+
+class ChatDelta(Struct):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(Struct):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    service_tier: str | None = None
+    prompt_token_ids: list[int] | None = None
+    nvext: dict[str, Any] | None = None
+
+
+class CompletionChoice(Struct):
+    """`finish_reason` is null in the events of a stream but the last."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(Struct):
+    """A whole answer, or one event of a stream: that has a usage only at the end, if it was asked for."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    service_tier: str | None = None
+    prompt_token_ids: list[int] | None = None
+    nvext: dict[str, Any] | None = None
+
+
+class ModelDetails(Struct):
+    """What a model's workers say of it."""
+
+    engine: str
+    tokenizer: str
+    context_length: int
+    workers: int
+    roles: list[str]
+    capabilities: list[str]
+    tool_parser: str | None
+    reasoning_parser: str | None
+
+
+class Model(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    penstock: ModelDetails
+
+
+class ModelList(Struct):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Session(Struct):
+    """`expires_in` is null while a turn is active: then the time does not run."""
+
+    id: str
+    object: Literal["session"]
+    worker: str
+    turns: int
+    active_turns: int
+    kv_blocks: int
+    kv_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    timeout: float
+    expires_in: float | None
+    hit_rate: float
+    model: str | None = None
+
+
+class SessionList(Struct):
+    object: Literal["list"]
+    data: list[Session]
+    has_more: bool
+
+
+class DeletedSession(Struct):
+    id: str
+    object: Literal["session"]
+    deleted: bool
+
+
+class Liveness(Struct):
+    status: Literal["live"]
+
+
+class Readiness(Struct):
+    status: str
+    models: list[str] | None = None

@@ -1,0 +1,242 @@
+"""What one API key may use: requests and tokens a minute, generations at once.
+
+Everything here is counted by this front end alone; several front ends do not know of each other's counts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.metrics.frontend import Tally
+from penstock.wire.errors import RequestError
+
+Clock = Callable[[], float]
+"""Seconds that only go up."""
+
+Headers = list[tuple[bytes, bytes]]
+
+# When a generation will end nobody knows; this is how soon it is worth another look.
+_CONCURRENCY_RETRY = 1.0
+# Less than this is missing because of rounding alone.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class QuotaLimits:
+    """What a key may use. None: as much as it likes."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+
+    def or_else(self, defaults: QuotaLimits) -> QuotaLimits:
+        """These limits, and the others where these do not say."""
+        return QuotaLimits(
+            defaults.requests_per_minute if self.requests_per_minute is None else self.requests_per_minute,
+            defaults.tokens_per_minute if self.tokens_per_minute is None else self.tokens_per_minute,
+            defaults.concurrency if self.concurrency is None else self.concurrency,
+        )
+
+
+NO_LIMITS = QuotaLimits()
+
+
+class Bucket:
+    """Holds as much as may be used in a minute, and fills up evenly within one. It may be overdrawn: that is filled up first."""
+
+    __slots__ = ("_as_of", "_level", "per_minute")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._as_of = now
+
+    def level(self, now: float) -> float:
+        """What is in it. Below 0 when it is overdrawn."""
+        self._level = min(self.per_minute, self._level + max(0.0, now - self._as_of) * self.per_minute / 60)
+        self._as_of = max(now, self._as_of)
+        return self._level
+
+    def wait(self, amount: float, now: float) -> float:
+        """In how many seconds there will be so much; 0 when there is."""
+        missing = amount - self.level(now)
+        return missing * 60 / self.per_minute if missing > _ROUNDING else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        self._level = self.level(now) - amount
+
+    def give_back(self, amount: float, now: float) -> None:
+        self._level = min(self.per_minute, self.level(now) + amount)
+
+    def resized(self, per_minute: int | None, now: float) -> Bucket | None:
+        """The bucket for another limit, as full as this one: whoever has to wait need not wait longer, nor less."""
+        if per_minute is None:
+            return None
+        bucket = Bucket(per_minute, now)
+        bucket.take(per_minute * (1 - self.level(now) / self.per_minute), now)
+        return bucket
+
+
+class Quota:
+    """The limits of one key, and what it has used of them.
+
+    Tokens are booked when they are used. Nobody knows beforehand how many an answer will have, so a request comes in when there are
+    enough for its prompt, and its answer may overdraw them; then others wait until that is filled up. Over any length of time a key
+    gets no more than a minute's tokens, those of that time, and the answers that were running when they ran out.
+    """
+
+    def __init__(self, name: str, limits: QuotaLimits, tally: Tally, clock: Clock = time.monotonic) -> None:
+        self.name = name
+        self.limits = limits
+        self.running = 0
+        """Generations of limited requests that have not ended."""
+        self._tally = tally
+        self._clock = clock
+        now = clock()
+        self._requests = _bucket(None, limits.requests_per_minute, now)
+        self._tokens = _bucket(None, limits.tokens_per_minute, now)
+
+    def change(self, limits: QuotaLimits) -> None:
+        """Other limits from now on, used up to the same extent."""
+        now = self._clock()
+        self.limits = limits
+        self._requests = _bucket(self._requests, limits.requests_per_minute, now)
+        self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now)
+
+    def admit(self, generations: int, prompt_tokens: int, now: float | None = None) -> Charge:
+        """Lets a request in, and books it and its prompt. To be followed by the charge's `close` or `cancel`.
+
+        `now` is the clock's reading, for those who have it already. Raises RequestError, and books nothing: 429 that says which limit,
+        its value and when to come again; 400 when the request is beyond a limit at any time.
+        """
+        now = self._clock() if now is None else now
+        self._refuse_impossible(generations, prompt_tokens)
+        self._refuse_for_now(generations, prompt_tokens, now)
+        if self._requests is not None:
+            self._requests.take(1, now)
+        if self._tokens is not None:
+            self._tokens.take(prompt_tokens, now)
+        self.running += generations
+        return Charge(self, generations, prompt_tokens)
+
+    def headers(self) -> Headers:
+        """What is left of the limits, as OpenAI's headers say it. Empty without limits."""
+        now = self._clock()
+        found: Headers = []
+        for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if bucket is not None:
+                left = max(0, math.floor(bucket.level(now) + _ROUNDING))
+                found += [
+                    (b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute),
+                    (b"x-ratelimit-remaining-" + name, b"%d" % left),
+                    (b"x-ratelimit-reset-" + name, duration(bucket.wait(bucket.per_minute, now)).encode()),
+                ]
+        return found
+
+    def _refuse_impossible(self, generations: int, prompt_tokens: int) -> None:
+        concurrency, tokens = self.limits.concurrency, self.limits.tokens_per_minute
+        if concurrency is not None and generations > concurrency:
+            message = f"the request asks for {generations:,} generations; `concurrency` of key `{self.name}` allows {concurrency:,} at once"
+            raise self._refusal("concurrency", message, None)
+        if tokens is not None and prompt_tokens > tokens:
+            message = f"the prompt has {prompt_tokens:,} tokens; `tokens_per_minute` of key `{self.name}` is {tokens:,}"
+            raise self._refusal("tokens_per_minute", message, None)
+
+    def _refuse_for_now(self, generations: int, prompt_tokens: int, now: float) -> None:
+        """Of several limits that are reached, the one that takes longest is told."""
+        limits, wait, found = self.limits, 0.0, ("", "")
+        if limits.concurrency is not None and self.running + generations > limits.concurrency:
+            running = f"`concurrency` of key `{self.name}` allows {limits.concurrency:,} generations at once, of which {self.running:,} run"
+            wait, found = _CONCURRENCY_RETRY, ("concurrency", running)
+        if self._requests is not None and (longer := self._requests.wait(1, now)) > wait:
+            wait, found = longer, ("requests_per_minute", f"`requests_per_minute` of key `{self.name}` is {self._requests.per_minute:,}")
+        if self._tokens is not None and (longer := self._tokens.wait(prompt_tokens, now)) > wait:
+            left = max(0, math.floor(self._tokens.level(now)))
+            of_prompt = f"of which {left:,} are left for a prompt of {prompt_tokens:,}"
+            message = f"`tokens_per_minute` of key `{self.name}` is {self._tokens.per_minute:,}, {of_prompt}"
+            wait, found = longer, ("tokens_per_minute", message)
+        if wait:
+            raise self._refusal(found[0], f"{found[1]}: try again in {duration(wait)}", wait)
+
+    def _refusal(self, limit: str, message: str, wait: float | None) -> RequestError:
+        self._tally.quota_refusals[self.name, limit] += 1
+        if wait is None:
+            # Not 429: clients would try again, in vain.
+            return RequestError(message, code="request_too_large", status=400)
+        return RequestError(message, code="rate_limit_exceeded", status=429, retry_after=wait)
+
+    def _spend(self, completion_tokens: int) -> None:
+        if self._tokens is not None:
+            self._tokens.take(completion_tokens, self._clock())
+        self._tally.key_tokens[self.name, "completion"] += completion_tokens
+
+    def _close(self, generations: int, prompt_tokens: int) -> None:
+        self.running -= generations
+        self._tally.key_requests[self.name,] += 1
+        self._tally.key_tokens[self.name, "prompt"] += prompt_tokens
+
+    def _cancel(self, generations: int, prompt_tokens: int) -> None:
+        now = self._clock()
+        self.running -= generations
+        if self._requests is not None:
+            self._requests.give_back(1, now)
+        if self._tokens is not None:
+            self._tokens.give_back(prompt_tokens, now)
+
+
+class Charge:
+    """What one request has cost its key so far. As a context it closes itself, however the request ends."""
+
+    __slots__ = ("_generations", "_is_open", "_prompt_tokens", "_quota")
+
+    def __init__(self, quota: Quota, generations: int, prompt_tokens: int) -> None:
+        self._quota = quota
+        self._generations = generations
+        self._prompt_tokens = prompt_tokens
+        self._is_open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def spend(self, completion_tokens: int) -> None:
+        """Books so many tokens more of the answer: at the end, or as they come."""
+        self._quota._spend(completion_tokens)
+
+    def close(self) -> None:
+        """The request is over: its generations are given back, the tokens stay booked. Again, it does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._quota._close(self._generations, self._prompt_tokens)
+
+    def cancel(self) -> None:
+        """The request was not even begun, by no fault of its key: everything is given back. Once closed, it does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._quota._cancel(self._generations, self._prompt_tokens)
+
+    def headers(self) -> Headers:
+        """What is left now, this request included. Empty without limits."""
+        return self._quota.headers()
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI's headers have it: 250ms, 1.5s, 6m0s. Rounded up, for to come too early is to come in vain."""
+    milliseconds = math.ceil(seconds * 1000 - _ROUNDING)
+    if 0 < milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(max(0, milliseconds), 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest / 1000:g}s"
+
+
+def _bucket(before: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
+    if before is not None:
+        return before.resized(per_minute, now)
+    return None if per_minute is None else Bucket(per_minute, now)

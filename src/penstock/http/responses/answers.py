@@ -1,0 +1,119 @@
+"""What the routes of responses answer, as types. They are for the API's document, and tests hold answers to it: nothing is made of them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+
+class ResponseFailure(Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct):
+    reason: str
+
+
+class InputTokensDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ReasoningTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: ReasoningTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(Struct):
+    """A response as it is now. The members behind `usage` repeat the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    completed_at: int | None
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    usage: ResponseUsage | None
+    background: bool
+    conversation: dict[str, Any] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    prompt_cache_retention: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
+    nvext: dict[str, Any] | None = None
+
+
+class ResponseEvent(Struct):
+    """One event of a stream, such as `response.output_text.delta`; what else it has depends on its type. They are numbered from 0."""
+
+    type: str
+    sequence_number: int
+
+
+class ResponseTokenCount(Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class Conversation(Struct):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(Struct):
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: bool
+
+
+class ItemList(Struct):
+    """A page of items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class AnyItem(Struct):
+    """One item; what else it has depends on its type."""
+
+    id: str
+    type: str

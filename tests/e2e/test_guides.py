@@ -1,0 +1,28 @@
+"""The examples of the guides are programs that run as they stand, with the default model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from e2e.harness import Server
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = [
+    pytest.param(source, id=f"{name}-{number}")
+    for name in ("chat", "responses", "anthropic")
+    for number, source in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("source", EXAMPLES)
+def test_an_example_runs_and_says_something(model_server: Server, source: str) -> None:
+    environment = {**os.environ, "PENSTOCK_URL": model_server.url}
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

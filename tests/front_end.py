@@ -1,0 +1,144 @@
+"""The application over ASGI, with a producer that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from penstock.cli.directory import Directory
+from penstock.cluster.pool import WorkerPool
+from penstock.cluster.sessions import Sessions
+from penstock.cluster.turn import Turn
+from penstock.http.admission import Admission, Limits
+from penstock.http.app import Services, make_app
+from penstock.http.detached import DetachedRuns, ResumeLimits
+from penstock.http.gate import Gate
+from penstock.http.incoming import Incoming, Library
+from penstock.http.keys import Keyring, KeySettings
+from penstock.http.models import Models
+from penstock.http.responses.store import ResponseStore
+from penstock.http.runner import Runner
+from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
+from penstock.router.affinity import MemoryStore
+from penstock.stream.mailbox import Mailbox
+from penstock.text.transcript import Transcripts
+from penstock.text.words import WordTokenizer
+from penstock.wire.messages import Delta, Finish, ModelInfo, Submit
+
+WORDS = WordTokenizer()
+MODEL = ModelInfo("m", "by hand", "words", WORDS.vocab_size, 1000, 16)
+
+Produce = Callable[[Submit, Mailbox], Awaitable[None]]
+
+
+def says(*pieces: str) -> Produce:
+    """Every generation is these pieces, each in a delta of its own, and their end."""
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        offset = 0
+        for piece in pieces:
+            token_ids = tuple(piece.encode())
+            mailbox.put(Delta(offset, token_ids))
+            offset += len(token_ids)
+            await asyncio.sleep(0)
+        mailbox.end(Finish("stop"))
+
+    return produce
+
+
+async def request(body: dict[str, Any], model: ModelInfo = MODEL) -> tuple[Incoming, Library]:
+    """What parsing a body takes, apart from any server."""
+    models = Models()
+    models.observe(lambda: [model])
+    await models.prepare(model)
+    tenant = Keyring(KeySettings(), Tally()).nobody
+    return Incoming(json.dumps(body).encode(), [], tenant), Library(models, Transcripts(0))
+
+
+class FrontEnd:
+    """The application, with one model, and a client whose socket the test holds."""
+
+    def __init__(
+        self,
+        produce: Produce,
+        limits: Limits | None = None,
+        path: str = "/v1/completions",
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        resume: ResumeLimits | None = None,
+        responses: ResponseStore | None = None,
+    ) -> None:
+        self.path = path
+        self.model = replace_parsers(tool_parser, reasoning_parser)
+        self.tally = Tally()
+        metrics = FrontEndMetrics(self.tally)
+        metrics.observe(lambda: ClusterReading())
+        self.models = Models()
+        self.models.observe(lambda: [self.model])
+        self.admission = Admission(limits or Limits(), self.tally)
+        self._produce = produce
+        pool = WorkerPool([], "test", "", self.models.prepare)
+        sessions = Sessions(MemoryStore(), pool, quota=0)
+        directory = Directory(sessions, self.models)
+        library = Library(self.models, Transcripts(0))
+        runner = Runner(library, sessions, self, self.admission, metrics)
+        self.detached = DetachedRuns(resume or ResumeLimits(), self.admission)
+        self.application = app = make_app(Services(library, runner, self.detached, directory, self.admission, metrics, responses))
+        self.app = Gate(app, Keyring(KeySettings(), self.tally), self.tally)
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self.socket_open = asyncio.Event()
+        self.socket_open.set()
+
+    async def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
+        self.turn = turn
+        await self._produce(request, mailbox)
+
+    async def post(self, **fields: object) -> None:
+        prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in self.path else {"prompt": "x"}
+        await self.send("POST", self.path, json.dumps({"model": "m", **prompt, **fields}).encode())
+
+    async def send(self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        """One request; its answer is in `sent`."""
+        await self.models.prepare(self.model)
+        self.sent = []
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await self.socket_open.wait()
+            self.sent.append(message)
+
+        path, _, query = path.partition("?")
+        found = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": found, "root_path": ""}
+        await self.app(scope, receive, send)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent[1:])
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        return [json.loads(line[6:]) for line in self.body.split(b"\n") if line.startswith(b"data: {")]
+
+
+def replace_parsers(tool_parser: str | None, reasoning_parser: str | None) -> ModelInfo:
+    fields = {name: getattr(MODEL, name) for name in MODEL.__struct_fields__}
+    return ModelInfo(**{**fields, "tool_parser": tool_parser, "reasoning_parser": reasoning_parser})
