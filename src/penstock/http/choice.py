@@ -25,8 +25,8 @@ class Choice:
         "_one_call",
         "_opening",
         "_parser",
-        "_reasoning",
-        "_tokenizer",
+        "_reasoning_length",
+        "_text_length",
         "answer",
         "broken_calls",
         "cached_tokens",
@@ -40,12 +40,12 @@ class Choice:
     def __init__(self, index: int, plan: Plan, dialect: Dialect) -> None:
         self._index = index
         self._dialect = dialect
-        self._tokenizer = plan.model.tokenizer
-        detokenizer = self._tokenizer.detokenizer(plan.visible_tokens, plan.skips_special_tokens)
+        detokenizer = plan.model.tokenizer.detokenizer(plan.visible_tokens, plan.skips_special_tokens)
         self._assembler = TextAssembler(detokenizer, plan.stops, plan.includes_stop)
         self._parser = None if plan.parser is None else plan.parser()
         self._one_call = plan.one_call
-        self._reasoning: list[str] = []
+        self._text_length = 0
+        self._reasoning_length = 0
         self._opening = dialect.opening(index)
         self._next_offset = 0
         self.tokens = 0
@@ -66,8 +66,8 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens its reasoning has. Counted from the text, so that it does not depend on how the tokens came."""
-        return len(self._tokenizer.encode_part("".join(self._reasoning))) if self._reasoning else 0
+        """How many of its tokens were reasoning, by its share of the text: so it does not depend on how the tokens came."""
+        return round(self.tokens * self._reasoning_length / self._text_length) if self._reasoning_length else 0
 
     def advance(self, delta: Delta | None, terminal: Terminal | None) -> tuple[Sequence[Part], object]:
         """The parts and logprobs that a delta and a terminal add. Sets `ending` at the end, be it a stop string's.
@@ -103,6 +103,7 @@ class Choice:
             return self._end(text, "stop")
         if self._parser is None:
             return (text,) if text else _NOTHING
+        self._text_length += len(text)
         return self._noted(self._parser.feed(text)) if text else _NOTHING
 
     def _take_singly(self, token_ids: Sequence[int]) -> Sequence[Part]:
@@ -128,6 +129,7 @@ class Choice:
         if self._parser is None:
             parts: Sequence[Part] = (text,) if text else _NOTHING
         else:
+            self._text_length += len(text)
             parts = self._noted([*(self._parser.feed(text) if text else _NOTHING), *self._parser.finish()])
         self.ending = Ending("tool_calls" if self.calls and reason == "stop" else reason, self._assembler.matched)
         return parts
@@ -135,7 +137,7 @@ class Choice:
     def _noted(self, parts: Sequence[Part]) -> Sequence[Part]:
         for part in parts:
             if type(part) is Reasoning:
-                self._reasoning.append(part.text)
+                self._reasoning_length += len(part.text)
             elif type(part) is CallEnd:
                 self.calls += 1
             elif type(part) is CallBroken:

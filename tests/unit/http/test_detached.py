@@ -214,3 +214,60 @@ async def test_what_failed_before_its_first_event_is_not_kept() -> None:
     await front_end.post(**RESUMABLE)
     assert front_end.status == 429
     assert len(front_end.detached) == 0
+
+
+async def test_a_position_behind_the_last_event_is_refused() -> None:
+    front_end = FrontEnd(says("abc"))
+    await front_end.post(**RESUMABLE)
+    stream_id, count = front_end.events[0]["id"], len(ids(front_end))
+    await front_end.send("GET", f"/v1/completions/{stream_id}", headers={"last-event-id": str(count - 1)})
+    assert (front_end.status, front_end.body) == (200, b"")
+    await front_end.send("GET", f"/v1/completions/{stream_id}", headers={"last-event-id": str(count)})
+    assert front_end.status == 400
+    await front_end.detached.close()
+
+
+async def test_a_reader_is_inside_until_it_has_left() -> None:
+    steps = Stepwise("abc")
+    front_end = FrontEnd(steps.produce)
+    connection = asyncio.create_task(front_end.post(**RESUMABLE))
+    await steps.begun.wait()
+    steps.make(1)
+    await until_sent(front_end, "a")
+    assert len(front_end.admission._tickets) == 2, "the answer, and who reads it"
+    stream_id = front_end.events[0]["id"]
+    (run,) = front_end.detached._runs.values()
+    await cut(front_end, connection)
+    assert len(front_end.admission._tickets) == 1
+    assert not run.recording._readers
+    front_end.admission.drain()
+    await front_end.send("GET", f"/v1/completions/{stream_id}")
+    assert front_end.status == 503
+    await front_end.detached.close()
+    assert front_end.admission.idle.is_set()
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off_and_the_answer_goes_on() -> None:
+    steps = Stepwise("abc")
+    front_end = FrontEnd(steps.produce, limits=Limits(stall_seconds=0.01))
+    watch = asyncio.create_task(front_end.admission.watch_stalls())
+    front_end.socket_open.clear()
+    connection = asyncio.create_task(front_end.post(**RESUMABLE))
+    await steps.begun.wait()
+    steps.make(1)
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(10):
+            await connection
+    assert front_end.tally.readers_stalled == 1
+    (run,) = front_end.detached._runs.values()
+    assert not run.is_over
+    assert not steps.cancelled.is_set()
+    steps.make(2)
+    steps.finish()
+    await run.ended()
+    front_end.socket_open.set()
+    await front_end.send("GET", f"/v1/completions/{run.id}")
+    assert texts(front_end) == "abc"
+    watch.cancel()
+    await asyncio.wait([watch])
+    await front_end.detached.close()

@@ -31,7 +31,7 @@ async def test_a_number_that_no_message_can_carry(path: str, body: dict[str, Any
 
 async def test_a_response_to_items_that_say_nothing() -> None:
     front_end = FrontEnd(says("x"))
-    items = [{"type": "reasoning", "summary": [], "content": None}]
+    items: list[dict[str, object]] = [{"type": "reasoning", "summary": [], "content": None}]
     for path in ("/v1/responses", "/v1/responses/input_tokens"):
         await front_end.send("POST", path, json.dumps({"model": "m", "input": items}).encode())
         assert (front_end.status, front_end.json["error"]["param"]) == (400, "input")

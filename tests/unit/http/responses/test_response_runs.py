@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from penstock.http.detached import ResumeLimits
 from penstock.http.responses.sqlite_store import SqliteStore
 from penstock.http.responses.store import NewResponse, ResponseState
 from penstock.stream.mailbox import Mailbox
-from penstock.wire.errors import RequestError
-from penstock.wire.messages import Delta, Submit
+from penstock.wire.errors import GenerationFault, RequestError
+from penstock.wire.messages import Delta, Fault, Finish, Submit
 
 OWNER = "nobody"
 
@@ -73,6 +74,12 @@ async def create(front_end: FrontEnd, **fields: Any) -> None:
     await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": "x", **fields}).encode())
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 def names(front_end: FrontEnd) -> list[str]:
     return [event["type"].removeprefix("response.") for event in front_end.events]
 
@@ -95,13 +102,12 @@ async def test_one_that_is_stopped_while_its_end_is_stored(tmp_path: Path, how: 
         front_end = FrontEnd(says("hello"), responses=store)
         await create(front_end, background=True)
         response_id = front_end.json["id"]
-        await store.is_asked.wait()
+        await until(store.is_asked.is_set)
         run = front_end.detached.find(OWNER, response_id)
         assert run is not None
         method, path = ("POST", "/cancel") if how == "cancel" else ("DELETE", "")
         stopping = asyncio.create_task(front_end.send(method, f"/v1/responses/{response_id}{path}"))
-        while not run.cancelled:
-            await asyncio.sleep(0)
+        await until(lambda: run.cancelled)
         store.may_write.set()
         async with asyncio.timeout(10):
             await stopping
@@ -121,7 +127,7 @@ async def test_its_end_is_not_shown_before_it_is_stored(tmp_path: Path) -> None:
         front_end = FrontEnd(says("hello"), responses=store)
         await create(front_end, background=True)
         response_id = front_end.json["id"]
-        await store.is_asked.wait()
+        await until(store.is_asked.is_set)
         asking = asyncio.create_task(front_end.send("GET", f"/v1/responses/{response_id}"))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -136,12 +142,11 @@ async def test_one_whose_reader_leaves_while_its_beginning_is_stored(tmp_path: P
     async with HeldStore(tmp_path / "r.db", "begin") as store:
         front_end = FrontEnd(never_ends, responses=store, resume=ResumeLimits(grace=0.0))
         connection = asyncio.create_task(create(front_end, stream=True))
-        await store.is_asked.wait()
+        await until(store.is_asked.is_set)
         (run,) = front_end.detached._runs.values()
         front_end.gone.set()
         await connection
-        while not run.cancelled:
-            await asyncio.sleep(0)
+        await until(lambda: run.cancelled)
         store.may_write.set()
         async with asyncio.timeout(10):
             await run.ended()
@@ -166,8 +171,7 @@ async def test_a_stream_whose_beginning_could_not_be_stored_is_told_of_the_end_o
     async with FullStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(never_ends, responses=store)
         connection = asyncio.create_task(create(front_end, stream=True))
-        while not front_end.sent or "output_text.delta" not in names(front_end):
-            await asyncio.sleep(0)
+        await until(lambda: bool(front_end.sent) and "output_text.delta" in names(front_end))
         await front_end.detached.close()
         async with asyncio.timeout(10):
             await connection
@@ -195,12 +199,100 @@ async def test_one_whose_creator_is_cancelled_does_not_go_on(tmp_path: Path) -> 
         store.may_write.set()
         front_end = FrontEnd(produce, responses=store)
         creating = asyncio.create_task(create(front_end, background=True))
-        await store.is_asked.wait()
-        while not len(front_end.detached):
-            await asyncio.sleep(0)
+        await until(store.is_asked.is_set)
+        await until(lambda: len(front_end.detached) == 1)
         creating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await creating
         assert (front_end.detached.bytes, len(front_end.detached)) == (0, 0)
         assert front_end.admission.idle.is_set()
         assert (await store._database.run(lambda connection: connection.execute("SELECT id FROM responses").fetchall())) == []
+
+
+async def test_what_runs_in_the_background_needs_no_reader(tmp_path: Path) -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        begun.set()
+        await may_end.wait()
+        mailbox.put(Delta(0, tuple(b"hello")))
+        mailbox.end(Finish("stop"))
+
+    async with SqliteStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(produce, responses=store, resume=ResumeLimits(grace=0.0))
+        await create(front_end, background=True)
+        run = front_end.detached.find(OWNER, front_end.json["id"])
+        assert run is not None
+        await until(begun.is_set)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not run.cancelled
+        may_end.set()
+        await run.ended()
+        found = await store.get(OWNER, run.id)
+        assert found is not None
+        assert found.status == "completed"
+
+
+async def lost(_: Submit, mailbox: Mailbox) -> None:
+    raise GenerationFault(Fault("worker_lost", "the worker is gone"))
+
+
+async def test_a_fault_before_the_first_event_is_a_status_and_nothing_is_kept(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(lost, responses=store)
+        await create(front_end, stream=True)
+        assert front_end.status == 503
+        assert await store._database.run(lambda connection: connection.execute("SELECT COUNT(*) FROM responses").fetchone()) == (0,)
+
+
+async def test_a_fault_in_the_background_is_kept(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(lost, responses=store)
+        await create(front_end, background=True)
+        assert front_end.status == 200
+        response_id = front_end.json["id"]
+        run = front_end.detached.find(OWNER, response_id)
+        if run is not None:
+            await run.ended()
+        await front_end.send("GET", f"/v1/responses/{response_id}")
+        assert front_end.json["status"] == "failed"
+        assert "worker_lost" in front_end.json["error"]["message"]
+        await front_end.send("GET", f"/v1/responses/{response_id}?stream=true")
+        assert names(front_end) == ["created", "queued", "failed"]
+
+
+async def test_an_end_that_could_not_be_stored_is_a_failure_whenever_it_is_asked_for(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db") as store:
+        may_end = asyncio.Event()
+
+        async def produce(_: Submit, mailbox: Mailbox) -> None:
+            mailbox.put(Delta(0, tuple(b"hello")))
+            await may_end.wait()
+            mailbox.end(Finish("stop"))
+
+        front_end = FrontEnd(produce, responses=store)
+        connection = asyncio.create_task(create(front_end, stream=True))
+        await until(lambda: bool(front_end.sent) and "output_text.delta" in names(front_end))
+        response_id = front_end.events[0]["response"]["id"]
+        await store._database.run(lambda connection: connection.execute("ALTER TABLE items RENAME TO hidden"))
+        may_end.set()
+        await connection
+        assert names(front_end)[-1] == "failed"
+        await store._database.run(lambda connection: connection.execute("ALTER TABLE hidden RENAME TO items"))
+        await front_end.send("GET", f"/v1/responses/{response_id}")
+        assert front_end.json["status"] == "failed"
+        front_end.detached.forget(response_id)
+        await front_end.send("GET", f"/v1/responses/{response_id}")
+        assert front_end.json["status"] == "failed", "also when nothing but the store knows it"
+        await create(front_end, previous_response_id=response_id)
+        assert front_end.status == 400
+
+
+async def test_only_what_runs_in_the_background_can_be_cancelled(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(says("hello"), responses=store)
+        await create(front_end)
+        await front_end.send("POST", f"/v1/responses/{front_end.json['id']}/cancel")
+        assert front_end.status == 400
+        assert front_end.json["error"]["code"] == "not_cancellable"
