@@ -1,0 +1,48 @@
+"""Sends what no client should send, and proves that the server only ever refuses it.
+
+    python bench/fuzz.py schemathesis   20,000 requests made from /openapi.json, right ones and wrong ones
+    python bench/fuzz.py bodies         50,000 malformed bodies, to every route that takes one
+
+Starts a server of its own, as `penstock serve` does. Exits with 1 when any answer is a 5xx or does not come, when an error says nothing,
+when an answer contradicts the document, when the server's memory grows, or when it does not answer as before at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+
+from fuzz_bodies import run_bodies
+from fuzz_document import run_schemathesis
+from fuzz_target import PACES, Findings, target
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["schemathesis", "bodies"])
+    parser.add_argument("--cases", type=int, help="requests to send (default: schemathesis 20,000, bodies 50,000)")
+    parser.add_argument("--engine", choices=list(PACES), default="simulator")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    given = parser.parse_args(arguments)
+    cases = given.cases or (20_000 if given.what == "schemathesis" else 50_000)
+    findings = Findings()
+    began = time.monotonic()
+    print(f"seed {given.seed}")
+    with target(given.engine) as server:
+        if given.what == "schemathesis":
+            run_schemathesis(server, cases, given.seed, findings)
+        else:
+            asyncio.run(run_bodies(server, cases, given.seed, findings))
+        server.check_answer(findings)
+        server.check_log(findings)
+    findings.print()
+    print(f"{time.monotonic() - began:.0f} seconds")
+    print("FAILED" if findings.problems else "passed")
+    return 1 if findings.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
