@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import uvloop
 
-from penstock.cli.config import front_end_settings, make_parser, serve_settings, worker_settings
+from penstock.cli.config import front_end_settings, serve_settings, worker_settings
+from penstock.cli.flags import make_parser
 from penstock.cli.keys import run_key
 from penstock.cluster.supervise import EXIT_CONFIG
 from penstock.wire.errors import ConfigError

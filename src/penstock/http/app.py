@@ -78,7 +78,7 @@ def make_app(services: Services) -> Application:
         "/tokenize": services.endpoint("tokenize", Tokenize(services.library), OpenAIErrors()),
         "/detokenize": services.endpoint("detokenize", Detokenize(services.library), OpenAIErrors()),
     }
-    resume = services.endpoint("resume", Resume(services.detached), OpenAIErrors())
+    resume = services.endpoint("resume", Resume(services.detached, metrics.tally), OpenAIErrors())
     router = Router(
         [
             Route("/live", handled({"GET": live})),

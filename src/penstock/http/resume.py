@@ -9,6 +9,7 @@ from starlette.types import Receive
 from penstock.http.detached import DetachedRuns
 from penstock.http.incoming import Incoming
 from penstock.http.response import Response
+from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 
 LAST_EVENT_ID = b"last-event-id"
@@ -19,6 +20,7 @@ class Resume:
     """Sends the events of a resumable stream behind the one that `Last-Event-ID` names, and goes on live."""
 
     detached: DetachedRuns
+    tally: Tally
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
         stream_id = incoming.path["id"]
@@ -31,6 +33,7 @@ class Resume:
         if after >= len(run.recording.events):
             message = f"`Last-Event-ID` is {after}: the stream has events up to {len(run.recording.events) - 1}"
             raise RequestError(message, param="Last-Event-ID")
+        self.tally.streams_resumed += 1
         return await self.detached.follow(run, receive, response, after)
 
 

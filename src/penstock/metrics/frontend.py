@@ -175,7 +175,7 @@ class _Snapshot(Collector):
 
     def _responses(self, reading: ClusterReading) -> Iterator[Metric]:
         yield _counter("penstock_responses_stored", "Responses that were made here and stored.", {(): reading.responses_stored})
-        yield _counter("penstock_streams_resumed", "Streams of responses that were read again.", {(): self._tally.streams_resumed})
+        yield _counter("penstock_streams_resumed", "Streams that a client came back to.", {(): self._tally.streams_resumed})
         yield _gauge("penstock_response_store_bytes", "What the store of responses holds.", {(): reading.response_store_bytes})
 
     def _token_path(self) -> Iterator[Metric]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.config import front_end_settings, make_parser, serve_settings
+from penstock.cli.config import front_end_settings, serve_settings
+from penstock.cli.flags import make_parser
 from penstock.cli.keys import new_key, remove_key
 from penstock.cli.main import main
 from penstock.http.keys import read_key_file

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cli.config import make_parser, serve_settings, worker_settings
+from penstock.cli.config import serve_settings, worker_settings
+from penstock.cli.flags import make_parser
 from penstock.cli.parsers import ParserSettings
 from penstock.text.model_tokenizer import ModelTokenizer
 from penstock.wire.errors import ConfigError

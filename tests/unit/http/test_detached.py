@@ -99,6 +99,7 @@ async def test_a_stream_goes_on_where_it_was_cut() -> None:
     assert seen + texts(front_end) == text
     assert front_end.body.endswith(b"data: [DONE]\n\n")
     assert not steps.cancelled.is_set()
+    assert front_end.tally.streams_resumed == 5
     # It can be read once more, as a whole.
     await front_end.send("GET", f"/v1/completions/{stream_id}")
     assert texts(front_end) == text
