@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
+
 from fuzz_examples import examples
 from fuzz_target import MAX_BODY_BYTES, Findings, Target
 from mutations import Malformed, Mutations
