@@ -36,6 +36,8 @@ class EventWriter:
             if self._sending is not None:
                 self._sending.cancel()
                 await all_done([self._sending])
+            # What it rendered from holds it in turn: nothing of a request is to wait for the garbage collector, which comes rarely.
+            self._render = _nothing
 
     def wake(self) -> None:
         """Something has arrived."""
@@ -70,6 +72,10 @@ class EventWriter:
         self._response.sending_since = None
         if outcome is not None and not self._finished.done():
             self._finished.set_result(outcome)
+
+
+def _nothing() -> tuple[bytes, str | None]:
+    return b"", None
 
 
 def _begin(awaitable: Awaitable[None]) -> Awaitable[None] | None:

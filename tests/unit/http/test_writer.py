@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 
+from front_end import FrontEnd, says
 from penstock.http.writer import EventWriter
 
 
@@ -42,3 +45,20 @@ async def test_a_sink_that_fails_ends_the_stream(waits: bool, outcome: str | Non
             await writer.run()
     writer.wake()
     assert rendered == 1, "nothing is rendered for nobody"
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": True, "stream_options": {"resumable": True}}, {}])
+async def test_a_request_leaves_nothing_to_the_garbage_collector(fields: dict[str, Any]) -> None:
+    """It comes rarely (see cli/compose.py), and what waits for it is memory that grows."""
+    front_end = FrontEnd(says("abc", "def"))
+    await front_end.post(**fields)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            await front_end.post(**fields)
+        front_end.sent = []
+        await front_end.detached.close()
+        assert gc.collect() < 5
+    finally:
+        gc.enable()
