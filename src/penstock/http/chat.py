@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.http.body import decode_body
 from penstock.http.dialect import Addition, Answer, Envelope, Usage
-from penstock.http.dialogue import Dialogue, ToolChoice, plan_dialogue
+from penstock.http.dialogue import Dialogue, ToolChoice, check_names, described_tool, plan_dialogue
 from penstock.http.hints import prompt_text, read_hints
 from penstock.http.incoming import Incoming, Library
 from penstock.http.plan import Plan, wanted_grammar
@@ -175,7 +175,7 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
     return ChatPrompt(
         messages=[_for_template(index, message) for index, message in enumerate(request.messages)],
         # With the choice none the model is not even told of them.
-        tools=[] if request.tool_choice == "none" else described_tools(request.tools or []),
+        tools=[] if request.tool_choice == "none" else _tools(request.tools or []),
         documents=request.documents or [],
         arguments=arguments,
         template=request.chat_template,
@@ -184,20 +184,10 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
     )
 
 
-def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as chat templates expect them. Raises RequestError when two have one name."""
-    seen: set[str] = set()
-    described = []
-    for index, tool in enumerate(tools):
-        function = tool.function
-        if function.name in seen:
-            field = f"tools[{index}].function.name"
-            raise RequestError(f"`{field}` is {function.name!r}: another tool has that name already", param=field)
-        seen.add(function.name)
-        parameters = function.parameters if function.parameters is not None else {"type": "object", "properties": {}}
-        fields = {"name": function.name, "description": function.description or "", "parameters": parameters}
-        described.append({"type": "function", "function": fields})
-    return described
+def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    functions = [tool.function for tool in tools]
+    check_names([function.name for function in functions], "tools[{}].function.name")
+    return [described_tool(function.name, function.description, function.parameters) for function in functions]
 
 
 def _for_template(index: int, message: Message) -> ChatMessage:

@@ -33,6 +33,23 @@ class ToolChoice(NamedTuple):
 
 
 AUTO = ToolChoice()
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def described_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A tool as chat templates expect it."""
+    fields = {"name": name, "description": description or "", "parameters": NO_PARAMETERS if parameters is None else parameters}
+    return {"type": "function", "function": fields}
+
+
+def check_names(names: Sequence[str], field: str) -> None:
+    """Raises RequestError when two tools have one name. `field` is where each has it, with `{}` for its number."""
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if name in seen:
+            param = field.format(index)
+            raise RequestError(f"`{param}` is {name!r}: another tool has that name already", param=param)
+        seen.add(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +101,7 @@ def _tools(dialogue: Dialogue) -> dict[str, Mapping[str, Any]]:
     tools: dict[str, Mapping[str, Any]] = {}
     for tool in dialogue.prompt.tools:
         function = tool["function"]
-        tools[function["name"]] = function.get("parameters") or {"type": "object", "properties": {}}
+        tools[function["name"]] = function["parameters"] or NO_PARAMETERS
     choice = dialogue.tool_choice
     if choice.mode == "none":
         return {}

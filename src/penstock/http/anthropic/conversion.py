@@ -19,7 +19,7 @@ from penstock.http.anthropic.schema import (
     Tool,
     ToolResultBlock,
 )
-from penstock.http.dialogue import Dialogue, ToolChoice
+from penstock.http.dialogue import Dialogue, ToolChoice, check_names, described_tool
 from penstock.http.hints import Headers, longest_ttl
 from penstock.http.schema import CacheControl, Common
 from penstock.text.tokenizer import ChatMessage, ChatPrompt
@@ -91,19 +91,12 @@ def check_thinking(request: MessagesRequest, headers: Headers) -> None:
 
 def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The tools as chat templates expect them. Raises RequestError when two have one name."""
-    seen: set[str] = set()
-    described = []
+    check_names([tool.name for tool in tools], "tools[{}].name")
     for index, tool in enumerate(tools):
-        if tool.name in seen:
-            field = f"tools[{index}].name"
-            raise RequestError(f"`{field}` is {tool.name!r}: another tool has that name already", param=field)
         if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
             field = f"tools[{index}].allowed_callers"
             raise RequestError(f"`{field}` has no `direct`: here, the model itself is the only one that calls tools", param=field)
-        seen.add(tool.name)
-        fields = {"name": tool.name, "description": _description(tool), "parameters": tool.input_schema}
-        described.append({"type": "function", "function": fields})
-    return described
+    return [described_tool(tool.name, _description(tool), tool.input_schema) for tool in tools]
 
 
 def _description(tool: Tool) -> str:

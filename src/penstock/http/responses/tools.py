@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.http.dialogue import ToolChoice
+from penstock.http.dialogue import NO_PARAMETERS, ToolChoice, described_tool
 from penstock.http.responses.items import check_depth, read_struct
 from penstock.http.responses.messages import CUSTOM_ARGUMENT
 from penstock.http.responses.schema import HOSTED_TOOLS, AllowedTools, CustomTool, FunctionTool, NamedChoice
 from penstock.wire.errors import RequestError
 
 _MODES = ("auto", "none", "required")
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
@@ -120,14 +119,11 @@ def _hosted(field: str, kind: str) -> RequestError:
 
 def _described(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     if isinstance(tool, FunctionTool):
-        parameters: Mapping[str, Any] = _NO_PARAMETERS if tool.parameters is None else tool.parameters
-        description = tool.description or ""
-    else:
-        text = {"type": "string", "description": "The input of the tool, as plain text."}
-        properties = {CUSTOM_ARGUMENT: text}
-        parameters = {"type": "object", "properties": properties, "required": [CUSTOM_ARGUMENT], "additionalProperties": False}
-        description = _with_grammar(tool)
-    return {"type": "function", "function": {"name": tool.name, "description": description, "parameters": parameters}}
+        return described_tool(tool.name, tool.description, tool.parameters)
+    text = {"type": "string", "description": "The input of the tool, as plain text."}
+    properties = {CUSTOM_ARGUMENT: text}
+    parameters = {"type": "object", "properties": properties, "required": [CUSTOM_ARGUMENT], "additionalProperties": False}
+    return described_tool(tool.name, _with_grammar(tool), parameters)
 
 
 def _with_grammar(tool: CustomTool) -> str:
@@ -140,5 +136,5 @@ def _with_grammar(tool: CustomTool) -> str:
 def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     shown = {name: value for name, value in cast(dict[str, Any], msgspec.to_builtins(tool)).items() if value is not None}
     if isinstance(tool, FunctionTool):
-        return {"description": None, "parameters": dict(_NO_PARAMETERS), "strict": False, **shown}
+        return {"description": None, "parameters": dict(NO_PARAMETERS), "strict": False, **shown}
     return {"format": {"type": "text"}, **shown}
