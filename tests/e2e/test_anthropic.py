@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -318,11 +317,3 @@ def test_the_settings_of_the_guide_for_claude_code(server: Server) -> None:
     environment = {**os.environ, "PENSTOCK_URL": server.url}
     done = subprocess.run(["bash", "-euc", f"{source}\n{shown}"], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == [server.url, "simulator", "simulator"], done.stderr
-
-
-@pytest.mark.parametrize("source", re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL))
-def test_the_examples_of_the_guide(model_server: Server, source: str) -> None:
-    environment = {**os.environ, "PENSTOCK_URL": model_server.url}
-    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()

@@ -1,4 +1,4 @@
-"""The examples of the guides are programs that run as they stand, with the default model."""
+"""The examples of the guides are programs that run as they stand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ import pytest
 from e2e.harness import Server
 
 DOCS = Path(__file__).parents[2] / "docs"
+# Those that force calls need a model.
+SERVERS = {"chat": "model_server", "responses": "server", "anthropic": "model_server"}
 EXAMPLES = [
-    pytest.param(source, id=f"{name}-{number}")
-    for name in ("chat", "responses", "anthropic")
+    pytest.param(server, source, id=f"{name}-{number}")
+    for name, server in SERVERS.items()
     for number, source in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL))
 ]
 
 
-@pytest.mark.parametrize("source", EXAMPLES)
-def test_an_example_runs_and_says_something(model_server: Server, source: str) -> None:
-    environment = {**os.environ, "PENSTOCK_URL": model_server.url}
+@pytest.mark.parametrize(("server", "source"), EXAMPLES)
+def test_an_example_runs_and_says_something(request: pytest.FixtureRequest, server: str, source: str) -> None:
+    running: Server = request.getfixturevalue(server)
+    environment = {**os.environ, "PENSTOCK_URL": running.url}
     done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

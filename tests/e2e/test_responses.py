@@ -5,10 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import http.client
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,20 +93,6 @@ class Reader:
                     events -= 1
         finally:
             connection.close()
-
-
-GUIDE = (Path(__file__).parents[2] / "docs" / "responses.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_the_examples_of_the_guide(server: Server, number: int) -> None:
-    environment = {**os.environ, "PENSTOCK_URL": server.url}
-    done = subprocess.run(
-        [sys.executable, "-c", EXAMPLES[number]], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
 
 
 def test_whole(server: Server) -> None:
