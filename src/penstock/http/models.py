@@ -74,4 +74,4 @@ class Models:
         known = ", ".join(f"`{model.info.name}`" for model in self.all())
         if not known:
             raise RequestError("no worker is ready", code="no_worker", status=503)
-        raise RequestError(f"`model` is {name!r}: this server has {known}", param="model", code="model_not_found", status=404)
+        raise RequestError(f"`model` is {name[:256]!r}: this server has {known}", param="model", code="model_not_found", status=404)
