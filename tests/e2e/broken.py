@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import penstock.http.exchange as exchange
+import penstock.http.choice as choice
 import penstock.stream.merge as merge
 import penstock.stream.slot as slot
 from penstock.cli.main import main
@@ -28,6 +28,6 @@ if __name__ == "__main__":
     if sys.argv.pop(1) == "merge":
         slot.merge = keep_newest  # type: ignore[attr-defined]
     else:
-        slot.check_contiguous = exchange.check_contiguous = check_nothing  # type: ignore[attr-defined]
+        slot.check_contiguous = choice.check_contiguous = check_nothing  # type: ignore[attr-defined]
         merge.check_contiguous = check_nothing
     sys.exit(main())
