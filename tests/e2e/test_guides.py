@@ -22,9 +22,9 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("server", "source"), EXAMPLES)
-def test_an_example_runs_and_says_something(request: pytest.FixtureRequest, server: str, source: str) -> None:
-    running: Server = request.getfixturevalue(server)
+@pytest.mark.parametrize(("fixture", "source"), EXAMPLES)
+def test_an_example_runs_and_says_something(request: pytest.FixtureRequest, fixture: str, source: str) -> None:
+    running: Server = request.getfixturevalue(fixture)
     environment = {**os.environ, "PENSTOCK_URL": running.url}
     done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
