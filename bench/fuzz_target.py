@@ -34,7 +34,7 @@ class Pace:
 
 
 PACES = {
-    "simulator": Pace(1024, 30.0, 32 * 2**20, ("--step-ms=0", "--prefill-rate=10000000", "--kv-blocks=512")),
+    "simulator": Pace(1024, 30.0, 8 * 2**20, ("--step-ms=0", "--prefill-rate=10000000", "--kv-blocks=512")),
     "embedded": Pace(256, 120.0, 128 * 2**20),
 }
 
