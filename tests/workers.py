@@ -30,7 +30,7 @@ SECRET = "only for this test"
 
 def make_model(name: str = "simulator", **changes: Any) -> ModelInfo:
     fields: dict[str, Any] = {"max_batch": 1000, "capabilities": ("kv_events", "sessions"), **changes}
-    return ModelInfo(name, "simulator", "words", 1842, 100_000, 16, **fields)
+    return ModelInfo(name, "simulator", "words", 1_000_000, 100_000, 16, **fields)
 
 
 class Worker:

@@ -18,6 +18,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.lease import Lease
 from penstock.engine.radix import Key, Node
+from penstock.engine.refusal import total_length, why_not
 from penstock.engine.sessions import Session, Sessions
 from penstock.wire.messages import (
     Delta,
@@ -191,7 +192,9 @@ class Simulator:
     def _refusal(self, request: Submit) -> Fault | None:
         if request.grammar is not None:
             return Fault("unsupported", "the simulator has no grammar: its tokens follow from the seed")
-        needed = self._cache.pages_for(len(request.token_ids) + max(0, request.max_tokens - request.offset))
+        if wrong := why_not(request, self._model.vocab_size, self._model.context_length):
+            return wrong
+        needed = self._cache.pages_for(total_length(request))
         if needed > self._cache.pages:
             return Fault("kv_too_small", f"the request needs {needed} KV blocks and the worker has {self._cache.pages}")
         return None

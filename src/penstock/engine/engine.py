@@ -13,7 +13,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.grammar import GrammarCompiler, MaskPool, apply_mask
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.model import Model
-from penstock.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs, wrong_sampling
+from penstock.engine.refusal import total_length, why_not
+from penstock.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import Sequence
 from penstock.engine.sessions import Sessions
@@ -168,23 +169,11 @@ class Engine:
 
     def _why_not(self, request: Submit) -> Fault | None:
         """The reason why a request can never run."""
-        size = self._vocab_size
-        length = len(request.token_ids) + max(0, request.max_tokens - request.offset)
-        pages = self._cache.pages_for(length)
-        if not request.token_ids:
-            return Fault("empty_prompt", "a prompt needs at least one token")
-        if not 0 <= request.offset <= len(request.token_ids):
-            return Fault("invalid_offset", f"{request.offset} tokens cannot have been generated, of {len(request.token_ids)}")
-        ids = (*request.token_ids, *request.stop_ids, *dict(request.logit_bias))
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < size:
-                return Fault("invalid_token", f"token id {token} is not of this model: expected 0 to {size - 1}")
-        if length > self._config.context_length:
-            return Fault("context_length_exceeded", f"{length:,} tokens do not fit the context of {self._config.context_length:,}")
+        if wrong := why_not(request, self._vocab_size, self._config.context_length):
+            return wrong
+        pages = self._cache.pages_for(total_length(request))
         if pages > self._cache.pages:
             return Fault("kv_too_small", f"the request needs {pages} KV pages and the worker has {self._cache.pages}")
-        if wrong := wrong_sampling(request.sampling):
-            return Fault("invalid_sampling", wrong)
         if request.grammar is not None and self._compiling is None:
             return Fault("unsupported", "this model's tokenizer has no grammar support")
         return None

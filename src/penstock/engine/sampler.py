@@ -22,7 +22,6 @@ from penstock.wire.messages import Sampling, TokenLogprob
 CANDIDATES = 512
 # Below it the likeliest token is as good as certain, and a float32 would be zero.
 LEAST_TEMPERATURE = 1e-5
-LEAST_REPETITION = 0.01
 NO_TOKEN = -1
 """What is drawn from a row whose scores are not numbers: a model can be damaged, or a grammar at its end."""
 
@@ -60,24 +59,6 @@ class Sampler:
 
     def _banned(self, sequence: Sequence) -> list[int]:
         return [*self._end_ids, *sequence.request.stop_ids]
-
-
-def wrong_sampling(sampling: Sampling) -> str | None:
-    """What cannot be sampled by: the field, its value and what would be right."""
-    allowed = {
-        "temperature": (0.0, 100.0),
-        "top_p": (1e-12, 1.0),
-        "top_k": (0, math.inf),
-        "min_p": (0.0, 1.0),
-        "presence_penalty": (-100.0, 100.0),
-        "frequency_penalty": (-100.0, 100.0),
-        "repetition_penalty": (LEAST_REPETITION, 100.0),
-    }
-    for name, (least, most) in allowed.items():
-        value = getattr(sampling, name)
-        if not least <= value <= most:
-            return f"`{name}` is {value}: expected {least:g} to {most:g}"
-    return None
 
 
 def prompt_logprobs(logits: Tensor, tokens: Rows[int], top: int) -> list[TokenLogprob]:

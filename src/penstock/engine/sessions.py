@@ -6,12 +6,25 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.kv_cache import KVCache
 from penstock.engine.lease import Lease
 from penstock.engine.radix import Node
 from penstock.wire.messages import SessionReport, SessionState, SessionTurn
+
+
+class LeasedCache(Protocol):
+    """What sessions ask of the cache that their leases are on."""
+
+    @property
+    def pages(self) -> int: ...
+
+    def retain(self, path: Sequence[Node], lease: Lease) -> None:
+        """A lease on these nodes."""
+
+    def end_lease(self, lease: Lease, *, free_exclusive: bool) -> int:
+        """What it held becomes ordinary; or, where nobody else holds it, free. Returns how many pages became free."""
 
 
 @dataclass
@@ -70,7 +83,7 @@ class Sessions:
     A turn that gets no session is served all the same, and is told why.
     """
 
-    def __init__(self, cache: KVCache, config: EngineConfig) -> None:
+    def __init__(self, cache: LeasedCache, config: EngineConfig) -> None:
         self._cache = cache
         self._quota = config.max_sessions
         self._grace = config.session_grace

@@ -33,7 +33,8 @@ from replayed_events import apply_events
 
 WORDS = range(300, 1800)
 END = 1
-MODEL = ModelInfo("simulator", "simulator", "words", 1842, 100_000, 16)
+# More ids than there are words: the prompts here are made of any numbers.
+MODEL = ModelInfo("simulator", "simulator", "words", 1_000_000, 100_000, 16)
 
 
 class Collector:
