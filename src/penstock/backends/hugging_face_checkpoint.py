@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.engine.shape import ModelShape, RopeScaling
+from penstock.text.model_config import CONFIG, read_end_ids, read_settings
 from penstock.text.settings import ModelSettings
 from penstock.wire.errors import ConfigError
 
@@ -47,35 +47,13 @@ class HuggingFaceCheckpoint:
 
 
 def open_hugging_face(directory: Path) -> HuggingFaceCheckpoint:
-    config = _settings(directory / "config.json")
-    end_ids = _end_ids(config)
-    if (directory / "generation_config.json").exists():
-        end_ids |= _end_ids(_settings(directory / "generation_config.json"))
+    config = read_settings(directory / CONFIG)
+    end_ids = read_end_ids(directory)
     shape = _shape(config)
     files = _files(directory)
     for file in files:
         _check_readable(file)
     return HuggingFaceCheckpoint(shape, end_ids, files)
-
-
-def _settings(path: Path) -> ModelSettings:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {path.parent}: cannot read {path.name}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--model {path.parent}: {path.name} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"--model {path.parent}: {path.name} is not an object")
-    return ModelSettings(f"--model {path.parent}: {path.name}", values)
-
-
-def _end_ids(settings: ModelSettings) -> frozenset[int]:
-    if not settings.has("eos_token_id"):
-        return frozenset()
-    if isinstance(settings.values["eos_token_id"], list):
-        return frozenset(settings.integers("eos_token_id"))
-    return frozenset({settings.integer("eos_token_id")})
 
 
 def _shape(config: ModelSettings) -> ModelShape:
@@ -198,7 +176,7 @@ def _yarn(scaling: ModelSettings, original_length: int, trained_length: int) -> 
 def _files(directory: Path) -> tuple[Path, ...]:
     if not (directory / INDEX).exists():
         return (directory / WEIGHTS,)
-    index = _settings(directory / INDEX)
+    index = read_settings(directory / INDEX)
     weight_map = index.values.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
         raise index.wrong("weight_map", "a file name in the same directory for each weight")

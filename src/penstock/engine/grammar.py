@@ -66,6 +66,16 @@ class _Definition(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
+class _LarkDefinition(msgspec.Struct):
+    lark_grammar: str
+
+
+class _Definitions(msgspec.Struct):
+    """What the library makes of a regex: a grammar in Lark."""
+
+    grammars: list[_LarkDefinition]
+
+
 class GrammarMatcher:
     """Where one generation stands in its grammar. For one thread at a time."""
 
@@ -134,6 +144,21 @@ class GrammarCompiler:
                 return self._compile_regex(grammar.source)
             case "lark":
                 return self._compile_lark(grammar.source)
+
+    def lark(self, grammar: Grammar) -> str:
+        """The same grammar in Lark, for an engine that gives it to the library itself. Raises GrammarError as `compile` does."""
+        self.compile(grammar)
+        match grammar.kind:
+            case "json_schema":
+                return _schema_in_lark(_parsed_schema(grammar.source))
+            case "json_object":
+                return _schema_in_lark(_ANY_OBJECT)
+            case "choice":
+                return _regex_in_lark(_choice_regex(grammar.source))
+            case "regex":
+                return _regex_in_lark(grammar.source)
+            case "lark":
+                return _lark_definition(read_lark(grammar.source, _SCHEMA_OPTIONS, self._added_tokens).source)
 
     def _compile_schema(self, schema: Schema) -> GrammarMatcher:
         check_schema(schema)
@@ -243,6 +268,15 @@ def _parsed_schema(source: str) -> Schema:
 
 def _schema_definition(schema: Schema) -> str:
     return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=_SCHEMA_OPTIONS)
+
+
+def _schema_in_lark(schema: Schema) -> str:
+    return f"start: %json {msgspec.json.encode({**schema, _OWN_OPTIONS: _SCHEMA_OPTIONS}).decode()}"
+
+
+def _regex_in_lark(regex: str) -> str:
+    (grammar,) = msgspec.json.decode(LLMatcher.grammar_from_regex(regex), type=_Definitions).grammars
+    return grammar.lark_grammar
 
 
 def _choice_regex(source: str) -> str:
