@@ -28,7 +28,11 @@ CONFINED = {
     "redis": {"cluster"},
     "granian": {"http"},
     "starlette": {"http"},
-    "aiohttp": {"bench"},
+    "aiohttp": {"bench", "backends"},
+    "vllm": {"backends"},
+    "sglang": {"backends"},
+    "zmq": {"backends"},
+    "huggingface_hub": {"cli"},
     "matplotlib": {"bench"},
     "rich": {"bench", "cli"},
     "psutil": {"bench"},
@@ -97,7 +101,10 @@ def test_redis_is_in_one_file() -> None:
 
 
 def test_the_base_imports_no_extra() -> None:
-    extras = "torch ray redis tokenizers jinja2 aiohttp matplotlib rich psutil numpy gguf safetensors llguidance transformers"
+    extras = (
+        "torch ray redis tokenizers jinja2 aiohttp matplotlib rich psutil numpy gguf safetensors llguidance transformers vllm sglang zmq"
+        " huggingface_hub"
+    )
     program = f"""
 import sys
 import penstock.cli.main, penstock.cli.compose, penstock.cli.config

@@ -177,6 +177,15 @@ class SessionTurn(Struct, frozen=True, omit_defaults=True, gc=False):
     epoch: int = 0
 
 
+class Bootstrap(Struct, frozen=True, gc=False):
+    """Where the two workers of one generation meet that is prefilled by one and decoded by the other: the prefill worker's address, and a
+    number that is the generation's own there."""
+
+    host: str
+    port: int
+    room: int
+
+
 class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     """Front end to worker: begin a generation.
 
@@ -201,6 +210,7 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     session: SessionTurn | None = None
     retention_seconds: float = 0.0
     priority: int = 0
+    bootstrap: Bootstrap | None = None
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):

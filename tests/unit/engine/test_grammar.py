@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import tokenizers
 import torch
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from penstock.engine.grammar import MAX_SOURCE_BYTES, GrammarCompiler, GrammarMatcher, MaskPool, apply_mask
 from penstock.wire.errors import ConfigError, GrammarError
@@ -401,3 +402,46 @@ def test_texts_that_may_be_tokens() -> None:
 def test_texts_that_are_none(source: str) -> None:
     with pytest.raises(GrammarError, match=r"%(token|upto)"):
         compiled("lark", source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}),
+        ("json_object", ""),
+        ("regex", r'a/b"[0-9]{2}\/ \n'),
+        ("choice", ['red/"blue"\n', "grün", "a|b"]),
+        ("lark", 'start: "a" %json {"type": "boolean"} | %token "<|turn|>" | %upto ["end"]'),
+        ("lark", 'root ::= "yes" | "no"'),
+    ],
+)
+def test_in_lark_a_grammar_allows_the_same(kind: GrammarKind, source: object) -> None:
+    """As an engine of others would compile it: by the library's own function for whatever users call a grammar."""
+    grammar = Grammar(kind, source if isinstance(source, str) else json.dumps(source))
+    handed_over = grammar_from("grammar", COMPILER.lark(grammar))
+    for seed in range(5):
+        ours = COMPILER.compile(grammar)
+        theirs = GrammarMatcher(LLMatcher(LLTokenizer(TOKENIZER.to_str(), n_vocab=VOCAB_SIZE, eos_token=sorted(END_IDS)), handed_over))
+        numbers = random.Random(seed)
+        for _ in range(60):
+            if ours.is_finished:
+                break
+            choices = allowed(ours)
+            assert allowed(theirs) == choices
+            chosen = numbers.choice(choices)
+            ours.advance(chosen)
+            theirs.advance(chosen)
+
+
+def test_in_lark_what_is_wrong_is_told_the_same_way() -> None:
+    for grammar in (
+        Grammar("regex", "a("),
+        Grammar("json_schema", '{"type": "thing"}'),
+        Grammar("lark", "start: nothing"),
+        Grammar("choice", "[]"),
+    ):
+        with pytest.raises(GrammarError) as compiling:
+            COMPILER.compile(grammar)
+        with pytest.raises(GrammarError) as converting:
+            COMPILER.lark(grammar)
+        assert str(converting.value) == str(compiling.value)
