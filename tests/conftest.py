@@ -13,6 +13,17 @@ from hypothesis import settings
 settings.register_profile("penstock", deadline=None, print_blob=True)
 settings.load_profile("penstock")
 
+ENGINES = ("simulator", "embedded", "vllm", "sglang")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engine",
+        action="append",
+        choices=ENGINES,
+        help="an engine that the tests of all engines run with; repeat for each. vllm and sglang must be installed where pytest is",
+    )
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -25,12 +25,17 @@ class Server:
     """`penstock serve` on a free port. Its log is kept for failures, and for the tests that read it."""
 
     def __init__(
-        self, *arguments: str, engine: str = "simulator", command: list[str] | None = None, environment: dict[str, str] | None = None
+        self,
+        *arguments: str,
+        engine: str = "simulator",
+        model: str | None = None,
+        command: list[str] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.log: list[str] = []
         self._ready = threading.Event()
         self.url = ""
-        self.model = engine if engine == "simulator" else DEFAULT_MODEL
+        self.model = model or (engine if engine == "simulator" else DEFAULT_MODEL)
         base = command or [sys.executable, "-m", "penstock", "serve", "--port", "0", "--engine", engine]
         self.process = subprocess.Popen(
             [*base, *arguments], stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}, start_new_session=True
@@ -47,8 +52,8 @@ class Server:
                 self._ready.set()
         self._ready.set()
 
-    def wait_ready(self) -> Server:
-        assert self._ready.wait(60), self.log
+    def wait_ready(self, timeout: float = 60) -> Server:
+        assert self._ready.wait(timeout), self.log
         assert self.url, self.log
         return self
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backends.simulator import Simulator, Vocabulary
-from penstock.cli.config import API_KEY_VARIABLE, FrontEndSettings, ServeSettings, WorkerSettings
+from penstock.cli.config import API_KEY_VARIABLE, ENGINES_OF_OTHERS, FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.cli.directory import Directory
 from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.pool import WorkerPool
@@ -93,6 +93,11 @@ def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> Ba
         from penstock.cli.embedded import make_embedded
 
         return make_embedded(settings, on_failure)
+    if settings.engine in ENGINES_OF_OTHERS:
+        # So are the engines of others, and what is needed to speak with them.
+        from penstock.cli.engines import make_foreign
+
+        return make_foreign(settings, on_failure)
     return _make_simulator(settings)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from penstock.backends.http_settings import Route
 from penstock.backends.simulator import SimulatorConfig
 from penstock.cli.parsers import ParserSettings, check_parsers
 from penstock.cluster.address import Address, parse_address
@@ -44,8 +46,17 @@ ENGINE_FLAGS = (
     "step_ms",
     "prefill_rate",
     "block_size",
+    "engine_args",
+    "url",
+    "route",
+    "upstream_model",
+    "kv_events",
+    "kv_replay",
 )
 """What `serve` hands on to its workers as it is."""
+
+ENGINE_SWITCHES = ("reproducible", "streaming_sessions", "any_engine_version")
+"""The same for those that are on or off."""
 
 FRONT_END_FLAGS = (
     "host",
@@ -110,6 +121,30 @@ class EmbeddedSettings:
     reproducible: bool = False
 
 
+ENGINES_OF_OTHERS = ("vllm", "sglang", "http")
+URL_SCHEMES = ("http://", "https://")
+
+
+@dataclass(frozen=True)
+class ForeignSettings:
+    """For the engines of others. What None stands for is the engine's to say; `engine_args` are in its own words."""
+
+    engine_args: tuple[str, ...] = ()
+    any_version: bool = False
+    streaming_sessions: bool = False
+    max_batch: int | None = None
+    kv_memory: float | None = None
+    kv_blocks: int | None = None
+    block_size: int | None = None
+    max_sessions: int = 1024
+    session_grace: float = 30.0
+    url: str | None = None
+    route: Route = "auto"
+    upstream_model: str | None = None
+    kv_events: str | None = None
+    kv_replay: str | None = None
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     name: str
@@ -124,6 +159,7 @@ class WorkerSettings:
     parsers: ParserSettings
     simulator: SimulatorConfig
     embedded: EmbeddedSettings
+    foreign: ForeignSettings
     grace: float
     exit_with_parent: bool
 
@@ -172,8 +208,7 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
     _check_engine(arguments)
     worker = [f"--grace={arguments.grace}"]
     worker += [f"--{name.replace('_', '-')}={value}" for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None]
-    if arguments.reproducible:
-        worker.append("--reproducible")
+    worker += [f"--{name.replace('_', '-')}" for name in ENGINE_SWITCHES if getattr(arguments, name)]
     if arguments.workers > 1 and arguments.threads is None:
         # Together they have the cores that one alone would take.
         worker.append(f"--threads={max(1, (os.cpu_count() or 1) // arguments.workers)}")
@@ -185,7 +220,7 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
 
 
 def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> WorkerSettings:
-    simulator, embedded = _check_engine(arguments)
+    simulator, embedded, foreign = _check_engine(arguments)
     return WorkerSettings(
         name=arguments.name,
         listen=parse_address(arguments.listen),
@@ -199,6 +234,7 @@ def worker_settings(arguments: argparse.Namespace, environment: Mapping[str, str
         parsers=check_parsers(arguments.tool_parser, arguments.reasoning_parser),
         simulator=simulator,
         embedded=embedded,
+        foreign=foreign,
         grace=_not_negative("--grace", arguments.grace),
         exit_with_parent=arguments.exit_with_parent,
     )
@@ -311,9 +347,9 @@ def _api_keys(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     return tuple(keys)
 
 
-def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, EmbeddedSettings]:
+def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, EmbeddedSettings, ForeignSettings]:
     check_parsers(arguments.tool_parser, arguments.reasoning_parser)
-    for flag in ("context_length", "max_batch", "kv_blocks", "threads", "kv_memory", "token_budget"):
+    for flag in ("context_length", "max_batch", "kv_blocks", "threads", "kv_memory", "token_budget", "block_size"):
         value = getattr(arguments, flag)
         if value is not None:
             _positive(f"--{flag.replace('_', '-')}", value)
@@ -327,7 +363,7 @@ def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, Embed
         prefill_rate=_positive("--prefill-rate", arguments.prefill_rate),
         max_batch=arguments.max_batch or simulator.max_batch,
         kv_blocks=arguments.kv_blocks or simulator.kv_blocks,
-        block_size=_positive("--block-size", arguments.block_size),
+        block_size=arguments.block_size or simulator.block_size,
         lease_share=arguments.lease_share,
         max_sessions=max_sessions,
         session_grace=session_grace,
@@ -344,7 +380,53 @@ def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, Embed
         session_grace=session_grace,
         reproducible=arguments.reproducible,
     )
-    return simulator, embedded
+    return simulator, embedded, _check_foreign(arguments)
+
+
+def _check_foreign(arguments: argparse.Namespace) -> ForeignSettings:
+    engine = arguments.engine
+    if engine in ENGINES_OF_OTHERS and arguments.model is None:
+        raise ConfigError(f"--engine {engine} needs --model: a directory in Hugging Face's layout, where the tokenizer is, too")
+    if engine == "http" and not (arguments.url or "").startswith(URL_SCHEMES):
+        raise ConfigError(f"--url is {arguments.url!r}: --engine http needs that of the engine's server, such as http://127.0.0.1:30000")
+    for flag, owners in _OWNERS.items():
+        if getattr(arguments, flag) not in (None, False, "auto") and engine not in owners:
+            raise ConfigError(f"--{flag.replace('_', '-')} is for --engine {' or '.join(owners)}, not for {engine}")
+    return ForeignSettings(
+        engine_args=_split_words("--engine-args", arguments.engine_args or ""),
+        any_version=arguments.any_engine_version,
+        streaming_sessions=arguments.streaming_sessions,
+        max_batch=arguments.max_batch,
+        kv_memory=arguments.kv_memory,
+        kv_blocks=arguments.kv_blocks,
+        block_size=arguments.block_size,
+        max_sessions=arguments.max_sessions,
+        session_grace=arguments.session_grace,
+        url=arguments.url,
+        route=arguments.route,
+        upstream_model=arguments.upstream_model,
+        kv_events=arguments.kv_events,
+        kv_replay=arguments.kv_replay,
+    )
+
+
+_OWNERS = {
+    "engine_args": ("vllm", "sglang"),
+    "streaming_sessions": ("sglang",),
+    "url": ("http",),
+    "route": ("http",),
+    "upstream_model": ("http",),
+    "kv_events": ("http",),
+    "kv_replay": ("http",),
+}
+"""Flags that mean something to some engines only, and would be overlooked by the others."""
+
+
+def _split_words(flag: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag} is {text!r}: {error}") from error
 
 
 def _positive(flag: str, value: Number) -> Number:

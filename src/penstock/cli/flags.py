@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from penstock import __version__
+from penstock.backends.http_settings import API_KEY_VARIABLE as ENGINE_KEY_VARIABLE
+from penstock.backends.http_settings import Route
 from penstock.backends.simulator import SimulatorConfig
 from penstock.cli.bench import add_bench_parser
-from penstock.cli.config import API_KEY_VARIABLE, NO_STORE, SECRET_VARIABLE, EmbeddedSettings
+from penstock.cli.config import (
+    API_KEY_VARIABLE,
+    ENGINES_OF_OTHERS,
+    NO_STORE,
+    SECRET_VARIABLE,
+    EmbeddedSettings,
+)
+from penstock.cli.doctor import add_doctor_parser
 from penstock.cli.keys import add_key_parser
 from penstock.cli.parsers import AUTO, NONE
 from penstock.cluster.dispatch import DispatchLimits
@@ -18,7 +28,7 @@ from penstock.http.responses.sqlite_store import StoreLimits
 from penstock.router.policy import POLICIES, RouterSettings
 from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 
-ENGINES = ("embedded", "simulator")
+ENGINES = ("embedded", "simulator", *ENGINES_OF_OTHERS)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
     add_bench_parser(commands)
     add_key_parser(commands)
+    add_doctor_parser(commands)
     return parser
 
 
@@ -234,13 +245,18 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     simulator, embedded = SimulatorConfig(), EmbeddedSettings()
     group = parser.add_argument_group("engine")
-    group.add_argument("--engine", choices=ENGINES, default="embedded", help="what makes the tokens: a model, or a simulation of one")
+    group.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="embedded",
+        help="what makes the tokens: our own engine, a simulation, vLLM or SGLang in the worker's process, or a server that runs already",
+    )
     group.add_argument(
         "--model",
         type=Path,
         metavar="PATH",
-        help="a model directory in Hugging Face's layout, or a GGUF file (default: the model that the set-up installed; for the "
-        "simulator, which takes only the tokenizer, readable words)",
+        help="a model directory in Hugging Face's layout, or a GGUF file for the embedded engine (default: the model that the set-up "
+        "installed; for the simulator, which takes only the tokenizer, readable words; vllm, sglang and http need one)",
     )
     group.add_argument("--served-name", metavar="NAME", help="the model's name in the API (default: the file's or the directory's)")
     group.add_argument(
@@ -316,7 +332,41 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prefill-rate", type=float, default=simulator.prefill_rate, metavar="TOKENS/S", help="prompt tokens computed a second"
     )
-    group.add_argument("--block-size", type=int, default=simulator.block_size, metavar="TOKENS", help="tokens of a KV block")
+    group.add_argument(
+        "--block-size",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens of a KV block (default: {simulator.block_size}; http: what the engine says)",
+    )
+    _add_foreign(parser)
+
+
+def _add_foreign(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "vLLM, SGLang, and engines behind HTTP",
+        "--context-length, --max-batch, --kv-memory and --kv-blocks are handed on where they are given. `penstock doctor` tells what "
+        "each can do.",
+    )
+    group.add_argument(
+        "--engine-args",
+        metavar="ARGUMENTS",
+        help="for vLLM or SGLang, in its own words: --engine-args='--tensor-parallel-size 2 --dtype bfloat16'",
+    )
+    group.add_argument("--any-engine-version", action="store_true", help="try a version of vLLM or SGLang that is not known to work")
+    group.add_argument(
+        "--streaming-sessions",
+        action="store_true",
+        help="SGLang: hold the KV of sessions so that it cannot be evicted; one turn at a time, and only what is new is sent",
+    )
+    group.add_argument("--url", metavar="URL", help="http: where the engine's server is")
+    group.add_argument("--route", choices=get_args(Route), default="auto", help="http: how to speak with it; auto: the best that it offers")
+    group.add_argument("--upstream-model", metavar="NAME", help="http: the model's name there (default: the only one that it has)")
+    group.add_argument(
+        "--kv-events",
+        metavar="ADDRESS",
+        help=f"http: where it publishes KV events, such as tcp://127.0.0.1:5557. Its API key is taken from {ENGINE_KEY_VARIABLE}",
+    )
+    group.add_argument("--kv-replay", metavar="ADDRESS", help="http: where it repeats KV events that were missed")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import uvloop
 
 from penstock.cli.config import front_end_settings, serve_settings, worker_settings
+from penstock.cli.doctor import run_doctor
 from penstock.cli.flags import make_parser
 from penstock.cli.keys import run_key
 from penstock.cluster.supervise import EXIT_CONFIG
@@ -36,6 +37,8 @@ def _run(parsed: argparse.Namespace) -> int:
         return run_bench(parsed)
     if parsed.command == "key":
         return run_key(parsed)
+    if parsed.command == "doctor":
+        return run_doctor(parsed)
     # Wiring imports everything; parsing and `--help` do not wait for it.
     from penstock.cli import compose
 

@@ -1,0 +1,111 @@
+"""`penstock doctor`: which engines can be used here, in which versions, and what each of them gives."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from penstock import __version__
+from penstock.backends.capabilities import EngineReport, Feature
+
+EXIT_PROBLEM = 1
+_OWN_FEATURES = ("sessions", "KV events", "logprobs", "prompt logprobs")
+
+
+def add_doctor_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor", help="which engines can be used here, and what each gives: sessions, KV events, logprobs, grammar …"
+    )
+    parser.add_argument(
+        "--engine",
+        action="append",
+        choices=sorted(REPORTS),
+        metavar="NAME",
+        help=f"only this one, of {', '.join(sorted(REPORTS))}; repeat for each",
+    )
+    parser.add_argument("--url", metavar="URL", help="ask the engine that runs behind this address, as --engine http would")
+    parser.add_argument("--json", action="store_true", help="the same for programs")
+
+
+def run_doctor(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> int:
+    """Exits with a problem where one that was asked for by name has one."""
+    names = arguments.engine or ([] if arguments.url else list(REPORTS))
+    reports = [REPORTS[name]() for name in names]
+    if arguments.url:
+        reports.append(_report_http(arguments.url, environment))
+    if arguments.json:
+        print(json.dumps({"penstock": __version__, "engines": [asdict(report) for report in reports]}, indent=1))
+    else:
+        print("\n\n".join([f"penstock {__version__}", *map(describe, reports)]))
+    was_asked_for = bool(arguments.engine or arguments.url)
+    return EXIT_PROBLEM if was_asked_for and any(report.problem for report in reports) else 0
+
+
+def describe(report: EngineReport) -> str:
+    """A few lines for people."""
+    found = report.version or "not installed"
+    lines = [f"{report.engine}: {found} (supported: {report.supported})"]
+    if report.problem:
+        lines.append(f"  problem: {report.problem}")
+    width = max((len(feature.name) for feature in report.features), default=0)
+    for feature in report.features:
+        mark = "yes" if feature.is_available else "no "
+        lines.append(f"  {mark}  {feature.name.ljust(width)}  {feature.detail}".rstrip())
+    return "\n".join(lines)
+
+
+def _report_simulator() -> EngineReport:
+    features = [Feature(name, is_available=True) for name in _OWN_FEATURES]
+    grammar = Feature("grammar", is_available=False, detail="its tokens follow from the seed")
+    return EngineReport("simulator", __version__, "always", None, (*features, grammar, _NO_DISAGGREGATION))
+
+
+def _report_embedded() -> EngineReport:
+    supported = "torch 2.11 to 2.13"
+    found: dict[str, str] = {}
+    missing = ""
+    for package in ("torch", "llguidance", "safetensors", "gguf", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            missing = missing or package
+    if missing:
+        return EngineReport("embedded", None, supported, f"it needs the package {missing!r}: pip install 'penstock[engine]'")
+    features = [Feature(name, is_available=True) for name in _OWN_FEATURES]
+    grammar = Feature("grammar", is_available=True, detail=f"llguidance {found['llguidance']}, for models with a tokenizer.json")
+    return EngineReport("embedded", f"torch {found['torch']}", supported, None, (*features, grammar, _NO_DISAGGREGATION))
+
+
+def _report_vllm() -> EngineReport:
+    from penstock.backends.vllm_report import report
+
+    return report()
+
+
+def _report_sglang() -> EngineReport:
+    from penstock.backends.sglang_report import report
+
+    return report()
+
+
+def _report_http(url: str, environment: Mapping[str, str]) -> EngineReport:
+    from penstock.backends.http_settings import HttpEngineSettings, api_key_from
+    from penstock.backends.openai_http import probe
+
+    return asyncio.run(probe(HttpEngineSettings(url=url, api_key=api_key_from(environment))))
+
+
+_NO_DISAGGREGATION = Feature("disaggregation", is_available=False, detail="prefill and decode are in one worker")
+
+REPORTS: dict[str, Callable[[], EngineReport]] = {
+    "embedded": _report_embedded,
+    "simulator": _report_simulator,
+    "vllm": _report_vllm,
+    "sglang": _report_sglang,
+}

@@ -1,0 +1,142 @@
+"""Wires the engines of others: vLLM, SGLang, and whatever already runs behind HTTP."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.backends.driven import DrivenBackend, EventFeed, Grammars
+from penstock.backends.driver import EngineDriver, EventEndpoints
+from penstock.cli.config import WorkerSettings
+from penstock.text.load import load_tokenizer
+from penstock.text.model_config import read_end_ids, read_vocab_size
+from penstock.text.tokenizer import Tokenizer
+from penstock.wire.errors import ConfigError
+from penstock.wire.messages import KvEvents, ModelInfo
+from penstock.worker.backend import Backend
+
+log = logging.getLogger(__name__)
+
+# Stands for what is known when the engine runs.
+UNKNOWN = 1
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def make_foreign(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
+    """What is wrong with the model's files or the settings is told here, before anything heavy is loaded."""
+    assert settings.model is not None
+    directory = find_model(settings.model)
+    tokenizer = load_tokenizer(str(directory))
+    vocab_size = min(tokenizer.vocab_size, read_vocab_size(directory) or tokenizer.vocab_size)
+    driver = _make_driver(settings, directory, tokenizer)
+    grammars = _make_grammars(tokenizer, vocab_size, directory)
+    tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
+    model = ModelInfo(
+        name=settings.served_name or settings.model.name,
+        engine=settings.engine,
+        tokenizer=str(directory),
+        vocab_size=vocab_size,
+        context_length=settings.context_length or UNKNOWN,
+        block_size=UNKNOWN,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+    )
+    foreign = settings.foreign
+    return DrivenBackend(
+        model, driver, grammars, _make_feed, on_failure, max_sessions=foreign.max_sessions, session_grace=foreign.session_grace
+    )
+
+
+def find_model(model: Path) -> Path:
+    """The directory itself, or where the hub's library has put the model of this name."""
+    if model.is_dir():
+        return model.resolve()
+    if model.exists() or not _HUB_NAME.fullmatch(str(model)):
+        what = "is a file" if model.exists() else "does not exist"
+        raise ConfigError(f"--model {model} {what}: expected a directory in Hugging Face's layout, or a model's name there")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model)))
+    except ImportError as missing:
+        raise ConfigError(
+            f"--model {model} is no directory here, and without the package {missing.name!r} nothing can be fetched"
+        ) from missing
+    except (OSError, ValueError) as error:
+        # All that the library raises is one of these two.
+        first_line = str(error).strip().split("\n", 1)[0]
+        raise ConfigError(f"--model {model} is no directory here, and could not be fetched: {first_line}") from error
+
+
+def _make_driver(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> EngineDriver:
+    foreign = settings.foreign
+    match settings.engine:
+        case "vllm":
+            from penstock.backends.vllm import VllmDriver, VllmSettings
+
+            return VllmDriver(
+                VllmSettings(
+                    model=str(directory),
+                    engine_args=foreign.engine_args,
+                    context_length=settings.context_length,
+                    max_batch=foreign.max_batch,
+                    kv_memory=foreign.kv_memory,
+                    kv_blocks=foreign.kv_blocks,
+                    any_version=foreign.any_version,
+                )
+            )
+        case "sglang":
+            from penstock.backends.sglang import SglangDriver, SglangSettings
+
+            return SglangDriver(
+                SglangSettings(
+                    model=str(directory),
+                    engine_args=foreign.engine_args,
+                    context_length=settings.context_length,
+                    max_batch=foreign.max_batch,
+                    kv_memory=foreign.kv_memory,
+                    kv_blocks=foreign.kv_blocks,
+                    streaming_sessions=foreign.streaming_sessions,
+                    any_version=foreign.any_version,
+                )
+            )
+        case _:
+            from penstock.backends.http_settings import HttpEngineSettings, api_key_from
+            from penstock.backends.openai_http import HttpDriver
+
+            assert foreign.url is not None
+            events = None if foreign.kv_events is None else EventEndpoints(foreign.kv_events, foreign.kv_replay)
+            return HttpDriver(
+                HttpEngineSettings(
+                    url=foreign.url,
+                    model_name=foreign.upstream_model,
+                    api_key=api_key_from(os.environ),
+                    route=foreign.route,
+                    events=events,
+                    block_size=foreign.block_size,
+                    context_length=settings.context_length,
+                ),
+                tokenizer,
+            )
+
+
+def _make_grammars(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> Grammars | None:
+    if tokenizer.definition is None:
+        log.warning("structured output is off: the model's tokenizer has no tokenizer.json")
+        return None
+    try:
+        from penstock.backends.lark_grammars import LarkGrammars
+        from penstock.engine.grammar import GrammarCompiler
+    except ImportError as missing:
+        log.warning("structured output is off: it needs the package %r", missing.name)
+        return None
+    return LarkGrammars(GrammarCompiler(tokenizer.definition, vocab_size, read_end_ids(directory) | {tokenizer.end_id}))
+
+
+def _make_feed(endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> EventFeed:
+    from penstock.backends.zmq_events import KvEventFeed
+
+    return KvEventFeed(endpoints, block_size, on_events)

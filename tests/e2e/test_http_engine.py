@@ -1,0 +1,197 @@
+"""An engine behind HTTP that is Penstock itself: a right server, with real streams, real cancellation and a real death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from chat_model import chat_model
+from e2e.harness import Server, wait_until
+from penstock.backends.driver import Chunk, EngineDied, EngineRefused, EngineRequest
+from penstock.backends.http_settings import HttpEngineSettings, Route
+from penstock.backends.openai_http import HttpDriver, probe
+from penstock.text.load import load_tokenizer
+from penstock.text.tokenizer import Tokenizer
+from penstock.wire.messages import Sampling
+
+Serve = Callable[..., Server]
+
+PROMPT = "The water flows under pressure"
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(str(chat_model()))
+
+
+SIMULATOR = ("--step-ms", "2", "--context-length", "2000", "--served-name", "upstream")
+"""With a model's tokenizer, its text has tokens that are pieces of characters, too."""
+
+
+@pytest.fixture(scope="module")
+def simulator() -> Iterator[Server]:
+    """A server for all tests that leave it as it is."""
+    server = Server("--model", str(chat_model()), *SIMULATOR, model="upstream").wait_ready()
+    yield server
+    assert server.stop() == 0, server.log
+
+
+@contextlib.asynccontextmanager
+async def driving(server: Server, tokenizer: Tokenizer, route: Route = "openai") -> AsyncIterator[HttpDriver]:
+    driver = HttpDriver(HttpEngineSettings(server.url, route=route), tokenizer, death_seconds=0.3)
+    await driver.start(print)
+    try:
+        yield driver
+    finally:
+        await driver.close()
+
+
+def request(tokenizer: Tokenizer, **fields: Any) -> EngineRequest:
+    given = {"id": secrets.token_hex(16), "token_ids": tuple(tokenizer.encode(PROMPT)), "max_tokens": 40, "seed": 1, **fields}
+    return EngineRequest(**given)
+
+
+async def read_all(driver: HttpDriver, asked: EngineRequest) -> list[Chunk]:
+    return [chunk async for chunk in driver.generate(asked)]
+
+
+def shown(tokenizer: Tokenizer, chunks: list[Chunk]) -> str:
+    detokenizer = tokenizer.detokenizer()
+    return "".join([detokenizer.feed(chunk.token_ids) for chunk in chunks]) + detokenizer.finish()
+
+
+def directly(server: Server, asked: EngineRequest) -> Any:
+    """What the upstream itself answers, all at once."""
+    fields = {
+        "prompt": list(asked.token_ids),
+        "max_tokens": asked.max_tokens,
+        "seed": asked.seed,
+        "temperature": asked.sampling.temperature,
+        "ignore_eos": asked.ignore_eos,
+        "return_token_ids": True,
+    }
+    status, _, body = server.post("/v1/completions", **fields)
+    assert status == 200, body
+    return body["choices"][0]
+
+
+async def test_the_text_is_the_upstreams(simulator: Server, tokenizer: Tokenizer) -> None:
+    asks = [request(tokenizer, seed=seed, max_tokens=length) for seed in range(8) for length in (1, 7, 150)]
+    async with driving(simulator, tokenizer) as driver:
+        answers = await asyncio.gather(*[read_all(driver, asked) for asked in asks])
+    for asked, chunks in zip(asks, answers, strict=True):
+        expected = await asyncio.to_thread(directly, simulator, asked)
+        assert shown(tokenizer, chunks) == expected["text"]
+        assert chunks[-1].finish == expected["finish_reason"]
+        assert (chunks[-1].token_ids[-1:] == (tokenizer.end_id,)) == (expected["finish_reason"] == "stop")
+
+
+async def test_by_the_best_route_the_tokens_are_too(simulator: Server, tokenizer: Tokenizer) -> None:
+    asks = [request(tokenizer, seed=seed, max_tokens=150) for seed in range(64)]
+    async with driving(simulator, tokenizer, "auto") as driver:
+        answers = await asyncio.gather(*[read_all(driver, asked) for asked in asks])
+    for asked, chunks in zip(asks, answers, strict=True):
+        expected = await asyncio.to_thread(directly, simulator, asked)
+        assert [token for chunk in chunks for token in chunk.token_ids] == expected["token_ids"]
+        assert chunks[-1].finish == expected["finish_reason"]
+
+
+async def test_the_report_says_what_is_there(simulator: Server) -> None:
+    exact, text = [await probe(HttpEngineSettings(simulator.url, route=route)) for route in ("auto", "openai")]
+    assert exact.engine == text.engine == "Penstock over HTTP"
+    assert [report.features[0].is_available for report in (exact, text)] == [True, False]
+    assert {feature.name for feature in text.features} >= {
+        "logprobs",
+        "prompt logprobs",
+        "KV events",
+        "stop ids",
+        "exact usage",
+        "sessions",
+    }
+    refused = await probe(HttpEngineSettings(simulator.url, route="sglang"))
+    assert refused.problem is not None
+    assert "no SGLang was found" in refused.problem
+    assert simulator.url in refused.problem
+
+
+async def test_leaving_ends_the_upstreams_generation(simulator: Server, tokenizer: Tokenizer) -> None:
+    async with driving(simulator, tokenizer) as driver:
+        chunks = driver.generate(request(tokenizer, max_tokens=1900, ignore_eos=True))
+        await anext(chunks)
+        assert await asyncio.to_thread(simulator.metric, "penstock_requests_running", role="worker") == 1
+        await chunks.aclose()
+        # That it was not its own end is what the upstream says of its client.
+        await asyncio.to_thread(wait_until, lambda: simulator.metric("penstock_clients_left_total") == 1)
+        await asyncio.to_thread(wait_until, lambda: simulator.metric("penstock_requests_running", role="worker") == 0)
+
+
+async def test_a_death_in_mid_answer_is_a_fault_that_others_can_mend(serve: Serve, tokenizer: Tokenizer) -> None:
+    server = serve("--model", str(chat_model()), *SIMULATOR, model="upstream")
+    supervisor, front_end = psutil.Process(server.process.pid), server.child("frontend")
+    async with driving(server, tokenizer) as driver:
+        chunks = driver.generate(request(tokenizer, max_tokens=1900, ignore_eos=True))
+        await anext(chunks)
+        # Whoever would start another one must not.
+        supervisor.suspend()
+        front_end.kill()
+        try:
+            with pytest.raises(EngineRefused) as caught:
+                async for _ in chunks:
+                    pass
+            assert (caught.value.fault.code, caught.value.fault.retryable) == ("engine_lost", True)
+            with pytest.raises(EngineDied):
+                await read_all(driver, request(tokenizer))
+        finally:
+            supervisor.resume()
+
+
+async def test_an_over_long_prompt_is_refused_in_the_upstreams_words(simulator: Server, tokenizer: Tokenizer) -> None:
+    async with driving(simulator, tokenizer) as driver:
+        with pytest.raises(EngineRefused, match="does not fit the model's context") as caught:
+            await read_all(driver, request(tokenizer, token_ids=(300,) * 3000))
+        assert not caught.value.fault.retryable
+
+
+async def test_a_real_models_text_and_a_grammar(serve: Serve, tokenizer: Tokenizer) -> None:
+    """The embedded engine as the upstream: greedy text is the same by either route, and a grammar is kept to by the exact one."""
+    server = serve("--model", str(chat_model()), *SIMULATOR[2:], "--threads", "1", engine="embedded", model="upstream")
+    asked = request(tokenizer, sampling=GREEDY)
+    expected = await asyncio.to_thread(directly, server, asked)
+    async with driving(server, tokenizer) as driver:
+        assert shown(tokenizer, await read_all(driver, asked)) == expected["text"]
+    async with driving(server, tokenizer, "auto") as driver:
+        chunks = await read_all(driver, asked)
+        assert [token for chunk in chunks for token in chunk.token_ids] == expected["token_ids"]
+        wished = await read_all(driver, request(tokenizer, lark='start: "yes" | "no"', sampling=GREEDY))
+        assert shown(tokenizer, wished) in ("yes", "no")
+
+
+@pytest.mark.parametrize("route", ["auto", "openai"])
+async def test_the_whole_stack_before_the_upstream(simulator: Server, serve: Serve, tokenizer: Tokenizer, route: Route) -> None:
+    """A front end, a worker, and behind it a server of another: clients see what they would see there."""
+    arguments = ("--url", simulator.url, "--route", route, "--model", str(chat_model()), "--served-name", "behind")
+    stack = await asyncio.to_thread(serve, *arguments, engine="http", model="behind")
+    asks = [request(tokenizer, seed=seed, max_tokens=120) for seed in range(4)]
+    for asked in asks:
+        expected, seen = await asyncio.gather(*[asyncio.to_thread(directly, server, asked) for server in (simulator, stack)])
+        assert (seen["text"], seen["finish_reason"]) == (expected["text"], expected["finish_reason"])
+        if route == "auto":
+            assert seen["token_ids"] == expected["token_ids"]
+    said = "\n".join(stack.log)
+    assert ("exact token ids" in said) == (route == "openai")
+
+
+def test_the_doctor_knows(simulator: Server) -> None:
+    command = [sys.executable, "-m", "penstock", "doctor", "--url", simulator.url]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert "Penstock over HTTP" in told
+    assert "exact token ids" in told

@@ -1,0 +1,124 @@
+"""Flags for the engines of others, and what `penstock doctor` tells of every engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.backends.capabilities import EngineReport, Feature
+from penstock.cli.config import ForeignSettings, WorkerSettings, serve_settings, worker_settings
+from penstock.cli.doctor import REPORTS, describe
+from penstock.cli.engines import find_model
+from penstock.cli.flags import make_parser
+from penstock.cli.main import main
+from penstock.text.model_config import read_end_ids, read_vocab_size
+from penstock.wire.errors import ConfigError
+
+
+def worker(*arguments: str) -> WorkerSettings:
+    return worker_settings(make_parser().parse_args(["worker", "--listen=unix:/tmp/w.sock", *arguments]), {})
+
+
+def test_engine_arguments_are_split_as_a_shell_would() -> None:
+    settings = worker("--engine=vllm", "--model=m", "--engine-args=--dtype float32 --x '{\"a\": 1}'", "--max-batch=8", "--kv-memory=0.5")
+    assert settings.foreign == ForeignSettings(engine_args=("--dtype", "float32", "--x", '{"a": 1}'), max_batch=8, kv_memory=0.5)
+
+
+def test_serve_hands_on_what_is_for_its_workers() -> None:
+    flags = ["--engine=sglang", "--model=m", "--engine-args=--page-size 32 --tp 2", "--streaming-sessions", "--any-engine-version"]
+    given = serve_settings(make_parser().parse_args(["serve", *flags]), {}).worker_arguments
+    assert set(flags) <= set(given)
+    assert worker(*given).foreign.engine_args == ("--page-size", "32", "--tp", "2")
+    assert worker(*given).foreign.streaming_sessions
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--engine=vllm"], "--engine vllm needs --model"),
+        (["--engine=http", "--model=m"], "--url is None"),
+        (["--engine=http", "--model=m", "--url=ftp://x"], "--url is 'ftp://x'"),
+        (["--engine=simulator", "--url=http://x"], "--url is for --engine http, not for simulator"),
+        (["--engine=embedded", "--engine-args=--tp 2"], "--engine-args is for --engine vllm or sglang, not for embedded"),
+        (["--engine=vllm", "--model=m", "--streaming-sessions"], "--streaming-sessions is for --engine sglang, not for vllm"),
+        (["--engine=vllm", "--model=m", "--engine-args=--x 'y"], '--engine-args is "--x \'y": No closing quotation'),
+        (["--engine=simulator", "--block-size=0"], "--block-size is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        worker(*flags)
+    assert str(refused.value).startswith(said)
+    with pytest.raises(ConfigError):
+        serve_settings(make_parser().parse_args(["serve", *flags]), {})
+
+
+def test_a_model_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_model(tmp_path) == tmp_path.resolve()
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"model\.gguf is a file: expected a directory"):
+        find_model(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match=r"/nowhere/at/all does not exist: expected a directory"):
+        find_model(Path("/nowhere/at/all"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="--model nobody/nothing is no directory here, and could not be fetched: "):
+        find_model(Path("nobody/nothing"))
+
+
+def test_what_a_config_says_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2, "vocab_size": 32}')
+    assert (set(read_end_ids(tmp_path)), read_vocab_size(tmp_path)) == ({2}, 32)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert set(read_end_ids(tmp_path)) == {2, 3, 4}
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 64}}')
+    assert (set(read_end_ids(tmp_path)), read_vocab_size(tmp_path)) == ({3, 4}, 64)
+    (tmp_path / "config.json").write_text("{}")
+    assert read_vocab_size(tmp_path) is None
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+        read_vocab_size(tmp_path)
+
+
+def test_a_report_for_people() -> None:
+    features = (
+        Feature("grammar", is_available=True, detail="by llguidance"),
+        Feature("KV events", is_available=False, detail="switched off"),
+    )
+    report = EngineReport("vllm", "0.9", "0.32", "0.9 is too old", features)
+    assert describe(report).splitlines() == [
+        "vllm: 0.9 (supported: 0.32)",
+        "  problem: 0.9 is too old",
+        "  yes  grammar    by llguidance",
+        "  no   KV events  switched off",
+    ]
+
+
+def test_doctor_tells_of_every_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for engine in REPORTS:
+        assert f"\n{engine}: " in said
+    assert main(["doctor", "--json"]) == 0
+    reports = {report["engine"]: report for report in json.loads(capsys.readouterr().out)["engines"]}
+    assert reports.keys() == REPORTS.keys()
+    assert reports["embedded"]["problem"] is None
+    features = {feature["name"]: feature["is_available"] for feature in reports["embedded"]["features"]}
+    assert features == {
+        "sessions": True,
+        "KV events": True,
+        "logprobs": True,
+        "prompt logprobs": True,
+        "grammar": True,
+        "disaggregation": False,
+    }
+
+
+def test_doctor_fails_where_an_engine_that_is_asked_for_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REPORTS, "vllm", lambda: EngineReport("vllm", None, "0.32", "it is not installed"))
+    assert main(["doctor", "--engine", "vllm"]) == 1
+    assert "problem: it is not installed" in capsys.readouterr().out
+    assert main(["doctor", "--engine", "simulator"]) == 0
