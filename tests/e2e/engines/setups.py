@@ -1,0 +1,89 @@
+"""How each engine is started, and the little that a test must know of one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from e2e.harness import Server
+
+MODEL = "tiny"
+CONTEXT_LENGTH = 2048
+MAX_BATCH = 8
+_STAND_IN = Path(__file__).parents[2] / "engines" / "sglang_cpu"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`process` is in the title of the process that computes; None where the worker itself does. KV is reused by whole blocks."""
+
+    engine: str
+    arguments: tuple[str, ...]
+    block_size: int
+    start_seconds: float
+    process: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def begin(self, model: Path, *arguments: str) -> Server:
+        """Starts a server, and does not wait for it. What it has lost it waits for as long as the engine may take to come back."""
+        named = ("--model", str(model), "--served-name", MODEL, "--context-length", str(CONTEXT_LENGTH))
+        wait = ("--worker-wait", str(self.start_seconds))
+        return Server(
+            *named, *wait, *self.arguments, *arguments, engine=self.engine, model=MODEL, environment={**_environment(), **self.environment}
+        )
+
+    def computing(self, worker: psutil.Process) -> psutil.Process:
+        """The process of this worker in which the engine computes."""
+        if self.process is None:
+            return worker
+        (found,) = [child for child in worker.children(recursive=True) if self.process in " ".join([child.name(), *child.cmdline()])]
+        return found
+
+    def reused(self, prompt_tokens: int) -> int:
+        """Of a prompt that was computed before, all whole blocks but what has the last token, which is always computed."""
+        return (prompt_tokens - 1) // self.block_size * self.block_size
+
+
+def _environment() -> dict[str, str]:
+    """Nothing is asked of the network; and the package is found by the worker's own children, too."""
+    return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def workers_of(server: Server) -> list[psutil.Process]:
+    """Their processes, in the order of their names."""
+    children = psutil.Process(server.process.pid).children()
+    return sorted([child for child in children if "worker" in child.cmdline()], key=lambda child: child.cmdline())
+
+
+_VLLM = f"--dtype float32 --enforce-eager --block-size 32 --kv-cache-memory-bytes 67108864 --max-num-seqs {MAX_BATCH}"
+_SGLANG = (
+    "--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 16384 --page-size 32 --disable-cuda-graph"
+    f" --skip-server-warmup --max-running-requests {MAX_BATCH}"
+)
+
+SETUPS = {
+    setup.engine: setup
+    for setup in (
+        Setup(
+            "embedded",
+            ("--max-batch", str(MAX_BATCH), "--kv-blocks", "4096", "--threads", "1"),
+            block_size=16,
+            start_seconds=60,
+        ),
+        Setup("vllm", ("--engine-args", _VLLM), block_size=32, start_seconds=300, process="EngineCore"),
+        Setup(
+            "sglang",
+            ("--engine-args", _SGLANG),
+            block_size=32,
+            start_seconds=300,
+            process="scheduler",
+            environment={
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "PYTHONPATH": os.pathsep.join([str(_STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            },
+        ),
+    )
+}
