@@ -150,6 +150,11 @@ def winners(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> li
 
     Where this one and the likeliest are as good as equal, it has won. A single pass, where generating takes one for each token.
     """
+    return list(_winners(directory, tuple(prompt), tuple(tokens)))
+
+
+@functools.cache
+def _winners(directory: Path, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> list[int]:
     return judge_rows(logits(directory, prompt, tokens), tokens)
 
 

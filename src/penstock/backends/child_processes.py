@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from multiprocessing import connection
 
 GONE = "has ended"
 
@@ -64,17 +63,19 @@ def described_end(descriptor: int) -> str:
     return f"was ended by {signal.Signals(result.si_status).name}"
 
 
-def end_with_parent() -> None:
-    """Called in a process that `multiprocessing` has started: kills it as soon as its parent has ended, however that came about.
+def end_with(pid: int) -> None:
+    """Kills this process as soon as that one has ended, however that came about, and at once where it has already.
 
-    Does nothing elsewhere. An engine would otherwise go on without anyone to talk to, and keep the memory that its successor needs.
+    An engine would otherwise go on without anyone to talk to, and keep the memory that its successor needs.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
         return
 
     def wait() -> None:
-        connection.wait([parent.sentinel])
+        select.select([descriptor], [], [])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, name="end with parent", daemon=True).start()
+    threading.Thread(target=wait, name=f"end with process {pid}", daemon=True).start()

@@ -1,53 +1,34 @@
-"""Why an engine could not start, though it says so in a process of its own: that process writes it down for us, a line an exception.
+"""Why an engine could not start, though it says so in a process of its own: its log goes to a file as well, and there it is found.
 
-An engine's log is for people, and goes to standard error as ours does. What is written here is for the one line that its worker ends with.
+An engine's log is for people, and goes to standard error as ours does. What is read here is for the one line that its worker ends with.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 from pathlib import Path
 
-ERRORS = "errors"
+_ERRORS = "errors"
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-
-
-class OfChildren(logging.Filter):
-    """Lets through what tells of an exception, in processes that an engine has started."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.exc_info is not None and multiprocessing.parent_process() is not None
-
-
-class ExceptionLine(logging.Formatter):
-    """The exception alone, in one line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        error = record.exc_info[1] if record.exc_info else None
-        return " ".join(f"{type(error).__name__}: {error}".split())
+# Before every record: what follows it may have many lines.
+_RECORD = "\x1e"
+_TRACEBACK = "Traceback (most recent call last):"
+_CODE = ("    ", '  File "')
 
 
 def write_logging_config(directory: Path, logger: str, level: str) -> Path:
-    """A file for `logging.config.dictConfig`, in this directory, by which an engine logs as we do, and writes down its exceptions there."""
-    here = __name__
+    """A file for `logging.config.dictConfig`, in this directory, by which an engine logs as we do, and its errors there, too.
+
+    It names nothing of ours: an engine starts programs that read it and cannot import us.
+    """
+    stderr = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "ours", "level": level}
+    errors = {"class": "logging.FileHandler", "filename": str(directory / _ERRORS), "delay": True, "formatter": "record", "level": "ERROR"}
     config = {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"ours": {"format": _FORMAT}, "line": {"()": f"{here}.{ExceptionLine.__name__}"}},
-        "filters": {"children": {"()": f"{here}.{OfChildren.__name__}"}},
-        "handlers": {
-            "stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "ours", "level": level},
-            "errors": {
-                "class": "logging.FileHandler",
-                "filename": str(directory / ERRORS),
-                "delay": True,
-                "formatter": "line",
-                "filters": ["children"],
-                "level": "ERROR",
-            },
-        },
+        "formatters": {"ours": {"format": _FORMAT}, "record": {"format": f"{_RECORD}%(message)s"}},
+        "handlers": {"stderr": stderr, "errors": errors},
         "loggers": {logger: {"handlers": ["stderr", "errors"], "level": level, "propagate": False}},
     }
     path = directory / "logging.json"
@@ -56,9 +37,25 @@ def write_logging_config(directory: Path, logger: str, level: str) -> Path:
 
 
 def first_error(directory: Path) -> str | None:
-    """The first exception that was written down: those behind it came of it. None where there is none."""
+    """The first exception that was logged: those behind it came of it. None where there is none."""
     try:
-        lines = (directory / ERRORS).read_text(encoding="utf-8", errors="replace").splitlines()
+        records = (directory / _ERRORS).read_text(encoding="utf-8", errors="replace").split(_RECORD)
     except FileNotFoundError:
         return None
-    return lines[0] if lines else None
+    return next((_exception(record) for record in records if _TRACEBACK in record), None)
+
+
+def _exception(record: str) -> str:
+    """What stands behind the last line of a traceback's code, in one line."""
+    lines = record.rstrip().splitlines()
+    code = max((number for number, line in enumerate(lines) if line.startswith(_CODE) or line == _TRACEBACK), default=-1)
+    return " ".join(" ".join(lines[code + 1 :] or lines[-1:]).split())
+
+
+def forget_directory(directory: Path, logger: str) -> None:
+    """In this process, nothing more is written there."""
+    engine = logging.getLogger(logger)
+    for handler in [*engine.handlers]:
+        if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == directory:
+            engine.removeHandler(handler)
+            handler.close()

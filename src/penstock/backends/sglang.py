@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 from penstock.backends.child_processes import ChildWatch
 from penstock.backends.driver import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
-from penstock.backends.engine_errors import first_error
+from penstock.backends.engine_errors import first_error, forget_directory
 from penstock.backends.sglang_arguments import SglangSettings, check_version, installed_version, make_arguments
 from penstock.backends.sglang_chunks import ChunkReader
-from penstock.backends.sglang_errors import write_logging_config
+from penstock.backends.sglang_errors import LOGGER, write_logging_config
 from penstock.backends.sglang_requests import as_parameters
 from penstock.backends.sglang_sessions import StreamingSessions, Turn
 from penstock.wire.errors import ConfigError
@@ -129,6 +129,7 @@ class SglangDriver:
         if self._directory is not None:
             if os.environ.get(_LOG_CONFIG, "").startswith(f"{self._directory}/"):
                 del os.environ[_LOG_CONFIG]
+            forget_directory(self._directory, LOGGER)
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     async def _generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
@@ -299,7 +300,7 @@ def _load(settings: SglangSettings, directory: Path, version: str) -> tuple[Any,
     try:
         server_args = import_module("sglang.srt.server_args").ServerArgs
         arguments, endpoints = make_arguments(settings, server_args, events, version)
-        logging.getLogger("sglang").setLevel(arguments.log_level.upper())
+        logging.getLogger(LOGGER).setLevel(arguments.log_level.upper())
         if _LOG_CONFIG not in os.environ:
             os.environ[_LOG_CONFIG] = str(write_logging_config(directory, arguments.log_level.upper()))
         return _start_engine(arguments), endpoints

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from penstock.backends.child_processes import ChildWatch
 from penstock.backends.driver import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest
-from penstock.backends.engine_errors import first_error, write_logging_config
+from penstock.backends.engine_errors import first_error, forget_directory, write_logging_config
 from penstock.backends.vllm_arguments import VllmSettings as VllmSettings
 from penstock.backends.vllm_arguments import check_version, event_endpoints, installed_version, one_line, plan_engine
 from penstock.backends.vllm_report import report as report
@@ -34,6 +34,7 @@ END_SECONDS = 3.0
 ABANDON_SECONDS = 0.1
 CORE = "EngineCore"
 _LOG_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
+_LOGGER = "vllm"
 WITHOUT_GRAMMAR: tuple[Capability, ...] = ("logprobs", "prompt_logprobs")
 ALL: tuple[Capability, ...] = (*WITHOUT_GRAMMAR, "grammar")
 
@@ -119,6 +120,7 @@ class VllmDriver:
         if self._directory is not None:
             if os.environ.get(_LOG_CONFIG, "").startswith(f"{self._directory}/"):
                 del os.environ[_LOG_CONFIG]
+            forget_directory(self._directory, _LOGGER)
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     def _check(self, request: EngineRequest) -> None:
@@ -266,7 +268,7 @@ def _set_environment(directory: Path) -> None:
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0" and _LOG_CONFIG not in os.environ:
-        os.environ[_LOG_CONFIG] = str(write_logging_config(directory, "vllm", level.upper()))
+        os.environ[_LOG_CONFIG] = str(write_logging_config(directory, _LOGGER, level.upper()))
 
 
 def _make_engine(arguments: Any) -> Any:
@@ -274,7 +276,7 @@ def _make_engine(arguments: Any) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    from penstock.backends.vllm_executors import ending_with_parent
+    from penstock.backends.vllm_executors import WORKER_VARIABLE, ending_with_worker
 
     # That of its own server, whose defaults for batches are those of a server.
     context = UsageContext.OPENAI_API_SERVER
@@ -282,9 +284,10 @@ def _make_engine(arguments: Any) -> Any:
     if config.kv_events_config is not None and not config.cache_config.enable_prefix_caching:
         log.warning("vLLM caches no prefixes with this model: the router learns nothing of what is cached")
         config.kv_events_config = None
+    os.environ[WORKER_VARIABLE] = str(os.getpid())
     return AsyncLLM(
         config,
-        ending_with_parent(Executor.get_class(config)),
+        ending_with_worker(Executor.get_class(config)),
         log_stats=not arguments.disable_log_stats,
         usage_context=context,
         log_requests=arguments.enable_log_requests,

@@ -7,10 +7,15 @@ to watch, for half a minute passes until an executor is made.
 
 from __future__ import annotations
 
+import os
+
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from penstock.backends.child_processes import end_with_parent
+from penstock.backends.child_processes import end_with
+
+WORKER_VARIABLE = "PENSTOCK_WORKER_PROCESS"
+"""The process to end with, as those that it starts find it in their environment."""
 
 
 class OneProcess(UniProcExecutor):  # type: ignore[misc]
@@ -21,9 +26,15 @@ class ManyProcesses(MultiprocExecutor):  # type: ignore[misc]
     """The model is in processes of the engine core's, which end when it does; that is vLLM's own doing."""
 
 
-def ending_with_parent(executor: type) -> type:
+def ending_with_worker(executor: type) -> type:
     """The executor that vLLM has chosen, made to end with us; others than the two above are as they were."""
     return {UniProcExecutor: OneProcess, MultiprocExecutor: ManyProcesses}.get(executor, executor)
 
 
-end_with_parent()
+def _end_with_worker() -> None:
+    worker = os.environ.get(WORKER_VARIABLE)
+    if worker is not None and int(worker) != os.getpid():
+        end_with(int(worker))
+
+
+_end_with_worker()

@@ -70,6 +70,11 @@ class Generation:
             self.terminal = segment.terminal
 
     @property
+    def made(self) -> int:
+        """How many tokens have come."""
+        return self._slot.next_offset - self.request.offset
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         return tuple(token for delta in self.deltas for token in delta.token_ids)
 
@@ -129,7 +134,6 @@ class Replay:
         self._next_number += len(batch.events)
         apply_events(self.blocks, batch.events)
         assert not self._feed.receive(batch)
-        self.index.check_integrity()
 
     def overlap(self, names: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, the router believes the worker to have."""
@@ -141,6 +145,8 @@ class Replay:
         blocks: set[bytes] = set()
         apply_events(blocks, snapshot.events)
         assert blocks == self.blocks
+        assert self.index.held(WORKER)[0] == len(blocks)
+        self.index.check_integrity()
 
 
 class Tap:
@@ -219,13 +225,19 @@ class Rig:
         self.judge: Judge = SimulatorJudge(self.directory) if setup.engine == "simulator" else ModelJudge(self.directory)
         self.failures = 0
         self._folder = tempfile.TemporaryDirectory(prefix="contract-")
-        self._loop = uvloop.new_event_loop()
-        self._flags = flags
         self._begun = 0
         self._tasks = 0
+        self.backend = make_backend(self._settings(flags), self._on_failure)
+        self.tap = Tap(self.backend)
+        self.runtime = WorkerRuntime(self.tap)
+        self._loop = uvloop.new_event_loop()
 
     def __enter__(self) -> Self:
-        self.run(self._start(), self.setup.start_seconds)
+        try:
+            self.run(self._start(), self.setup.start_seconds)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -287,7 +299,7 @@ class Rig:
         await self.until(lambda: all(generation.terminal is not None for generation in generations))
 
     async def has_made(self, generation: Generation, count: int) -> None:
-        await self.until(lambda: len(generation.tokens) >= count or generation.terminal is not None)
+        await self.until(lambda: generation.made >= count or generation.terminal is not None)
 
     async def finish(self, requests: Iterable[Submit]) -> list[Generation]:
         """All at once, until the last has ended."""
@@ -367,17 +379,14 @@ class Rig:
             self.tap.replay.check(snapshot)
 
     async def _start(self) -> None:
-        self.backend = make_backend(self._settings(), self._on_failure)
-        self.tap = Tap(self.backend)
-        self.runtime = WorkerRuntime(self.tap)
         await self.runtime.start()
         # Engines begin some of their own tasks with their first request.
         await self.finish([self.request(self.prompt("the first", 20), 2)])
         self._tasks = len(asyncio.all_tasks())
 
-    def _settings(self) -> WorkerSettings:
+    def _settings(self, flags: Sequence[str]) -> WorkerSettings:
         address = f"unix:{self.folder / 'worker.sock'}"
-        return worker_settings(make_parser().parse_args(self.setup.arguments(self.directory, "--listen", address, *self._flags)), {})
+        return worker_settings(make_parser().parse_args(self.setup.arguments(self.directory, "--listen", address, *flags)), {})
 
     def _on_failure(self) -> None:
         self.failures += 1

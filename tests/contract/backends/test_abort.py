@@ -23,7 +23,7 @@ def all_is_free(rig: Rig) -> Iterator[None]:
 async def _fill(rig: Rig, name: str, max_tokens: int = 120) -> list[Generation]:
     """As many as are computed at once, all of which have begun."""
     filling = [rig.begin(rig.request(rig.prompt(f"{name} {number}", 20 + number), max_tokens)) for number in range(MAX_BATCH)]
-    await rig.until(lambda: all(generation.tokens for generation in filling))
+    await rig.until(lambda: all(generation.made for generation in filling))
     return filling
 
 

@@ -49,7 +49,7 @@ def _check_death(rig: Rig, kill: Callable[[], object]) -> None:
         (ended,) = await rig.finish([rig.request(rig.prompt("ended before", 20), 5)])
         requests = [rig.request(rig.prompt(f"to die {number}", 20 + number), 1900) for number in range(MAX_BATCH + 4)]
         dying = [rig.begin(request) for request in requests]
-        await rig.until(lambda: sum(bool(generation.tokens) for generation in dying) >= 4)
+        await rig.until(lambda: sum(generation.made > 0 for generation in dying) >= 4)
         kill()
         await rig.until(lambda: rig.failures > 0)
         await rig.ended(*dying)

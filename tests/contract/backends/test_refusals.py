@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import pytest
 from msgspec.structs import replace
@@ -10,41 +10,41 @@ from msgspec.structs import replace
 from chat_model import VOCABULARY
 from contract.backends.rig import GREEDY, Generation, Rig
 from contract.backends.setups import CONTEXT_LENGTH, KV_TOKENS
+from penstock.wire.messages import Fault, Submit
 
 
-def _refused(rig: Rig, prompt: tuple[int, ...], max_tokens: int = 8, **fields: Any) -> Generation:
-    """Alone beside one that runs, which is exact, as is one that comes after."""
+def _refused(rig: Rig, *requests: Submit) -> list[Fault]:
+    """Why each of them is, beside one that runs, which is exact, as is one that comes after."""
 
-    async def refuse() -> Generation:
+    async def refuse() -> list[Generation]:
         other = rig.begin(rig.request(rig.prompt("beside a refused one", 30), 30))
         await rig.has_made(other, 1)
-        (refused,) = await rig.finish([rig.request(prompt, max_tokens, **fields)])
+        refused = await rig.finish(requests)
         await rig.ended(other)
         (after,) = await rig.finish([rig.request(rig.prompt("after a refused one", 20), 5)])
         rig.check_exact(other, after)
         return refused
 
-    refused = rig.run(refuse())
-    assert not refused.fault.retryable
-    return refused
+    faults = [generation.fault for generation in rig.run(refuse())]
+    assert not any(fault.retryable for fault in faults)
+    return faults
 
 
-@pytest.mark.parametrize("token", [-1, -(2**31), VOCABULARY, VOCABULARY + 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1])
 @pytest.mark.parametrize("place", ["prompt", "stop_ids", "logit_bias"])
-def test_ids_that_the_model_does_not_have(rig: Rig, token: int, place: str) -> None:
+def test_ids_that_the_model_does_not_have(rig: Rig, place: str) -> None:
     prompt = rig.prompt("bad ids", 20)
-    fields: dict[str, Any] = {}
+    tokens = [-1, -(2**31), VOCABULARY, VOCABULARY + 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1]
     match place:
         case "prompt":
-            prompt = (*prompt[:7], token, *prompt[7:])
+            requests = [rig.request((*prompt[:7], token, *prompt[7:])) for token in tokens]
         case "stop_ids":
-            fields["stop_ids"] = (5, token)
-        case "logit_bias":
-            fields["logit_bias"] = ((5, 1.0), (token, 1.0))
-    fault = _refused(rig, prompt, **fields).fault
-    assert fault.code == "invalid_token"
-    assert str(token) in fault.message
-    assert f"0 to {VOCABULARY - 1}" in fault.message
+            requests = [rig.request(prompt, stop_ids=(5, token)) for token in tokens]
+        case _:
+            requests = [rig.request(prompt, logit_bias=((5, 1.0), (token, 1.0))) for token in tokens]
+    for token, fault in zip(tokens, _refused(rig, *requests), strict=True):
+        assert fault.code == "invalid_token"
+        assert str(token) in fault.message
+        assert f"0 to {VOCABULARY - 1}" in fault.message
 
 
 @pytest.mark.parametrize("token", [0, 2, VOCABULARY - 1])
@@ -56,16 +56,18 @@ def test_the_first_and_the_last_id_are_the_models(rig: Rig, token: int) -> None:
 
 
 def test_an_empty_prompt(rig: Rig) -> None:
-    assert _refused(rig, ()).fault.code == "empty_prompt"
+    (fault,) = _refused(rig, rig.request(()))
+    assert fault.code == "empty_prompt"
 
 
-@pytest.mark.parametrize(("too_long", "max_tokens"), [(1, 8), (1, 1), (5000, 8), (1, 1500)])
-def test_what_does_not_fit_the_context(rig: Rig, too_long: int, max_tokens: int) -> None:
-    length = rig.model.context_length + too_long - max_tokens
-    fault = _refused(rig, rig.prompt("too long", length), max_tokens).fault
-    assert fault.code == "context_length_exceeded"
-    assert f"{length + max_tokens:,}" in fault.message
-    assert f"{rig.model.context_length:,}" in fault.message
+def test_what_does_not_fit_the_context(rig: Rig) -> None:
+    most = rig.model.context_length
+    sizes = [(most - 7, 8), (most, 1), (most + 5000, 8), (most - 1499, 1500), (10, 2**40)]
+    requests = [rig.request(rig.prompt("too long", length), max_tokens) for length, max_tokens in sizes]
+    for (length, max_tokens), fault in zip(sizes, _refused(rig, *requests), strict=True):
+        assert fault.code == "context_length_exceeded"
+        assert f"{length + max_tokens:,}" in fault.message
+        assert f"{most:,}" in fault.message
 
 
 def test_the_context_is_as_long_as_was_asked_for(rig: Rig) -> None:
@@ -84,31 +86,28 @@ def test_a_context_is_not_counted_twice_when_it_goes_on(rig: Rig) -> None:
     assert rest.tokens == whole.tokens[12:]
 
 
-@pytest.mark.parametrize("offset", [-1, 21, 2**40])
-def test_an_offset_that_cannot_be(rig: Rig, offset: int) -> None:
-    assert _refused(rig, rig.prompt("bad offset", 20), 2**41, offset=offset).fault.code == "invalid_offset"
+def test_an_offset_that_cannot_be(rig: Rig) -> None:
+    requests = [rig.request(rig.prompt("bad offset", 20), 2**41, offset=offset) for offset in (-1, 21, 2**40)]
+    assert [fault.code for fault in _refused(rig, *requests)] == ["invalid_offset"] * 3
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
+def test_what_cannot_be_sampled_by(rig: Rig) -> None:
+    cases: list[dict[str, float]] = [
         {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},
         {"min_p": 1.5},
         {"presence_penalty": 1e6},
-        {"frequency_penalty": float("nan")},
+        {"frequency_penalty": math.nan},
         {"repetition_penalty": 0.0},
-    ],
-    ids=str,
-)
-def test_what_cannot_be_sampled_by(rig: Rig, sampling: dict[str, float]) -> None:
-    fault = _refused(rig, rig.prompt("bad sampling", 20), sampling=replace(GREEDY, **sampling)).fault
-    assert fault.code == "invalid_sampling"
-    assert next(iter(sampling)) in fault.message
+    ]
+    requests = [rig.request(rig.prompt("bad sampling", 20), sampling=replace(GREEDY, **case)) for case in cases]
+    for case, fault in zip(cases, _refused(rig, *requests), strict=True):
+        assert fault.code == "invalid_sampling"
+        assert next(iter(case)) in fault.message
 
 
 def test_more_kv_than_there_is(rig: Rig) -> None:
@@ -118,7 +117,7 @@ def test_more_kv_than_there_is(rig: Rig) -> None:
         return
     with Rig(rig.setup, "--kv-blocks", "64") as small:
         size = 64 * small.model.block_size
-        fault = _refused(small, small.prompt("too much KV", size), 1).fault
+        (fault,) = _refused(small, small.request(small.prompt("too much KV", size), 1))
         assert fault.code == "kv_too_small"
         assert "64" in fault.message
         fits = small.say(small.prompt("just enough KV", size - 10), 10)

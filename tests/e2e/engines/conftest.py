@@ -52,7 +52,7 @@ def judge() -> Judge:
 @pytest.fixture(scope="session")
 def server(setup: Setup) -> Iterator[Server]:
     """For all tests that break nothing. They all go by one worker, and it has to end in order."""
-    server = setup.begin(chat_model()).wait_ready(setup.start_seconds)
+    server = setup.start(chat_model())
     yield server
     assert server.stop(timeout=60) == 0, server.log
     assert not [line for line in server.log if "Traceback" in line], server.log
@@ -64,8 +64,8 @@ def begin(setup: Setup) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
     def start(*arguments: str) -> Server:
-        servers.append(setup.begin(chat_model(), *arguments))
-        return servers[-1].wait_ready(setup.start_seconds)
+        servers.append(setup.start(chat_model(), *arguments))
+        return servers[-1]
 
     yield start
     for server in servers:

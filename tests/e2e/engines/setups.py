@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,27 +14,38 @@ from e2e.harness import Server
 MODEL = "tiny"
 CONTEXT_LENGTH = 2048
 MAX_BATCH = 8
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _STAND_IN = Path(__file__).parents[2] / "engines" / "sglang_cpu"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`process` is in the title of the process that computes; None where the worker itself does. KV is reused by whole blocks."""
+    """`process` is in the title of the process that computes; None where the worker itself does. KV is reused by whole blocks.
+
+    `lacks` has what a client can tell the engine by, with the reason: a test of it asserts what happens instead. `keeps` is how much of the
+    context the engine keeps to itself, so that it has to be started with so much more.
+    """
 
     engine: str
     arguments: tuple[str, ...]
     block_size: int
     start_seconds: float
     process: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    keeps: int = 0
 
-    def begin(self, model: Path, *arguments: str) -> Server:
-        """Starts a server, and does not wait for it. What it has lost it waits for as long as the engine may take to come back."""
-        named = ("--model", str(model), "--served-name", MODEL, "--context-length", str(CONTEXT_LENGTH))
+    def start(self, model: Path, *arguments: str) -> Server:
+        """A server that is ready. What it has lost it waits for as long as the engine may take to come back."""
+        named = ("--model", str(model), "--served-name", MODEL, "--context-length", str(CONTEXT_LENGTH + self.keeps))
         wait = ("--worker-wait", str(self.start_seconds))
-        return Server(
-            *named, *wait, *self.arguments, *arguments, engine=self.engine, model=MODEL, environment={**_environment(), **self.environment}
-        )
+        environment = {**OFFLINE, **self.environment}
+        server = Server(*named, *wait, *self.arguments, *arguments, engine=self.engine, model=MODEL, environment=environment)
+        try:
+            return server.wait_ready(self.start_seconds)
+        except AssertionError:
+            server.stop()
+            raise
 
     def computing(self, worker: psutil.Process) -> psutil.Process:
         """The process of this worker in which the engine computes."""
@@ -45,11 +57,6 @@ class Setup:
     def reused(self, prompt_tokens: int) -> int:
         """Of a prompt that was computed before, all whole blocks but what has the last token, which is always computed."""
         return (prompt_tokens - 1) // self.block_size * self.block_size
-
-
-def _environment() -> dict[str, str]:
-    """Nothing is asked of the network; and the package is found by the worker's own children, too."""
-    return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def workers_of(server: Server) -> list[psutil.Process]:
@@ -84,6 +91,11 @@ SETUPS = {
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "PYTHONPATH": os.pathsep.join([str(_STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]),
             },
+            lacks={
+                "seeds": "it heeds them only with --enable-deterministic-inference, which this attention backend does not have",
+                "counts in time": "it begins a step before it has seen the token of the last one, so that penalties come a token late",
+            },
+            keeps=6,
         ),
     )
 }

@@ -18,12 +18,13 @@ from e2e.harness import Server, wait_until
 WORKERS = ("worker-0", "worker-1")
 PREFIX_TOKENS = 160
 PREFIXES = 6
+TOKENS = 400
 
 
 @pytest.fixture(scope="module")
 def cluster(setup: Setup) -> Iterator[Server]:
     """A router that expects nothing of where it has sent a prompt before: what it knows of prefixes, the workers have told it."""
-    server = setup.begin(chat_model(), "--workers", "2", "--router-sibling-seconds", "0").wait_ready(setup.start_seconds)
+    server = setup.start(chat_model(), "--workers", "2", "--router-sibling-seconds", "0")
     wait_until(lambda: server.metric("penstock_workers") == 2, timeout=setup.start_seconds)
     yield server
     assert server.stop(timeout=60) == 0, server.log
@@ -77,14 +78,15 @@ def test_a_killed_worker_is_not_noticed(cluster: Server, judge: Judge, setup: Se
     """One of the two is killed, with all processes of its engine, while both stream. Its streams go on with the other; and it comes back,
     with nothing cached, which the router knows."""
     wait_until(lambda: is_idle(cluster))
-    expected = sure_answers(judge, 9000, 8, 250)
+    expected = sure_answers(judge, 9000, 8, TOKENS)
     before = cluster.metric("penstock_links_lost_total")
-    readings = [Reading(cluster, one, 250) for one in expected]
-    running = [cluster.metric("penstock_requests_running", role="worker", name=worker) for worker in WORKERS]
-    assert min(running) >= 1, "only one of them had anything to lose"
     victim = workers_of(cluster)[0]
     assert "--name=worker-0" in victim.cmdline()
-    for process in (*victim.children(recursive=True), victim):
+    processes = [*victim.children(recursive=True), victim]
+    readings = [Reading(cluster, one, TOKENS) for one in expected]
+    running = [cluster.metric("penstock_requests_running", role="worker", name=worker) for worker in WORKERS]
+    assert min(running) >= 1, "only one of them had anything to lose"
+    for process in processes:
         process.kill()
     assert read_all(readings) == [one.text for one in expected]
     assert cluster.metric("penstock_links_lost_total") == before + 1

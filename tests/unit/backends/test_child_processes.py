@@ -9,25 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
 from penstock.backends.child_processes import GONE, ChildWatch
 
-# A process whose child calls `end_with_parent` and says that it has; both wait until they are ended.
+# A process whose child ends with it and says that it will; both wait until they are ended.
 PARENT = """
-import multiprocessing, os, signal
-from penstock.backends.child_processes import end_with_parent
-
-def child():
-    end_with_parent()
-    print(os.getpid(), flush=True)
-    signal.pause()
-
-if __name__ == "__main__":
-    multiprocessing.get_context("spawn").Process(target=child).start()
-    signal.pause()
+import os, signal, subprocess, sys
+child = "import os, signal, sys; from penstock.backends.child_processes import end_with; "
+child += "end_with(int(sys.argv[1])); print(os.getpid(), flush=True); signal.pause()"
+subprocess.Popen([sys.executable, "-c", child, str(os.getpid())])
+signal.pause()
 """
 
 
@@ -98,11 +91,9 @@ async def test_nothing_is_told_after_close() -> None:
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def parent() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A process, and the child that has started."""
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT, encoding="utf-8")
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         yield process, child
@@ -118,3 +109,11 @@ async def test_a_child_ends_with_its_parent(number: signal.Signals, parent: tupl
     ChildWatch([(child, "the child")], on_end)
     process.send_signal(number)
     assert (await reason).startswith("the child ")
+
+
+def test_a_child_ends_that_comes_too_late() -> None:
+    with started("") as gone:
+        gone.wait()
+    code = f"import signal; from penstock.backends.child_processes import end_with; end_with({gone.pid}); signal.pause()"
+    with started(code) as process:
+        assert process.wait() == -signal.SIGKILL

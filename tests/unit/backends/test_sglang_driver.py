@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
+import logging.config
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.backends import sglang_report
 from penstock.backends.driver import Chunk, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.engine_errors import first_error, forget_directory
 from penstock.backends.sglang import SglangDriver
 from penstock.backends.sglang_arguments import DEFAULT_PAGE_SIZE, SglangSettings, check_version, make_arguments
 from penstock.backends.sglang_chunks import ChunkReader
-from penstock.backends.sglang_errors import LastLine
+from penstock.backends.sglang_errors import FAILURES, LOGGER, write_logging_config
 from penstock.backends.sglang_requests import as_ebnf, as_parameters, engine_priority, sampling_parameters
 from penstock.backends.sglang_sessions import StreamingSessions
 from penstock.wire.errors import ConfigError
@@ -448,7 +450,16 @@ class TestStreamingSessions:
         assert self.engine.open == []
 
 
-def test_a_traceback_comes_to_its_last_line() -> None:
-    text = 'Scheduler hit an exception: Traceback (most recent call last):\n  File "x", line 1\nRuntimeError: no room\n\n'
-    record = logging.LogRecord("sglang", logging.ERROR, "x", 1, text, None, None)
-    assert LastLine().format(record) == "RuntimeError: no room"
+def test_what_is_kept_of_its_log_is_why_it_failed(tmp_path: Path) -> None:
+    with write_logging_config(tmp_path, "ERROR").open(encoding="utf-8") as config:
+        logging.config.dictConfig(json.load(config))
+    try:
+        logging.getLogger("sglang.srt.constrained.llguidance_backend").error("Hit invalid grammar: Traceback (most recent call last):\nno")
+        logging.getLogger(FAILURES).error(
+            'Scheduler hit an exception: Traceback (most recent call last):\n  File "x"\nRuntimeError: no room\n'
+        )
+        assert first_error(tmp_path) == "RuntimeError: no room"
+    finally:
+        forget_directory(tmp_path, LOGGER)
+        logging.getLogger(LOGGER).handlers.clear()
+        logging.getLogger(LOGGER).propagate = True
