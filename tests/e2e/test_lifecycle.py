@@ -146,6 +146,18 @@ def test_sigterm_lets_what_runs_finish_and_exits_zero(serve: Callable[..., Serve
     assert server.join() == 0
 
 
+def test_a_worker_that_is_told_to_end_while_it_loads_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock", "worker", f"--listen=unix:{tmp_path}/w.sock"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.stderr is not None
+        told = [next(line for line in worker.stderr if "loading" in line)]
+        worker.terminate()
+        told += worker.stderr
+        assert worker.wait(30) == 0, told
+    assert "told to end before the engine was loaded" in told[-1]
+    assert not [line for line in told if "Traceback" in line or "is loaded after" in line]
+
+
 def test_what_does_not_finish_within_the_grace_gets_a_fault(serve: Callable[..., Server]) -> None:
     server = serve("--step-ms", "10", "--grace", "0.3")
     with begin_stream(server, max_tokens=100_000, ignore_eos=True) as connection:

@@ -152,7 +152,7 @@ class SglangDriver:
                         return
             except ValueError as error:
                 # It is how SGLang refuses a request before it has sent it to its scheduler.
-                raise EngineRefused(Fault("invalid_request", f"SGLang: {error}")) from error
+                raise EngineRefused(Fault("engine_refused", f"SGLang: {error}")) from error
             finally:
                 await self._end(request.id, raw_chunks)
         finally:

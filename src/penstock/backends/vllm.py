@@ -172,7 +172,7 @@ class VllmDriver:
         if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
             error = error.__cause__
         if isinstance(error, VLLMClientError | ValueError):
-            return EngineRefused(Fault("invalid_request", one_line(error)))
+            return EngineRefused(Fault("engine_refused", one_line(error)))
         if isinstance(error, GracefulHTTPError):
             return EngineRefused(Fault("overloaded", one_line(error), retryable=True))
         log.error("vLLM has failed a generation", exc_info=error)

@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 SIMULATED_CONTEXT = 131_072
 # How long a worker that ends waits for its front ends to take what it hands over.
 HAND_OVER_SECONDS = 2.0
+# How long an engine that is told to end while it loads may take for that.
+ABANDON_SECONDS = 5.0
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -62,10 +64,11 @@ async def run_worker(settings: WorkerSettings) -> int:
     server = WorkerServer(runtime, settings.name, settings.listen, settings.secret)
     async with contextlib.AsyncExitStack() as stack:
         store = None if settings.store is None else await _open_redis(settings.store, stack)
-        await runtime.start()
-        await server.start()
-        _tune_garbage_collection()
         with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
+            if not await _load(runtime, stopped):
+                return 0
+            await server.start()
+            _tune_garbage_collection()
             if store is not None:
                 from penstock.cluster.membership import Registration
 
@@ -82,6 +85,27 @@ async def run_worker(settings: WorkerSettings) -> int:
         await runtime.close()
     log.info("%s has ended", settings.name)
     return 1 if failed.is_set() else 0
+
+
+async def _load(runtime: WorkerRuntime, stopped: asyncio.Event) -> bool:
+    """Whether the engine runs now; not where the worker is told to end before that: nobody waits for a load that may take minutes."""
+    loading = asyncio.create_task(runtime.start(), name="loading")
+    stopping = asyncio.create_task(stopped.wait())
+    await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if loading.done():
+        stopping.cancel()
+        await loading
+        return True
+    log.info("told to end before the engine was loaded")
+    loading.cancel()
+    try:
+        async with asyncio.timeout(ABANDON_SECONDS):
+            await asyncio.wait([loading])
+            await runtime.close()
+    except TimeoutError:
+        # A thread that reads a large model cannot be stopped. There is nothing yet that could be lost.
+        os._exit(0)
+    return False
 
 
 def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:

@@ -85,6 +85,7 @@ def _make_driver(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer
                     max_batch=foreign.max_batch,
                     kv_memory=foreign.kv_memory,
                     kv_blocks=foreign.kv_blocks,
+                    block_size=foreign.block_size,
                     any_version=foreign.any_version,
                 )
             )

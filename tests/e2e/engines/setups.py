@@ -67,7 +67,7 @@ def workers_of(server: Server) -> list[psutil.Process]:
 
 _VLLM = f"--dtype float32 --enforce-eager --block-size 32 --kv-cache-memory-bytes 67108864 --max-num-seqs {MAX_BATCH}"
 _SGLANG = (
-    "--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 16384 --page-size 32 --disable-cuda-graph"
+    "--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 65536 --page-size 32 --disable-cuda-graph"
     f" --skip-server-warmup --max-running-requests {MAX_BATCH}"
 )
 

@@ -136,7 +136,8 @@ def test_logit_bias_forces_and_forbids(server: Server, judge: Judge) -> None:
 
 
 class Penalized:
-    """As OpenAI defines them: by what was generated, the one for having come at all, the other for every time. `late` tokens are not seen yet."""
+    """As OpenAI defines them: by what was generated, the one for having come at all, the other for every time. The `late` newest tokens
+    are not seen yet."""
 
     def __init__(self, presence: float, frequency: float, late: int) -> None:
         self._presence, self._frequency, self._late = presence, frequency, late
