@@ -125,10 +125,7 @@ def test_going_on_at_a_temperature(rig: Rig) -> None:
     whole = rig.say(prompt, 40, seed=31, sampling=WARM)
     rests = [rig.say((*prompt, *whole.tokens[:15]), 40, seed=31, sampling=WARM, offset=15) for _ in range(2)]
     assert (rests[0].tokens == rests[1].tokens) == (not rig.lacks("seeds"))
-    if rig.lacks("noise by position"):
-        assert rests[0].tokens[:20] != whole.tokens[:20], "the noise of the beginning, again"
-    else:
-        assert rests[0].tokens == whole.tokens[15:]
+    assert rig.lacks("noise by position") or rests[0].tokens == whole.tokens[15:]
     rests[0].check()
 
 

@@ -82,7 +82,7 @@ def test_several_and_none() -> None:
         [[1], [2]],
         [[[1]]],
         [torch.tensor([1, 2]), 3],
-        iter([1]),
+        pytest.param(iter([1]), id="iterator"),
     ],
     ids=repr,
 )
