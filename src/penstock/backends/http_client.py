@@ -162,8 +162,10 @@ class EngineClient:
         content, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
         try:
             return await self._session.post(self._url + path, data=content, headers=headers, allow_redirects=False)
-        except aiohttp.ServerDisconnectedError:
-            # A connection that was kept, and that the server closed as this was on its way: nobody has read it.
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            # A connection that was kept, and that the server closed or reset as this was on its way: nobody has read it.
             return await self._session.post(self._url + path, data=content, headers=headers, allow_redirects=False)
 
 

@@ -16,7 +16,7 @@ import psutil
 from contract.backends.rig import Generation, Rig
 from contract.backends.setups import MAX_BATCH
 from penstock.cluster.address import UnixAddress
-from penstock.cluster.worker_link import connect
+from penstock.cluster.worker_link import WorkerLink, connect
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.errors import LinkBroken
 from penstock.wire.messages import Fault
@@ -97,6 +97,17 @@ def _break_a_copy(rig: Rig) -> None:
     assert broken
 
 
+async def _connected(rig: Rig, address: UnixAddress) -> WorkerLink:
+    """As soon as the worker listens."""
+    while True:
+        try:
+            link, _ = await connect(address, "test", SECRET)
+        except LinkBroken:
+            await rig.breathe()
+        else:
+            return link
+
+
 async def _kill_the_worker(rig: Rig) -> None:
     """The simulator has no engine apart from its worker: the link breaks, once for each generation, and with all that had come."""
     address = rig.folder / "killed.sock"
@@ -104,8 +115,7 @@ async def _kill_the_worker(rig: Rig) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))}
     worker = await asyncio.create_subprocess_exec(sys.executable, "-m", "penstock", *arguments, env=environment)
     try:
-        await rig.until(address.exists)
-        link, _ = await connect(UnixAddress(str(address)), "test", SECRET)
+        link = await _connected(rig, UnixAddress(str(address)))
         requests = [rig.request(rig.prompt(f"to die {number}", 20 + number), 1900) for number in range(MAX_BATCH + 4)]
         mailboxes = [Mailbox(Doorbell()) for _ in requests]
         begun = [link.submit(request, mailbox) for request, mailbox in zip(requests, mailboxes, strict=True)]

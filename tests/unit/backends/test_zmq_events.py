@@ -529,5 +529,5 @@ async def test_what_is_no_endpoint_is_said_at_the_start(endpoints: EventEndpoint
 
 async def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"'zmq': pip install 'penstock\[engines\]'"):
+    with pytest.raises(ConfigError, match=r"'zmq': pip install pyzmq"):
         await KvEventFeed(EventEndpoints("ipc:///tmp/x"), SIZE, Listener()).start()
