@@ -24,8 +24,8 @@ from typing import Any
 
 import uvloop
 
-from penstock.backends.driver import EngineRequest
-from penstock.backends.sglang import SglangDriver, SglangSettings
+from penstock.backends.driver import EngineRequest, EngineSettings
+from penstock.backends.sglang import SglangDriver
 from penstock.wire.messages import Sampling
 
 MODES = {"cumulative": (), "incremental": ("--incremental-streaming-output",)}
@@ -93,7 +93,7 @@ async def compare(driver: SglangDriver, streams: int, tokens: int) -> dict[str, 
 
 async def run(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     engine_args = (*shlex.split(arguments.engine_args), *MODES[mode])
-    driver = SglangDriver(SglangSettings(model=str(arguments.model), engine_args=engine_args))
+    driver = SglangDriver(EngineSettings(model=str(arguments.model), engine_args=engine_args))
     await driver.start(lambda reason: sys.exit(f"SGLang has failed: {reason}"))
     try:
         # Compiles and fills what the first requests need, so that it is not counted.

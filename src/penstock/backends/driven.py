@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 # While tokens are owed, the engine is asked so often whether it still goes on, and sessions that have run out are ended.
 WATCH_SECONDS = 1.0
+MOST_SEED = 2**63 - 1
 
 
 class Grammars(Protocol):
@@ -291,7 +292,7 @@ class DrivenBackend:
             token_ids=request.token_ids[: len(request.token_ids) - len(generation.to_skip)],
             max_tokens=max(1, request.max_tokens - made),
             # The engine counts positions from where it begins: what comes later must not have the noise of the beginning.
-            seed=request.seed if not made else _seed_behind(request.seed, made),
+            seed=_engine_seed(request.seed, made),
             min_tokens=max(0, request.min_tokens - made),
             ignore_eos=request.ignore_eos,
             logprobs=request.logprobs,
@@ -441,6 +442,8 @@ class DrivenBackend:
         self._on_failure()
 
 
-def _seed_behind(seed: int, position: int) -> int:
-    """Another seed for what an engine makes from this position on."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "big") >> 1
+def _engine_seed(seed: int, position: int) -> int:
+    """The seed for what an engine makes from this position on. Engines have 64 bits with a sign, and -1 is no seed to them."""
+    if position:
+        seed = int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "big")
+    return seed & MOST_SEED

@@ -28,8 +28,8 @@ class EngineRequest(Struct, frozen=True, gc=False):
     """One generation as an engine is asked for it: what was generated elsewhere is part of the prompt.
 
     `id` is new for every request and of a fixed length, so that no id begins another one. All token ids have been checked, as have the
-    context length and the sampling. `lark` is a grammar for llguidance. `session_id` names a session that was granted a lease;
-    `is_retained` says that the KV is to be kept rather than other KV.
+    context length and the sampling; `seed` is from 0 to below 2**63. `lark` is a grammar for llguidance. `session_id` names a session that
+    was granted a lease; `is_retained` says that the KV is to be kept rather than other KV.
     """
 
     id: str
@@ -85,6 +85,22 @@ class EngineFacts:
     max_batch: int = 0
     events: EventEndpoints | None = None
     capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", "grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How an engine is to run in the worker. `engine_args` are its own flags, as words; what is None is the engine's to decide.
+    `streaming_sessions` is for SGLang, `any_version` to try one that is not known to work."""
+
+    model: str
+    engine_args: tuple[str, ...] = ()
+    context_length: int | None = None
+    max_batch: int | None = None
+    kv_memory: float | None = None
+    kv_blocks: int | None = None
+    block_size: int | None = None
+    streaming_sessions: bool = False
+    any_version: bool = False
 
 
 class EngineDriver(Protocol):

@@ -17,17 +17,20 @@ _TRACEBACK = "Traceback (most recent call last):"
 _CODE = ("    ", '  File "')
 
 
-def write_logging_config(directory: Path, logger: str, level: str) -> Path:
+def write_logging_config(directory: Path, logger: str, level: str, failures: str) -> Path:
     """A file for `logging.config.dictConfig`, in this directory, by which an engine logs as we do, and its errors there, too.
 
-    It names nothing of ours: an engine starts programs that read it and cannot import us.
+    `failures` is the logger that tells why a process fails: others may log every mistake of a client's, and fill the file. Nothing of
+    ours is named: an engine starts programs that read it and cannot import us.
     """
     stderr = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "ours", "level": level}
     errors = {"class": "logging.FileHandler", "filename": str(directory / _ERRORS), "delay": True, "formatter": "record", "level": "ERROR"}
+    errors["filters"] = ["failures"]
     config = {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"ours": {"format": _FORMAT}, "record": {"format": f"{_RECORD}%(message)s"}},
+        "filters": {"failures": {"name": failures}},
         "handlers": {"stderr": stderr, "errors": errors},
         "loggers": {logger: {"handlers": ["stderr", "errors"], "level": level, "propagate": False}},
     }

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from penstock.backends.driver import Chunk, EngineRefused, EngineRequest
-from penstock.backends.http_dialects import BaseReader, Body, Reader, lost, raise_error, seed_of, unsupported
+from penstock.backends.http_dialects import BaseReader, Body, Reader, lost, raise_error, unsupported
 from penstock.backends.http_text import TextTokens, Unwritable
+from penstock.backends.vllm_requests import sampling_arguments
 from penstock.text.tokenizer import Tokenizer
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
@@ -109,7 +110,7 @@ class TextDialect:
             "top_p": sampling.top_p,
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
-            "seed": seed_of(request),
+            "seed": request.seed,
             "stream": True,
         }
         if request.logit_bias:
@@ -136,21 +137,7 @@ def _common(request: EngineRequest) -> Body:
     """What both of vLLM's routes call the same."""
     if request.bootstrap is not None:
         raise unsupported("prefill and decode apart from each other")
-    params: Body = {
-        **structs.asdict(request.sampling),
-        "max_tokens": request.max_tokens,
-        "min_tokens": request.min_tokens,
-        "ignore_eos": request.ignore_eos,
-        "stop_token_ids": request.stop_ids,
-        "seed": seed_of(request),
-    }
-    if request.logit_bias:
-        params["logit_bias"] = _biases(request)
-    if request.logprobs is not None:
-        params["logprobs"] = request.logprobs
-    if request.prompt_logprobs:
-        params["prompt_logprobs"] = request.logprobs or 0
-    return params
+    return sampling_arguments(request)
 
 
 def _biases(request: EngineRequest) -> Body:

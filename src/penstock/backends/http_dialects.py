@@ -15,7 +15,6 @@ from penstock.backends.driver import Chunk, EngineRefused, EngineRequest
 from penstock.wire.messages import Fault
 
 MOST_MESSAGE = 500
-SEED_BITS = 63
 
 Body = dict[str, Any]
 
@@ -83,11 +82,6 @@ def raise_error(error: object) -> NoReturn:
     """Raises what an event says that went wrong. Servers have begun their answer by then, so the status is in its code, if anywhere."""
     code = error.get("code") or error.get("status_code") if isinstance(error, dict) else None
     raise refused(message_in(error), code if isinstance(code, int) and 400 <= code < 600 else 500)
-
-
-def seed_of(request: EngineRequest) -> int:
-    """As engines take it: they have 64 bits with a sign, and -1 is no seed to them."""
-    return request.seed & ((1 << SEED_BITS) - 1)
 
 
 class BaseReader:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
 from penstock.backends.driver import Chunk, EngineRequest
-from penstock.backends.http_dialects import BaseReader, Body, Reader, lost, raise_error, seed_of, unsupported
+from penstock.backends.http_dialects import BaseReader, Body, Reader, lost, raise_error, unsupported
 from penstock.backends.sglang_chunks import ChunkReader
+from penstock.backends.sglang_requests import as_parameters
 
 
 @dataclass(frozen=True)
@@ -35,43 +35,10 @@ class SglangDialect:
     def body(self, request: EngineRequest) -> Body:
         if request.bootstrap is not None and not self._traits.is_disaggregated:
             raise unsupported("prefill and decode apart from each other: the server was not started for it")
-        body: Body = {
-            "rid": request.id,
-            "input_ids": request.token_ids,
-            "stream": not request.prompt_logprobs,
-            "sampling_params": self._sampling(request),
-        }
-        if request.logprobs is not None or request.prompt_logprobs:
-            body |= {
-                "return_logprob": True,
-                "top_logprobs_num": request.logprobs or 0,
-                "logprob_start_len": 0 if request.prompt_logprobs else -1,
-            }
-        if request.session_id is not None and self._traits.has_sessions:
-            body["session_id"] = request.session_id
-        if self._traits.has_priority:
-            body["priority"] = max(request.priority, 1) if request.is_retained else request.priority
-        if request.bootstrap is not None:
-            body |= {f"bootstrap_{name}": getattr(request.bootstrap, name) for name in ("host", "port", "room")}
-        return body
-
-    def _sampling(self, request: EngineRequest) -> Body:
-        params: Body = {
-            **structs.asdict(request.sampling),
-            "top_k": request.sampling.top_k or -1,
-            "max_new_tokens": request.max_tokens,
-            "min_new_tokens": request.min_tokens,
-            "ignore_eos": request.ignore_eos,
-            "stop_token_ids": request.stop_ids,
-            "sampling_seed": seed_of(request),
-        }
-        if request.logit_bias:
-            params["logit_bias"] = {str(token): bias for token, bias in request.logit_bias}
-        if request.lark is not None:
-            if not self._traits.has_grammar:
-                raise unsupported("a grammar: SGLang must be started with --grammar-backend llguidance")
-            params["ebnf"] = request.lark
-        return params
+        if request.lark is not None and not self._traits.has_grammar:
+            raise unsupported("a grammar: SGLang must be started with --grammar-backend llguidance")
+        body = as_parameters(request, None, tags_sessions=self._traits.has_sessions, has_priority=self._traits.has_priority)
+        return body | {"stream": not request.prompt_logprobs}
 
     def reader(self, request: EngineRequest) -> Reader:
         return _SglangReader(request, self._traits.is_incremental)

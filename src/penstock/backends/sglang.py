@@ -22,17 +22,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.backends.child_processes import ChildWatch
-from penstock.backends.driver import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
-from penstock.backends.engine_errors import first_error, forget_directory
-from penstock.backends.sglang_arguments import SglangSettings, check_version, installed_version, make_arguments
+from penstock.backends.driver import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EngineSettings, EventEndpoints
+from penstock.backends.engine_errors import first_error, forget_directory, write_logging_config
+from penstock.backends.sglang_arguments import check_version, installed_version, make_arguments
 from penstock.backends.sglang_chunks import ChunkReader
-from penstock.backends.sglang_errors import LOGGER, write_logging_config
 from penstock.backends.sglang_requests import as_parameters
 from penstock.backends.sglang_sessions import StreamingSessions, Turn
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import Capability, Fault
-
-__all__ = ["SglangDriver", "SglangSettings"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +43,9 @@ ABANDON_SECONDS = 0.1
 SESSION_CAPACITY = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108, it is where SGLang has it
 _LOG_CONFIG = "SGLANG_LOGGING_CONFIG_PATH"
+LOGGER = "sglang"
+# What it logs when its process fails, and little else. Others log every grammar that they cannot compile.
+FAILURES = "sglang.srt.managers.scheduler"
 
 
 class SglangDriver:
@@ -55,7 +55,7 @@ class SglangDriver:
     other signal is touched.
     """
 
-    def __init__(self, settings: SglangSettings) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self.has_grammar = False
         self.disaggregation = "null"
         self._settings = settings
@@ -290,7 +290,7 @@ class SglangDriver:
                 child.join()
 
 
-def _load(settings: SglangSettings, directory: Path, version: str) -> tuple[Any, EventEndpoints | None]:
+def _load(settings: EngineSettings, directory: Path, version: str) -> tuple[Any, EventEndpoints | None]:
     """In the thread of its own: SGLang's Engine, and where its KV events are. Raises ConfigError."""
     # Logprobs are of the model's own distribution, as everywhere in Penstock.
     os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
@@ -302,7 +302,7 @@ def _load(settings: SglangSettings, directory: Path, version: str) -> tuple[Any,
         arguments, endpoints = make_arguments(settings, server_args, events, version)
         logging.getLogger(LOGGER).setLevel(arguments.log_level.upper())
         if _LOG_CONFIG not in os.environ:
-            os.environ[_LOG_CONFIG] = str(write_logging_config(directory, arguments.log_level.upper()))
+            os.environ[_LOG_CONFIG] = str(write_logging_config(directory, LOGGER, arguments.log_level.upper(), FAILURES))
         return _start_engine(arguments), endpoints
     except ConfigError:
         raise

@@ -7,14 +7,15 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from penstock.backends.driver import EventEndpoints
+from penstock.backends.driver import EngineSettings, EventEndpoints
 from penstock.wire.errors import ConfigError
 
 OLDEST, BEFORE = (0, 5, 21), (0, 5, 24)
 """The versions whose sources were compared: everything that is used here is the same in all of them."""
+
+INSTALL = "pip install 'sglang>=0.5.21,<0.5.24'"
 
 MERGES_FROM = (0, 5, 10)
 """Before it, SGLang dropped all but the newest of the incremental chunks that nobody had read yet."""
@@ -23,20 +24,6 @@ DEFAULT_PAGE_SIZE = 16
 """SGLang's own is one token, which would make a KV event of every token."""
 
 EVERYWHERE = ("*", "::", "0.0.0.0")  # noqa: S104, it is how SGLang tells an address to bind from one to connect to
-
-
-@dataclass(frozen=True, slots=True)
-class SglangSettings:
-    """`engine_args` are SGLang's own flags, as words. What None stands for is SGLang's to say."""
-
-    model: str
-    engine_args: tuple[str, ...] = ()
-    context_length: int | None = None
-    max_batch: int | None = None
-    kv_memory: float | None = None
-    kv_blocks: int | None = None
-    streaming_sessions: bool = False
-    any_version: bool = False
 
 
 class ServerArguments(Protocol):
@@ -60,7 +47,7 @@ def installed_version() -> str:
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as missing:
-        raise ConfigError("--engine sglang needs the package 'sglang', which is not installed here") from missing
+        raise ConfigError(f"--engine sglang needs the package sglang: {INSTALL}") from missing
 
 
 def check_version(version: str, *, any_version: bool = False) -> None:
@@ -80,14 +67,14 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def make_arguments(
-    settings: SglangSettings, server_args: type[ServerArguments], events: EventEndpoints, version: str
+    settings: EngineSettings, server_args: type[ServerArguments], events: EventEndpoints, version: str
 ) -> tuple[Any, EventEndpoints | None]:
     """SGLang's arguments, and where its KV events will be. `events` is where to have them unless the user says otherwise.
 
     Raises ConfigError for what SGLang does not take, for what is said twice, and for what could lose tokens.
     """
     given = _given(settings.engine_args, server_args)
-    chosen = {**_from_settings(settings, given), **_defaults(given, events)}
+    chosen = {**_defaults(given, events), **_from_settings(settings, given)}
     values = {**given, **chosen}
     _refuse(values, version)
     parser = _parser(server_args)
@@ -117,19 +104,20 @@ def _given(words: Sequence[str], server_args: type[ServerArguments]) -> dict[str
     return vars(parser.parse_args(list(words)))
 
 
-def _from_settings(settings: SglangSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+def _from_settings(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str, Any]:
     """Penstock's own flags, as SGLang's fields. What they do not set, the user's words may."""
     if settings.kv_memory is not None:
         raise ConfigError(
             f"--kv-memory is {settings.kv_memory:g}, which SGLang cannot be told: use --kv-blocks, or its own --mem-fraction-static"
         )
-    page_size = given.get("page_size", DEFAULT_PAGE_SIZE)
+    page_size = settings.block_size or given.get("page_size", DEFAULT_PAGE_SIZE)
     kv_tokens = None if settings.kv_blocks is None else settings.kv_blocks * page_size
     wanted = {
         "model_path": ("--model", settings.model),
         "context_length": ("--context-length", settings.context_length),
         "max_running_requests": ("--max-batch", settings.max_batch),
         "max_total_tokens": ("--kv-blocks", kv_tokens),
+        "page_size": ("--block-size", settings.block_size),
         "enable_streaming_session": ("--streaming-sessions", settings.streaming_sessions or None),
     }
     for field, (flag, value) in wanted.items():

@@ -55,7 +55,7 @@ def sampling_parameters(request: EngineRequest) -> dict[str, Any]:
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "ignore_eos": request.ignore_eos,
-        "sampling_seed": request.seed & (2**63 - 1),
+        "sampling_seed": request.seed,
     }
     if request.stop_ids:
         parameters["stop_token_ids"] = list(request.stop_ids)

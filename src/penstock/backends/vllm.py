@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.backends.child_processes import ChildWatch
-from penstock.backends.driver import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest
+from penstock.backends.driver import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EngineSettings
 from penstock.backends.engine_errors import first_error, forget_directory, write_logging_config
-from penstock.backends.vllm_arguments import VllmSettings as VllmSettings
 from penstock.backends.vllm_arguments import check_version, event_endpoints, installed_version, one_line, plan_engine
-from penstock.backends.vllm_report import report as report
 from penstock.backends.vllm_requests import check_end, chunk_of, sampling_arguments
 from penstock.wire.errors import ConfigError, PenstockError
 from penstock.wire.messages import Capability, Fault
@@ -42,7 +40,7 @@ ALL: tuple[Capability, ...] = (*WITHOUT_GRAMMAR, "grammar")
 class VllmDriver:
     """See `driver.EngineDriver`."""
 
-    def __init__(self, settings: VllmSettings) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._has_grammar = False
         self._directory: Path | None = None
@@ -268,7 +266,7 @@ def _set_environment(directory: Path) -> None:
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0" and _LOG_CONFIG not in os.environ:
-        os.environ[_LOG_CONFIG] = str(write_logging_config(directory, _LOGGER, level.upper()))
+        os.environ[_LOG_CONFIG] = str(write_logging_config(directory, _LOGGER, level.upper(), failures=_LOGGER))
 
 
 def _make_engine(arguments: Any) -> Any:

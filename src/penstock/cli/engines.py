@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.backends.driven import DrivenBackend, EventFeed, Grammars
-from penstock.backends.driver import EngineDriver, EventEndpoints
+from penstock.backends.driver import EngineDriver, EngineSettings, EventEndpoints
+from penstock.backends.http_settings import HttpEngineSettings, api_key_from
 from penstock.cli.config import WorkerSettings
 from penstock.text.load import load_tokenizer
 from penstock.text.model_config import read_end_ids, read_vocab_size
@@ -72,56 +73,48 @@ def find_model(model: Path) -> Path:
 
 
 def _make_driver(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> EngineDriver:
-    foreign = settings.foreign
     match settings.engine:
         case "vllm":
-            from penstock.backends.vllm import VllmDriver, VllmSettings
+            from penstock.backends.vllm import VllmDriver
 
-            return VllmDriver(
-                VllmSettings(
-                    model=str(directory),
-                    engine_args=foreign.engine_args,
-                    context_length=settings.context_length,
-                    max_batch=foreign.max_batch,
-                    kv_memory=foreign.kv_memory,
-                    kv_blocks=foreign.kv_blocks,
-                    block_size=foreign.block_size,
-                    any_version=foreign.any_version,
-                )
-            )
+            return VllmDriver(_engine_settings(settings, directory))
         case "sglang":
-            from penstock.backends.sglang import SglangDriver, SglangSettings
+            from penstock.backends.sglang import SglangDriver
 
-            return SglangDriver(
-                SglangSettings(
-                    model=str(directory),
-                    engine_args=foreign.engine_args,
-                    context_length=settings.context_length,
-                    max_batch=foreign.max_batch,
-                    kv_memory=foreign.kv_memory,
-                    kv_blocks=foreign.kv_blocks,
-                    streaming_sessions=foreign.streaming_sessions,
-                    any_version=foreign.any_version,
-                )
-            )
+            return SglangDriver(_engine_settings(settings, directory))
         case _:
-            from penstock.backends.http_settings import HttpEngineSettings, api_key_from
             from penstock.backends.openai_http import HttpDriver
 
-            assert foreign.url is not None
-            events = None if foreign.kv_events is None else EventEndpoints(foreign.kv_events, foreign.kv_replay)
-            return HttpDriver(
-                HttpEngineSettings(
-                    url=foreign.url,
-                    model_name=foreign.upstream_model,
-                    api_key=api_key_from(os.environ),
-                    route=foreign.route,
-                    events=events,
-                    block_size=foreign.block_size,
-                    context_length=settings.context_length,
-                ),
-                tokenizer,
-            )
+            return HttpDriver(_http_settings(settings), tokenizer)
+
+
+def _engine_settings(settings: WorkerSettings, directory: Path) -> EngineSettings:
+    foreign = settings.foreign
+    return EngineSettings(
+        model=str(directory),
+        engine_args=foreign.engine_args,
+        context_length=settings.context_length,
+        max_batch=foreign.max_batch,
+        kv_memory=foreign.kv_memory,
+        kv_blocks=foreign.kv_blocks,
+        block_size=foreign.block_size,
+        streaming_sessions=foreign.streaming_sessions,
+        any_version=foreign.any_version,
+    )
+
+
+def _http_settings(settings: WorkerSettings) -> HttpEngineSettings:
+    foreign = settings.foreign
+    assert foreign.url is not None
+    return HttpEngineSettings(
+        url=foreign.url,
+        model_name=foreign.upstream_model,
+        api_key=api_key_from(os.environ),
+        route=foreign.route,
+        events=None if foreign.kv_events is None else EventEndpoints(foreign.kv_events, foreign.kv_replay),
+        block_size=foreign.block_size,
+        context_length=settings.context_length,
+    )
 
 
 def _make_grammars(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> Grammars | None:

@@ -344,7 +344,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 def _add_foreign(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "vLLM, SGLang, and engines behind HTTP",
-        "--context-length, --max-batch, --kv-memory and --kv-blocks are handed on where they are given. `penstock doctor` tells what "
+        "--context-length, --max-batch, --kv-memory, --kv-blocks and --block-size are handed on where they are given. `penstock doctor` tells what "
         "each can do.",
     )
     group.add_argument(

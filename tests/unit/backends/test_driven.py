@@ -272,6 +272,15 @@ async def test_going_on_from_the_middle_counts_what_was_made() -> None:
         assert [delta.offset for delta in rig.deltas(1)] == [2, 3]
 
 
+@pytest.mark.parametrize(("seed", "expected"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**64 - 1, 2**63 - 1), (-1, 2**63 - 1), (2**63, 0)])
+async def test_every_seed_is_one_for_the_engine(seed: int, expected: int) -> None:
+    async with running() as rig:
+        assert (await rig.begin(submit(1, seed=seed))).seed == expected
+        behind = await rig.begin(submit(2, [1, 2, 3, 8, 9], 6, offset=2, seed=seed))
+        assert 0 <= behind.seed < 2**63
+        assert behind.seed != expected
+
+
 async def test_only_the_prompt_is_wanted() -> None:
     async with running() as rig:
         request = await rig.begin(submit(1, max_tokens=0, prompt_logprobs=True))

@@ -43,7 +43,7 @@ for error in (%s, RuntimeError("a helper has failed")):
     ],
 )
 def test_the_first_exception_is_the_reason(error: str, expected: str, tmp_path: Path) -> None:
-    config = write_logging_config(tmp_path, LOGGER, "WARNING")
+    config = write_logging_config(tmp_path, LOGGER, "WARNING", LOGGER)
     ran = subprocess.run([sys.executable, "-c", ENGINE % error, config], check=True, stderr=subprocess.PIPE, text=True)
     assert first_error(tmp_path) == expected
     # People read all of it.
@@ -52,12 +52,12 @@ def test_the_first_exception_is_the_reason(error: str, expected: str, tmp_path: 
 
 
 def test_nothing_was_logged(tmp_path: Path) -> None:
-    write_logging_config(tmp_path, LOGGER, "ERROR")
+    write_logging_config(tmp_path, LOGGER, "ERROR", LOGGER)
     assert first_error(tmp_path) is None
 
 
 def test_here_nothing_is_written_once_the_directory_is_forgotten(tmp_path: Path) -> None:
-    config = write_logging_config(tmp_path, LOGGER, "ERROR")
+    config = write_logging_config(tmp_path, LOGGER, "ERROR", LOGGER)
     dictConfig(msgspec.json.decode(config.read_bytes()))
     log = logging.getLogger(LOGGER)
     forget_directory(tmp_path / "another", LOGGER)

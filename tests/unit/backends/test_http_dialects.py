@@ -12,6 +12,7 @@ from penstock.backends.http_completions import CompletionsDialect, TextDialect, 
 from penstock.backends.http_dialects import Dialect, Reader, message_in
 from penstock.backends.http_sglang import SglangDialect, SglangTraits
 from penstock.backends.http_text import byte_tokens
+from penstock.backends.sglang_requests import RETAINED_PRIORITY
 from penstock.wire.messages import Bootstrap, Fault, Sampling, TokenLogprob
 from tokenizer_kinds import tokenizer_of
 
@@ -109,7 +110,7 @@ def test_garbage_is_a_loss_that_can_be_mended(garbage: str) -> None:
 
 def test_what_sglang_is_asked() -> None:
     everything = request(
-        seed=2**64 - 1,
+        seed=2**63 - 1,
         sampling=Sampling(temperature=0.5, top_k=4),
         stop_ids=(3,),
         logit_bias=((7, -1.5),),
@@ -121,12 +122,12 @@ def test_what_sglang_is_asked() -> None:
     )
     body = SglangDialect(ALL_ON).body(everything)
     assert body["rid"] == everything.id
-    assert (body["input_ids"], body["stream"], body["session_id"], body["priority"]) == ((5, 6, 7), True, "s", 4)
+    assert (body["input_ids"], body["stream"], body["session_id"], body["priority"]) == ([5, 6, 7], True, "s", 4)
     assert (body["return_logprob"], body["top_logprobs_num"], body["logprob_start_len"]) == (True, 2, -1)
     assert (body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"]) == ("host", 1, 2)
     params = body["sampling_params"]
     assert params["sampling_seed"] == 2**63 - 1
-    assert (params["top_k"], params["ebnf"], params["logit_bias"], params["stop_token_ids"]) == (4, 'start: "a"', {"7": -1.5}, (3,))
+    assert (params["top_k"], params["ebnf"], params["logit_bias"], params["stop_token_ids"]) == (4, 'start: "a"', {"7": -1.5}, [3])
     # A server fills in its own where nothing is sent.
     assert params.keys() >= set(Sampling.__struct_fields__)
 
@@ -144,7 +145,15 @@ def test_what_a_server_was_not_started_for_is_not_asked_of_it() -> None:
 
 def test_retained_kv_is_worth_more() -> None:
     dialect = SglangDialect(ALL_ON)
-    assert [dialect.body(request(is_retained=kept, priority=0))["priority"] for kept in (False, True)] == [0, 1]
+    assert [dialect.body(request(is_retained=kept, priority=0))["priority"] for kept in (False, True)] == [0, RETAINED_PRIORITY]
+
+
+def test_under_a_grammar_nothing_keeps_an_end_from_coming() -> None:
+    asked = request(lark='start: "a"', min_tokens=5, ignore_eos=True)
+    assert SglangDialect(ALL_ON).body(asked)["sampling_params"]["min_new_tokens"] == 0
+    for body in (VLLM.body(asked)["sampling_params"], COMPLETIONS.body(asked)):
+        assert not body.get("min_tokens")
+        assert not body["ignore_eos"]
 
 
 # vLLM and OpenAI.

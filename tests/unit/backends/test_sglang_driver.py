@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.backends import sglang_report
-from penstock.backends.driver import Chunk, EngineRefused, EngineRequest, EventEndpoints
-from penstock.backends.engine_errors import first_error, forget_directory
-from penstock.backends.sglang import SglangDriver
-from penstock.backends.sglang_arguments import DEFAULT_PAGE_SIZE, SglangSettings, check_version, make_arguments
+from penstock.backends.driver import Chunk, EngineRefused, EngineRequest, EngineSettings, EventEndpoints
+from penstock.backends.engine_errors import first_error, forget_directory, write_logging_config
+from penstock.backends.sglang import FAILURES, LOGGER, SglangDriver
+from penstock.backends.sglang_arguments import DEFAULT_PAGE_SIZE, check_version, make_arguments
 from penstock.backends.sglang_chunks import ChunkReader
-from penstock.backends.sglang_errors import FAILURES, LOGGER, write_logging_config
 from penstock.backends.sglang_requests import as_ebnf, as_parameters, engine_priority, sampling_parameters
 from penstock.backends.sglang_sessions import StreamingSessions
 from penstock.wire.errors import ConfigError
@@ -178,7 +177,7 @@ class TestParameters:
         sampling = Sampling(
             temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.2
         )
-        request = asked(sampling=sampling, min_tokens=2, ignore_eos=True, stop_ids=(8, 9), logit_bias=((4, -2.0),), seed=2**64 - 1)
+        request = asked(sampling=sampling, min_tokens=2, ignore_eos=True, stop_ids=(8, 9), logit_bias=((4, -2.0),), seed=2**63 - 1)
         assert sampling_parameters(request) == {
             "max_new_tokens": 3,
             "min_new_tokens": 2,
@@ -264,7 +263,7 @@ class Arguments:
 
 
 def made(words: str = "", *, version: str = "0.5.23", **settings: Any) -> tuple[Any, EventEndpoints | None]:
-    return make_arguments(SglangSettings("/models/m", tuple(words.split()), **settings), Arguments, HERE, version)
+    return make_arguments(EngineSettings("/models/m", tuple(words.split()), **settings), Arguments, HERE, version)
 
 
 class TestArguments:
@@ -285,6 +284,8 @@ class TestArguments:
         arguments, _ = made("--page-size 32", context_length=4096, max_batch=8, kv_blocks=100, streaming_sessions=True)
         assert (arguments.context_length, arguments.max_running_requests, arguments.max_total_tokens) == (4096, 8, 3200)
         assert arguments.enable_streaming_session
+        arguments, _ = made(block_size=64, kv_blocks=100)
+        assert (arguments.page_size, arguments.max_total_tokens) == (64, 6400)
 
     @pytest.mark.parametrize(
         ("words", "settings", "flag"),
@@ -292,6 +293,7 @@ class TestArguments:
             ("--context-length 1", {"context_length": 2}, "--context-length"),
             ("--max-running-requests 1", {"max_batch": 2}, "--max-batch"),
             ("--max-total-tokens 1", {"kv_blocks": 2}, "--kv-blocks"),
+            ("--page-size 32", {"block_size": 64}, "--block-size"),
             ("--model /other", {}, "--model"),
         ],
     )
@@ -347,7 +349,7 @@ class TestArguments:
         ],
     )
     def test_events_where_the_user_wants_them(self, config: str, expected: EventEndpoints | None) -> None:
-        assert make_arguments(SglangSettings("/m", ("--kv-events-config", config)), Arguments, HERE, "0.5.23")[1] == expected
+        assert make_arguments(EngineSettings("/m", ("--kv-events-config", config)), Arguments, HERE, "0.5.23")[1] == expected
 
 
 class TestVersions:
@@ -362,13 +364,13 @@ class TestVersions:
         check_version(version, any_version=True)
 
     async def test_without_the_package_that_is_said(self) -> None:
-        with pytest.raises(ConfigError, match="needs the package 'sglang'"):
-            await SglangDriver(SglangSettings("/m")).start(lambda _: None)
+        with pytest.raises(ConfigError, match="needs the package sglang: pip install"):
+            await SglangDriver(EngineSettings("/m")).start(lambda _: None)
 
     def test_the_report_says_so_too(self) -> None:
         report = sglang_report.report()
         assert (report.engine, report.version, report.features) == ("sglang", None, ())
-        assert "not installed" in str(report.problem)
+        assert "pip install" in str(report.problem)
 
 
 class Engine:
@@ -451,7 +453,7 @@ class TestStreamingSessions:
 
 
 def test_what_is_kept_of_its_log_is_why_it_failed(tmp_path: Path) -> None:
-    with write_logging_config(tmp_path, "ERROR").open(encoding="utf-8") as config:
+    with write_logging_config(tmp_path, LOGGER, "ERROR", FAILURES).open(encoding="utf-8") as config:
         logging.config.dictConfig(json.load(config))
     try:
         logging.getLogger("sglang.srt.constrained.llguidance_backend").error("Hit invalid grammar: Traceback (most recent call last):\nno")

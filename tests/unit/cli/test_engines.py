@@ -45,7 +45,7 @@ def test_serve_hands_on_what_is_for_its_workers() -> None:
         (["--engine=vllm", "--model=m", "--streaming-sessions"], "--streaming-sessions is for --engine sglang, not for vllm"),
         (["--engine=vllm", "--model=m", "--engine-args=--x 'y"], '--engine-args is "--x \'y": No closing quotation'),
         (["--engine=simulator", "--block-size=0"], "--block-size is 0"),
-        (["--engine=sglang", "--model=m", "--block-size=8"], "--block-size is for --engine simulator or vllm or http, not for sglang"),
+        (["--engine=embedded", "--block-size=8"], "--block-size is for --engine simulator or vllm or sglang or http, not for embedded"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(flags: list[str], said: str) -> None:
