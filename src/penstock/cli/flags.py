@@ -336,7 +336,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--block-size",
         type=int,
         metavar="TOKENS",
-        help=f"tokens of a KV block (default: {simulator.block_size}; http: what the engine says)",
+        help=f"tokens of a KV block (default: {simulator.block_size}; of other engines: their own)",
     )
     _add_foreign(parser)
 
@@ -344,8 +344,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 def _add_foreign(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "vLLM, SGLang, and engines behind HTTP",
-        "--context-length, --max-batch, --kv-memory, --kv-blocks and --block-size are handed on where they are given. `penstock doctor` tells what "
-        "each can do.",
+        "--context-length, --max-batch, --kv-memory, --kv-blocks and --block-size are handed on where they are given. `penstock doctor` "
+        "tells what each can do.",
     )
     group.add_argument(
         "--engine-args",
