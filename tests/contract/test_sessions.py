@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+
+import pytest
 
 from penstock.http.hints import Hints, SessionWish
 from penstock.router.affinity import Binding, Claim, MemoryStore, session_key
@@ -207,6 +209,44 @@ async def test_a_session_whose_worker_is_gone_moves(tmp_path: Path) -> None:
         assert other.simulator.stats().sessions == 1
 
 
+async def test_a_session_that_finds_no_lease_where_it_goes_keeps_its_time_and_moves_later(tmp_path: Path) -> None:
+    now = 0.0
+    store = MemoryStore(clock=lambda: now)
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}", max_sessions=1)) for number in range(2)]
+        front_end = await stack.enter_async_context(FrontEnd(workers, store=store))
+        turn, _ = await front_end.run(submit(1), wish("open"))
+        (home,) = [worker for worker in workers if worker.name == turn.worker]
+        (other,) = [worker for worker in workers if worker is not home]
+        await home.server.close()
+        await until(lambda: len(front_end.pool.members) == 1)
+        await front_end.run(submit(2), wish("open", "another"))
+        for number, asked in [(3, wish()), (4, wish("open", timeout=62.0))]:
+            turn, reader = await front_end.run(submit(number), asked)
+            assert (turn.state, turn.worker, reader.tokens) == ("over_quota", other.name, expected(number, 16))
+        await front_end.sessions.close_session("somebody", "another")
+        await until(lambda: other.simulator.stats().sessions == 0)
+        now = 30.0
+        turn, _ = await front_end.run(submit(5), wish())
+        assert (turn.state, turn.worker) == ("open", other.name)
+        listing = await front_end.sessions.get_session("somebody", "agent")
+        assert listing is not None
+        assert (listing.binding.worker, other.simulator.stats().sessions) == (other.name, 1)
+        # Without a lease, too, it ends when its time has come, and not with the time that a running turn has.
+        await other.server.close()
+        await until(lambda: not front_end.pool.members)
+        async with Worker(tmp_path, home.name, max_sessions=0) as full:
+            await until(lambda: len(front_end.pool.members) == 1)
+            turn, _ = await front_end.run(submit(6), wish())
+            assert (turn.state, turn.worker) == ("over_quota", full.name)
+            await until(lambda: len(front_end.sessions._tasks) == 2)
+            key = session_key("somebody", "simulator", "agent")
+            now = 91.0
+            assert await store.get(key) is not None
+            now = 93.0
+            assert await store.get(key) is None
+
+
 async def test_a_turn_that_migrates_takes_its_session_along(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(2)]
@@ -362,6 +402,11 @@ class SlowStore(MemoryStore):
         await self.may_write.wait()
         return await super().claim(key, binding, seconds, owner, quota)
 
+    async def rebind(self, key: str, old_epoch: int, binding: Binding, seconds: float, owner: str | None = None) -> Binding:
+        self.waiting += 1
+        await self.may_write.wait()
+        return await super().rebind(key, old_epoch, binding, seconds, owner)
+
 
 async def test_a_session_that_moves_while_it_is_bound_is_bound_where_it_went(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
@@ -381,6 +426,62 @@ async def test_a_session_that_moves_while_it_is_bound_is_bound_where_it_went(tmp
         assert listing is not None
         assert listing.binding.worker == other.name == turn.worker
         assert listing.report is not None
+
+
+async def test_a_session_that_is_closed_while_it_moves_stays_closed(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(2)]
+        store = SlowStore()
+        store.may_write.set()
+        front_end = await stack.enter_async_context(FrontEnd(workers, store=store))
+        turn, _ = await front_end.run(submit(1), wish("open"))
+        store.may_write.clear()
+        store.waiting = 0
+        running = asyncio.create_task(front_end.run(submit(2, 400), wish()))
+        (home,) = [worker for worker in workers if worker.name == turn.worker]
+        await until(lambda: home.simulator.stats().running == 1)
+        await home.server.close()
+        await until(lambda: store.waiting == 1)
+        assert await front_end.sessions.close_session("somebody", "agent")
+        store.may_write.set()
+        _, reader = await running
+        assert reader.tokens == expected(2, 400)
+        await until(lambda: len(store) == 0 and len(front_end.sessions._tasks) == 2)
+        (other,) = [worker for worker in workers if worker is not home]
+        assert other.simulator.stats().sessions == 0
+
+
+class HeldRenewals(MemoryStore):
+    """A store in which what prolongs a running turn's binding takes as long as the test likes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock=clock)
+        self.may_renew = asyncio.Event()
+        self.waiting = 0
+
+    async def renew(self, key: str, epoch: int, seconds: float) -> bool:
+        if seconds > 60.0:
+            self.waiting += 1
+            await self.may_renew.wait()
+            self.waiting -= 1
+        return await super().renew(key, epoch, seconds)
+
+
+async def test_a_renewal_that_comes_after_the_last_turns_end_prolongs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cluster.sessions.KEEP_ALIVE_SECONDS", 0.01)
+    now = 0.0
+    store = HeldRenewals(clock=lambda: now)
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store) as front_end:
+        running = asyncio.create_task(front_end.run(submit(1, 200), wish("open")))
+        await until(lambda: store.waiting == 1)
+        await running
+        await until(lambda: len(front_end.sessions._tasks) == 2)
+        store.may_renew.set()
+        await until(lambda: store.waiting == 0)
+        key = session_key("somebody", "simulator", "agent")
+        assert await store.get(key) is not None
+        now = 61.0
+        assert await store.get(key) is None
 
 
 async def test_a_claim_that_was_lost_gives_its_lease_back(tmp_path: Path) -> None:

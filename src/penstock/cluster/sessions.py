@@ -190,12 +190,12 @@ class Sessions:
         if session.active:
             return
         if not self.is_open(session):
-            # It was ended meanwhile; a turn that moved may have a lease all the same.
-            self._abandon(session)
+            # It was ended meanwhile; a turn that moved may have a lease, and a place in the store, all the same.
+            await self._close(session)
         elif session.is_closing or session.bound_epoch is None:
             self.counts["closed"] += session.is_closing
             await self._close(session)
-        elif await self._store.renew(session.key, session.epoch, session.timeout):
+        elif await self._store.renew(session.key, session.bound_epoch, session.timeout):
             session.expires_at = self._clock() + session.timeout + REAP_SLACK
             self._list_expiry(session)
         elif not self._is_in_use(session):
@@ -239,11 +239,12 @@ class Sessions:
 
     async def _renew(self, session: Session, binding: Binding | None) -> bool:
         """While a turn runs. A timeout that is new is written, too, for the other front ends."""
-        seconds = session.timeout + ACTIVE_MARGIN
+        seconds, bound_epoch = session.timeout + ACTIVE_MARGIN, session.bound_epoch
+        assert bound_epoch is not None
         if binding is None or binding.timeout == session.timeout:
-            return await self._store.renew(session.key, session.epoch, seconds)
+            return await self._store.renew(session.key, bound_epoch, seconds)
         changed = structs.replace(binding, timeout=session.timeout)
-        return (await self._store.rebind(session.key, binding.epoch, changed, seconds, session.owner)).epoch == session.epoch
+        return (await self._store.rebind(session.key, binding.epoch, changed, seconds, session.owner)).epoch == bound_epoch
 
     async def _bind(self, turn: Turn, session: Session) -> None:
         """Writes into the store where the session is; again, if it has moved and been granted meanwhile."""
@@ -342,7 +343,7 @@ class Sessions:
         binding = await self._store.get(session.key)
         if self._is_in_use(session):
             return
-        if not self._store.is_available or (binding is not None and binding.epoch == session.epoch):
+        if not self._store.is_available or (binding is not None and binding.epoch == session.bound_epoch):
             # Another front end has had a turn of it since, or may have had: it, or the worker's own timer, will see to its end.
             self._forget(session)
             return
@@ -359,6 +360,9 @@ class Sessions:
             for session in list(self._active):
                 if session.bound_epoch is not None and self._is_in_use(session):
                     await self._store.renew(session.key, session.bound_epoch, session.timeout + ACTIVE_MARGIN)
+                    if not self._is_in_use(session):
+                        # Its last turn has ended meanwhile, and may have told the store before us.
+                        await self._settle(session)
 
     def _spawn(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine, name=name)
