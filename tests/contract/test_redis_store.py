@@ -346,6 +346,17 @@ async def test_thousands_at_once_are_no_outage(server: RedisServer) -> None:
         assert store.is_available
 
 
+async def test_a_process_that_was_kept_from_running_has_not_lost_its_redis(server: RedisServer) -> None:
+    async with redis_store(server.url, f"{os.urandom(8).hex()}:") as store:
+        await store.claim("a", bound("", 1), 60.0)
+        asked = [asyncio.create_task(store.get("a")) for _ in range(3)]
+        await asyncio.sleep(0)
+        # As when others have the machine: nothing runs here, while Redis answers.
+        time.sleep(CALL_SECONDS * 1.2)  # noqa: ASYNC251
+        assert await asyncio.gather(*asked) == [bound("", 1)] * 3
+        assert store.is_available
+
+
 async def test_a_lost_redis_is_done_without(own_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock")
     async with redis_store(own_server.url) as store:

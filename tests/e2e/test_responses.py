@@ -342,7 +342,8 @@ def test_one_key_knows_nothing_of_another(serve: Callable[..., Server], tmp_path
     ann = client_of(server, "ann")
     made = ann.responses.create(model="simulator", input="A secret", max_output_tokens=5, stream=True)
     response = list(made)[-1].response  # type: ignore[union-attr]
-    running = ann.responses.create(model="simulator", input="A", background=True, max_output_tokens=3000, **seeded(1, ignore_eos=True))
+    running = ann.responses.create(model="simulator", input="A", background=True, max_output_tokens=60_000, **seeded(1, ignore_eos=True))
+    wait_until(lambda: ann.responses.retrieve(running.id).status == "in_progress")
     conversation = ann.conversations.create(items=[{"role": "user", "content": "A secret"}])
     item = ann.conversations.items.list(conversation.id).data[0].id
     body = {"model": "simulator", "input": "b", "max_output_tokens": 3}

@@ -24,6 +24,9 @@ from penstock.wire.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 0.5
+# The time of a call passes in so many parts, each of which begins when the one before has been noticed: a process that was kept from
+# running for a while has not waited for Redis meanwhile, and looks first whether the answer has come.
+PARTS_OF_A_CALL = 5
 PROBE_SECONDS = 1.0
 CALLS_AT_ONCE = 32
 SWEEP = 1000
@@ -272,15 +275,28 @@ class RedisStore:
 
 
 async def _in_time(answer: Awaitable[Answer]) -> Answer:
-    """Raises TimeoutError after CALL_SECONDS. A cancellation that was lost on the way is made up for: `asyncio.wait_for`, which the
-    library uses, may swallow one before Python 3.12, and then the caller would run on."""
+    """Raises TimeoutError after CALL_SECONDS of waiting. A cancellation that was lost on the way is made up for: `asyncio.wait_for`,
+    which the library uses, may swallow one before Python 3.12, and then the caller would run on."""
     task = asyncio.current_task()
     assert task is not None
     cancellations = task.cancelling()
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+
+    def wait_on(parts: int) -> None:
+        nonlocal timer
+        if parts:
+            timer = loop.call_later(CALL_SECONDS / PARTS_OF_A_CALL, wait_on, parts - 1)
+        else:
+            limit.reschedule(loop.time())
+
     try:
-        async with asyncio.timeout(CALL_SECONDS):
+        async with asyncio.timeout(None) as limit:
+            wait_on(PARTS_OF_A_CALL)
             return await answer
     finally:
+        if timer is not None:
+            timer.cancel()
         if task.cancelling() > cancellations:
             raise asyncio.CancelledError
 

@@ -145,13 +145,13 @@ class FileGuard:
             return  # there is room again: the server takes this connection
         with contextlib.suppress(OSError):  # the client may be gone already
             connection, _ = self._listener.accept()
+            self._tally.connections_refused += 1
             # Closing before the request has come would reset the connection, and the client might not see the answer.
             self._lingering.append(connection)
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, connection.close)
             connection.setblocking(False)
             connection.send(self._answer)
             connection.shutdown(socket.SHUT_WR)
-            self._tally.connections_refused += 1
-            asyncio.get_running_loop().call_later(LINGER_SECONDS, connection.close)
         if len(self._lingering) > MOST_LINGERING:
             self._lingering.popleft().close()
 
