@@ -54,11 +54,13 @@ class EventLines:
 
     def _next_line(self) -> bytes | None:
         buffer = self._buffer
-        found = [place for end in (b"\n", b"\r") if (place := buffer.find(end, self._scanned)) >= 0]
-        if not found:
+        newline = buffer.find(b"\n", self._scanned)
+        # No further than to the LF: with streams that have no CR, every line would be looked for to the end of all that has come.
+        carriage = buffer.find(b"\r", self._scanned, len(buffer) if newline < 0 else newline)
+        stop = newline if carriage < 0 else carriage
+        if stop < 0:
             self._scanned = len(buffer)
             return None
-        stop = min(found)
         line = bytes(buffer[:stop])
         after = stop + 1
         if buffer[stop] == ord("\r"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -49,3 +50,16 @@ def test_a_long_line_is_searched_once() -> None:
     for _ in range(20_000):
         assert lines.feed(piece) == []
     assert lines.feed(b"\n\n") == [piece * 20_000]
+
+
+def test_many_lines_at_once_cost_no_more_than_in_pieces() -> None:
+    """Each is looked for once, whatever waits behind it."""
+    stream, size = (b"data: " + b"x" * 200 + b"\n\n") * 10_000, 4096
+
+    def seconds(pieces: list[bytes]) -> float:
+        lines, began = EventLines(2**26), time.process_time()
+        assert sum(len(lines.feed(piece)) for piece in pieces) == 10_000
+        return time.process_time() - began
+
+    in_pieces = seconds([stream[start : start + size] for start in range(0, len(stream), size)])
+    assert seconds([stream]) < 5 * in_pieces
