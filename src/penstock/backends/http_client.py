@@ -54,7 +54,7 @@ class Answer(NamedTuple):
         """What the body says; None where it is no JSON."""
         try:
             return msgspec.json.decode(self.body)
-        except msgspec.DecodeError:
+        except (ValueError, RecursionError):
             return None
 
     @property
@@ -70,11 +70,12 @@ class Stream:
     def __init__(self, response: aiohttp.ClientResponse, refusal: Answer | None) -> None:
         self._response = response
         self.refusal = refusal
-        self._is_ending = False
+        self._ends_at: float | None = None
 
     def end_soon(self) -> None:
-        """All that matters has come; what is left may not take long."""
-        self._is_ending = True
+        """All that matters has come; what is left may not take long, whatever it is."""
+        if self._ends_at is None:
+            self._ends_at = asyncio.get_running_loop().time() + ENDING_SECONDS
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The data of each event but the one that says that there are no more; a whole answer is one event. Raises Broken."""
@@ -88,7 +89,9 @@ class Stream:
             except EventTooLarge as error:
                 raise Broken(str(error)) from error
             for event in events:
-                is_done = is_done or event == DONE
+                if event == DONE:
+                    is_done = True
+                    self.end_soon()
                 if not is_done:
                     yield event
 
@@ -96,10 +99,10 @@ class Stream:
         """What has come meanwhile; nothing at the end."""
         with _translated():
             try:
-                async with asyncio.timeout(ENDING_SECONDS if self._is_ending else None):
+                async with asyncio.timeout_at(self._ends_at):
                     return await self._response.content.readany()
             except TimeoutError:
-                if self._is_ending:
+                if self._ends_at is not None:
                     return b""
                 raise
 
@@ -151,7 +154,7 @@ class EngineClient:
         try:
             refusal = None
             if response.status != 200:
-                refusal = Answer(response.status, response.content_type, await _read(response, MOST_ERROR_BYTES))
+                refusal = Answer(response.status, response.content_type, await _read_beginning(response, MOST_ERROR_BYTES))
             yield Stream(response, refusal)
         finally:
             # Keeps the connection if the answer was read to its end, and closes it otherwise.
@@ -177,6 +180,16 @@ async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
             size += len(part)
             if size > most_bytes:
                 raise Broken(f"the answer is longer than {most_bytes:,} bytes")
+            parts.append(part)
+    return b"".join(parts)
+
+
+async def _read_beginning(response: aiohttp.ClientResponse, enough_bytes: int) -> bytes:
+    """So much of the body, or a little more: servers that say what was wrong with a request may repeat it."""
+    parts, size = [], 0
+    with _translated():
+        while size < enough_bytes and (part := await response.content.readany()):
+            size += len(part)
             parts.append(part)
     return b"".join(parts)
 

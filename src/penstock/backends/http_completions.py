@@ -217,7 +217,7 @@ def read_event(event: bytes) -> CompletionEvent:
     """Raises EngineRefused for what cannot be read."""
     try:
         return _EVENTS.decode(event)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise lost(f"an event cannot be read: {error}") from error
 
 

@@ -52,11 +52,12 @@ class Dialect(Protocol):
 
 
 def refused(message: str, status: int) -> EngineRefused:
-    """An engine's no, by the status that it has, or would have. What another engine may do better can be tried again there."""
+    """An engine's no, by the status that it has, or would have. What another engine may do better can be tried again there; so can what is
+    no answer to the request: that our key is not taken, or that the server has moved."""
     told = f"the engine answered {status}: {message[:MOST_MESSAGE]}"
     if status == 429:
         return EngineRefused(Fault("queue_full", told, retryable=True))
-    if status >= 500:
+    if status >= 500 or status < 400 or status in (401, 403):
         return EngineRefused(Fault("engine_failed", told, retryable=True))
     return EngineRefused(Fault("engine_refused", told))
 

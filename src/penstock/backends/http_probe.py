@@ -277,7 +277,7 @@ def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any
 def _models_in(answer: Answer | None) -> list[_Model]:
     try:
         return [] if answer is None else msgspec.json.decode(answer.body, type=_Models).data
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return []
 
 

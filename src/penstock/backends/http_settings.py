@@ -40,13 +40,14 @@ class HttpEngineSettings:
 
 def checked_url(url: str) -> str:
     """The address without what every route adds itself. Raises ConfigError, which never repeats a password."""
+    if "@" in url:
+        # Before anything else: what is wrong with it besides could not be said without it.
+        raise ConfigError(f"--url has credentials in it, which logs would show: put the key into {API_KEY_VARIABLE} instead")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"--url is no address: {error}; expected one such as http://127.0.0.1:8000") from error
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError(f"--url has credentials in it, which logs would show: put the key into {API_KEY_VARIABLE} instead")
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigError(f"--url is {url!r}: expected an address such as http://127.0.0.1:8000")
     if parts.query or parts.fragment or port == 0 or any(letter.isspace() or not letter.isprintable() for letter in url):

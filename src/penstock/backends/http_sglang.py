@@ -60,6 +60,6 @@ class _SglangReader(BaseReader):
                 raise_error(error)
             self.is_over = told["meta_info"]["finish_reason"] is not None
             chunk = self._chunks.read(told)
-        except (msgspec.DecodeError, AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError, AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
             raise lost(f"an event of SGLang's cannot be read: {type(error).__name__}: {error}") from error
         return self._hold_last(chunk)

@@ -106,7 +106,9 @@ class HttpDriver:
                         yield chunk
         except Unreachable as error:
             reader.is_over = True
-            raise await self._unreachable(error) from error
+            # One connection that could not be made is not the end of an engine, whose other answers may go on.
+            await self.ping()
+            raise lost(f"the engine at {self._settings.url} could not be reached: {error}") from error
         except Broken as error:
             raise lost(f"the engine at {self._settings.url} was lost: {error}") from error
         finally:
@@ -158,13 +160,6 @@ class HttpDriver:
             except (Unreachable, Broken) as error:
                 return f"GET {path}: {error}"
         return f"GET {path} answered {answer.status}" if answer.status >= 500 else None
-
-    async def _unreachable(self, error: Unreachable) -> Exception:
-        """One connection that could not be made is not the end of an engine."""
-        problem = await self._problem()
-        if problem is not None:
-            return EngineDied(f"the engine at {self._settings.url} is gone: {error}")
-        return lost(f"the engine at {self._settings.url} could not be reached: {error}")
 
     async def _stop(self, request_id: str) -> None:
         """Tells the engine, where there is a way to, and returns when it knows; who is cancelled meanwhile need not wait."""

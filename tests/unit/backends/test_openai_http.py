@@ -233,11 +233,15 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         HttpEngineSettings(url)
 
 
-def test_secrets_are_never_shown() -> None:
+@pytest.mark.parametrize("url", ["http://user:geheim@host", "user:geheim@host:80", "http:user:geheim@host", "http://user:geheim#1@host"])
+def test_a_password_is_never_shown(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        HttpEngineSettings("http://user:geheim@host")
+        HttpEngineSettings(url)
     assert "geheim" not in str(caught.value)
     assert "PENSTOCK_ENGINE_API_KEY" in str(caught.value)
+
+
+def test_the_key_is_never_shown() -> None:
     assert "geheim" not in repr(HttpEngineSettings("http://host", api_key="geheim"))
     assert api_key_from({"PENSTOCK_ENGINE_API_KEY": "geheim"}) == "geheim"
     assert api_key_from({"PENSTOCK_ENGINE_API_KEY": ""}) is api_key_from({}) is None
@@ -399,6 +403,8 @@ async def test_events_cut_anywhere_lose_nothing() -> None:
     [
         (400, "engine_refused", False),
         (404, "engine_refused", False),
+        (307, "engine_failed", True),
+        (401, "engine_failed", True),
         (429, "queue_full", True),
         (503, "engine_failed", True),
         (500, "engine_failed", True),
@@ -408,6 +414,19 @@ async def test_a_refusal_is_told_in_the_engines_words(status: int, code: str, re
     refusing = saying(status, {"error": {"message": "so nicht", "code": status}})
     async with upstream(openai(refusing)) as server, started(server) as driver:
         assert await fault_of(driver) == Fault(code, f"the engine answered {status}: so nicht", retryable)
+
+
+async def test_a_refusal_that_repeats_the_request_is_one_all_the_same() -> None:
+    async with upstream(openai(saying(400, {"detail": "so nicht" + 100_000 * "x"}))) as server, started(server) as driver:
+        fault = await fault_of(driver)
+        assert (fault.code, fault.retryable) == ("engine_refused", False)
+        assert "so nicht" in fault.message
+
+
+@pytest.mark.parametrize("body", [b'{"detail": "\xe4"}', b"[" * 10_000], ids=["no UTF-8", "too deep"])
+async def test_a_refusal_that_cannot_be_read_is_one_all_the_same(body: bytes) -> None:
+    async with upstream(openai(saying(400, body))) as server, started(server) as driver:
+        assert (await fault_of(driver)).code == "engine_refused"
 
 
 async def test_an_error_in_mid_answer() -> None:
@@ -420,6 +439,18 @@ async def test_an_error_in_mid_answer() -> None:
             await read_into(seen, driver)
         assert shown(seen) == " water"
         assert caught.value.fault.retryable
+
+
+@pytest.mark.parametrize("value", [b'"\xe4"', b"[" * 10_000], ids=["no UTF-8", "too deep"])
+@pytest.mark.parametrize("route", ["sglang", "openai"])
+async def test_an_event_that_cannot_be_read_is_a_loss_that_can_be_mended(route: Route, value: bytes) -> None:
+    async def reply(asked: Asked) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+        await asked.send(head + b'data: {"error": ' + value + b"}\n\n")
+
+    async with upstream(openai(reply) | sglang(reply)) as server, started(server, route=route) as driver:
+        fault = await fault_of(driver)
+        assert (fault.code, fault.retryable) == ("engine_lost", True)
 
 
 @pytest.mark.parametrize("ending", ["broken", "closed", "done"])
@@ -461,6 +492,25 @@ async def test_what_comes_after_the_finish_does_not_hold_it_up() -> None:
 
     async with upstream(openai(reply)) as server, started(server) as driver:
         assert [chunk.finish for chunk in await read_all(driver)] == ["length"]
+
+
+@pytest.mark.parametrize("finish", ["length", None])
+async def test_nor_does_an_answer_that_never_falls_silent(finish: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the finish, or after the server has said that there is no more."""
+    monkeypatch.setattr("penstock.backends.http_client.ENDING_SECONDS", 0.1)
+
+    async def reply(asked: Asked) -> None:
+        await asked.stream(text(" water", finish), *([] if finish else ["[DONE]"]), ends=False)
+        while True:
+            # Until nobody listens any more.
+            await asked.send(b"3\r\n:\n\n\r\n")
+            await asyncio.sleep(0.01)
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        if finish:
+            assert [chunk.finish for chunk in await read_all(driver)] == [finish]
+        else:
+            assert (await fault_of(driver)).code == "engine_lost"
 
 
 async def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,6 +649,17 @@ async def test_a_server_that_is_gone_is_dead() -> None:
             await read_all(driver)
         with pytest.raises(EngineDied, match="GET /health: cannot connect"):
             await driver.ping()
+
+
+async def test_one_that_is_away_for_a_moment_is_not_dead() -> None:
+    async with upstream(openai(not_found)) as server, started(server, death_seconds=SECONDS) as driver:
+        port = int(server.url.rpartition(":")[2])
+        await server.stop()
+        asking = asyncio.ensure_future(fault_of(driver))
+        await asyncio.wait([asking], timeout=0.1)
+        await server.start(port)
+        fault = await asking
+        assert (fault.code, fault.retryable) == ("engine_lost", True)
 
 
 async def test_a_server_that_is_gone_is_noticed_while_nobody_asks() -> None:
