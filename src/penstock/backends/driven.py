@@ -291,8 +291,7 @@ class DrivenBackend:
             id=secrets.token_hex(16),
             token_ids=request.token_ids[: len(request.token_ids) - len(generation.to_skip)],
             max_tokens=max(1, request.max_tokens - made),
-            # The engine counts positions from where it begins: what comes later must not have the noise of the beginning.
-            seed=_engine_seed(request.seed, made),
+            seed=_engine_seed(request, made),
             min_tokens=max(0, request.min_tokens - made),
             ignore_eos=request.ignore_eos,
             logprobs=request.logprobs,
@@ -442,8 +441,16 @@ class DrivenBackend:
         self._on_failure()
 
 
-def _engine_seed(seed: int, position: int) -> int:
-    """The seed for what an engine makes from this position on. Engines have 64 bits with a sign, and -1 is no seed to them."""
+def _engine_seed(request: Submit, position: int) -> int | None:
+    """The seed for what an engine makes from this position on. Engines have 64 bits with a sign, and -1 is no seed to them.
+
+    They sample a batch faster where none of it has a seed, so they get those that clients asked for. And one under a grammar, whoever
+    chose it: on another worker, the same must be made again.
+    """
+    if request.is_seed_drawn and request.grammar is None:
+        return None
+    seed = request.seed
     if position:
+        # The engine counts positions from where it begins: what comes later must not have the noise of the beginning.
         seed = int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "big")
     return seed & MOST_SEED

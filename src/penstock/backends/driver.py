@@ -28,14 +28,14 @@ class EngineRequest(Struct, frozen=True, gc=False):
     """One generation as an engine is asked for it: what was generated elsewhere is part of the prompt.
 
     `id` is new for every request and of a fixed length, so that no id begins another one. All token ids have been checked, as have the
-    context length and the sampling; `seed` is from 0 to below 2**63. `lark` is a grammar for llguidance. `session_id` names a session that
-    was granted a lease; `is_retained` says that the KV is to be kept rather than other KV.
+    context length and the sampling; `seed` is from 0 to below 2**63, None where any will do. `lark` is a grammar for llguidance.
+    `session_id` names a session that was granted a lease; `is_retained` says that the KV is to be kept rather than other KV.
     """
 
     id: str
     token_ids: tuple[int, ...]
     max_tokens: int
-    seed: int
+    seed: int | None
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None

@@ -110,9 +110,10 @@ class TextDialect:
             "top_p": sampling.top_p,
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
-            "seed": request.seed,
             "stream": True,
         }
+        if request.seed is not None:
+            body["seed"] = request.seed
         if request.logit_bias:
             body["logit_bias"] = _biases(request)
         if sampling.repetition_penalty != 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
@@ -55,7 +56,8 @@ def sampling_parameters(request: EngineRequest) -> dict[str, Any]:
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "ignore_eos": request.ignore_eos,
-        "sampling_seed": request.seed,
+        # Where it heeds them, all that come without one have the same.
+        "sampling_seed": random.getrandbits(63) if request.seed is None else request.seed,
     }
     if request.stop_ids:
         parameters["stop_token_ids"] = list(request.stop_ids)

@@ -51,8 +51,9 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "seed": request.seed,
         }
+        if request.seed is not None:
+            arguments["seed"] = request.seed
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         arguments[name] = getattr(sampling, name)
     if request.lark is None:

@@ -123,6 +123,7 @@ def make_plan(
             grammar=wishes.grammar,
             retention_seconds=hints.retention_seconds,
             priority=hints.priority,
+            is_seed_drawn=request.seed is None,
         )
         for generation_id, (field, token_ids, choice) in zip(ids, choices, strict=True)
     ]

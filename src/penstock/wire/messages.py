@@ -192,6 +192,7 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     `offset` is the position of the first token to make. It is above zero when a generation goes on
     elsewhere: then the last `offset` ids of `token_ids` are what was generated before. Any of `stop_ids` ends it, as the
     model's own end does. Its KV is preferred to other KV for `retention_seconds` after its end, and by `priority`, the higher the longer.
+    `is_seed_drawn`: no client asked for this `seed`, and an engine with noise of its own may use that instead.
     """
 
     id: bytes
@@ -211,6 +212,7 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     retention_seconds: float = 0.0
     priority: int = 0
     bootstrap: Bootstrap | None = None
+    is_seed_drawn: bool = False
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):

@@ -11,7 +11,7 @@ import pytest
 
 from chat_model import END_ID
 from contract.backends.rig import Generation, Rig
-from penstock.wire.messages import Grammar, Sampling
+from penstock.wire.messages import Fault, Grammar, Sampling
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -110,6 +110,23 @@ def test_going_on_under_a_grammar(rig: Rig, form: str, offset: int) -> None:
     rest.check("stop", len(whole.tokens) - offset)
     assert rest.tokens == whole.tokens[offset:]
     assert is_right(rig.text((*whole.tokens[:offset], *rest.tokens)))
+
+
+def test_going_on_under_a_grammar_at_a_temperature(rig: Rig) -> None:
+    """With a seed that nobody asked for, too. Where seeds are not heeded, it ends rather than with what fits no grammar."""
+    grammar, _ = FORMS["json_schema"]
+    prompt = rig.prompt("going on at a temperature", 30)
+    fields: dict[str, Any] = {"seed": 6, "is_seed_drawn": True, "grammar": grammar, "ignore_eos": False, "sampling": Sampling()}
+    whole = rig.say(prompt, 300, **fields)
+    if rig.lacks("grammar"):
+        _check_refused(whole)
+        return
+    rest = rig.say((*prompt, *whole.tokens[:12]), 300, offset=12, **fields)
+    if rig.lacks("seeds") and isinstance(rest.terminal, Fault):
+        assert rest.fault.code == "grammar_diverged"
+    else:
+        rest.check("stop", len(whole.tokens) - 12)
+        assert rest.tokens == whole.tokens[12:]
 
 
 def test_the_length_ends_it_in_the_middle(rig: Rig) -> None:

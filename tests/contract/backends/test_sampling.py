@@ -101,6 +101,14 @@ def test_the_same_seed_gives_the_same_tokens(rig: Rig) -> None:
     assert first.tokens != other.tokens
 
 
+def test_a_seed_that_nobody_asked_for(rig: Rig) -> None:
+    """Where the noise is the position's own it is of that seed; elsewhere it is the engine's own affair, and never the same."""
+    prompt = rig.prompt("drawn seeds", 40)
+    first, second = (rig.say(prompt, 50, seed=123, is_seed_drawn=True, sampling=WARM) for _ in range(2))
+    assert (first.tokens == second.tokens) == (not rig.lacks("noise by position"))
+    first.check()
+
+
 def test_a_seed_does_not_depend_on_who_else_is_computed(rig: Rig) -> None:
     prompt = rig.prompt("seeds in company", 40)
     alone = rig.say(prompt, 40, seed=77, sampling=WARM)

@@ -277,8 +277,23 @@ async def test_every_seed_is_one_for_the_engine(seed: int, expected: int) -> Non
     async with running() as rig:
         assert (await rig.begin(submit(1, seed=seed))).seed == expected
         behind = await rig.begin(submit(2, [1, 2, 3, 8, 9], 6, offset=2, seed=seed))
+        assert behind.seed is not None
         assert 0 <= behind.seed < 2**63
         assert behind.seed != expected
+
+
+async def test_a_seed_that_nobody_asked_for_is_the_engines_own_affair() -> None:
+    async with running() as rig:
+        assert (await rig.begin(submit(1, is_seed_drawn=True))).seed is None
+        assert (await rig.begin(submit(2, [1, 2, 3, 8, 9], 6, offset=2, is_seed_drawn=True))).seed is None
+
+
+async def test_under_a_grammar_the_same_can_be_made_again_though_nobody_asked_for_the_seed() -> None:
+    drawn: dict[str, Any] = {"is_seed_drawn": True, "grammar": Grammar("regex", "a+")}
+    async with running() as rig:
+        first = await rig.begin(submit(1, **drawn))
+        again = await rig.begin(submit(2, [1, 2, 3, 8, 9], offset=2, **drawn))
+        assert (first.seed, again.seed) == (7, 7)
 
 
 async def test_only_the_prompt_is_wanted() -> None:

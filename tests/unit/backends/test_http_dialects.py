@@ -260,6 +260,7 @@ def test_text_alone_cannot_do_everything() -> None:
 def test_strict_servers_get_what_openai_knows() -> None:
     known = {"model", "prompt", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stream"}
     assert TEXT.body(request()).keys() == known
+    assert TEXT.body(request(seed=None)).keys() == known - {"seed"}
     more = TEXT.body(request(sampling=Sampling(top_k=3, min_p=0.1, repetition_penalty=1.2), min_tokens=2, ignore_eos=True, stop_ids=(4,)))
     assert more.keys() - known == {"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"}
 

@@ -194,6 +194,11 @@ class TestParameters:
             "logit_bias": {"4": -2.0},
         }
 
+    def test_without_a_seed_every_answer_has_its_own(self) -> None:
+        seeds = {sampling_parameters(asked(seed=None))["sampling_seed"] for _ in range(8)}
+        assert len(seeds) == 8
+        assert all(0 <= seed < 2**63 for seed in seeds)
+
     def test_the_whole_vocabulary_is_minus_one(self) -> None:
         assert sampling_parameters(asked())["top_k"] == -1
 

@@ -164,6 +164,12 @@ def test_greedy_asks_for_nothing_else() -> None:
     assert not {"top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs", "stop_token_ids", "logit_bias"} & asked.keys()
 
 
+def test_without_a_seed_vllm_samples_the_batch_at_once() -> None:
+    asked = sampling_arguments(request(seed=None, sampling=Sampling(temperature=1.0)))
+    assert "seed" not in asked
+    assert {"top_p", "top_k", "min_p"} <= asked.keys()
+
+
 def test_all_that_can_be_asked_for() -> None:
     sampling = Sampling(0.7, 0.9, 40, 0.05, 0.1, 0.2, 1.3)
     asked = sampling_arguments(

@@ -55,6 +55,18 @@ async def test_response_format(response_format: object, grammar: Grammar | None)
     assert plan.grammar_field == (grammar and "response_format")
 
 
+async def test_a_seed_is_for_the_first_choice_and_the_next_ones_for_the_others() -> None:
+    for plan in (await completion(seed=2**63 - 1, n=3), await chat(seed=2**63 - 1, n=3)):
+        assert [(submit.seed, submit.is_seed_drawn) for submit in plan.submits] == [(2**63 - 1 + choice, False) for choice in range(3)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": None}])
+async def test_without_a_seed_every_choice_has_one_that_nobody_asked_for(fields: dict[str, Any]) -> None:
+    for plan in (await completion(n=3, **fields), await chat(n=3, **fields)):
+        assert len({submit.seed for submit in plan.submits}) == 3
+        assert all(submit.is_seed_drawn for submit in plan.submits)
+
+
 async def test_text_is_no_second_grammar() -> None:
     plan = await chat(response_format={"type": "text"}, structured_outputs={"regex": "a"})
     assert plan.submits[0].grammar == Grammar("regex", "a")

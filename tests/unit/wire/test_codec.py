@@ -43,7 +43,14 @@ TERMINALS = st.builds(Finish, st.sampled_from(["stop", "length", "cancelled"])) 
 SEGMENTS = st.builds(Segment, st.binary(min_size=16, max_size=16), st.none() | DELTAS, st.none() | TERMINALS)
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Step, st.lists(SEGMENTS, max_size=4), st.builds(WorkerStats, NUMBERS, NUMBERS)),
-    st.builds(Submit, st.binary(min_size=16, max_size=16), st.lists(NUMBERS, max_size=9).map(tuple), NUMBERS, st.integers(0, 2**64 - 1)),
+    st.builds(
+        Submit,
+        st.binary(min_size=16, max_size=16),
+        st.lists(NUMBERS, max_size=9).map(tuple),
+        NUMBERS,
+        st.integers(0, 2**64 - 1),
+        is_seed_drawn=st.booleans(),
+    ),
     st.builds(Cancel, st.lists(st.binary(), max_size=3).map(tuple)),
     st.builds(Challenge, NUMBERS, st.binary()),
     st.builds(Hello, NUMBERS, st.text(), st.binary(), st.binary()),
