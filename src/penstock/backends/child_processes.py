@@ -60,7 +60,9 @@ def described_end(descriptor: int) -> str:
         return GONE
     if result.si_code == os.CLD_EXITED:
         return f"has ended with exit status {result.si_status}"
-    return f"was ended by {signal.Signals(result.si_status).name}"
+    # Not all of them have names.
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was ended by {names.get(result.si_status, f'signal {result.si_status}')}"
 
 
 def end_with(pid: int) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -170,7 +170,6 @@ class DrivenBackend:
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
         self._failure: Fault | None = None
-        self._watch_task: asyncio.Task[None] | None = None
         self._is_closing = False
 
     @property
@@ -186,7 +185,11 @@ class DrivenBackend:
             self._grammars = None
         if facts.events is not None:
             self._feed = self._make_feed(facts.events, facts.block_size, lambda events: self._emit((), events))
-            await self._feed.start()
+            try:
+                await self._feed.start()
+            except Exception:
+                await self.close()
+                raise
         self._model = replace(
             self._model,
             context_length=facts.context_length,
@@ -194,7 +197,7 @@ class DrivenBackend:
             max_batch=facts.max_batch,
             capabilities=self._capabilities(facts),
         )
-        self._watch_task = asyncio.create_task(self._watch(), name="engine watch")
+        self._begin(self._watch(), "engine watch")
         log.info("%s is loaded after %.1f s", self._model.name, time.monotonic() - began)
 
     def _capabilities(self, facts: EngineFacts) -> tuple[Capability, ...]:
@@ -210,8 +213,7 @@ class DrivenBackend:
             return
         session, state = self._sessions.begin_turn(request.session) if request.session is not None else (None, None)
         generation = self._open[request.id] = _Generation(request, session, state)
-        task = generation.task = asyncio.create_task(self._run(generation), name=f"generation {request.id.hex()}")
-        self._tasks.add(task)
+        task = generation.task = self._begin(self._run(generation), f"generation {request.id.hex()}")
         # Not in a `finally` of the task: one that is cancelled before its first step never comes there.
         task.add_done_callback(partial(self._left, generation))
 
@@ -247,11 +249,11 @@ class DrivenBackend:
 
     async def close(self) -> None:
         self._is_closing = True
-        tasks = [*self._tasks, *([] if self._watch_task is None else [self._watch_task])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        # One that ends may begin another, which tells the engine of a session that was over but for this turn.
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
         if self._feed is not None:
             await self._feed.close()
         if self._grammars is not None:
@@ -344,9 +346,9 @@ class DrivenBackend:
 
     def _skip(self, generation: _Generation, chunk: Chunk) -> Chunk:
         """Leaves out what was made elsewhere, and makes sure that it is the same."""
-        expected = generation.to_skip[: len(chunk.token_ids)]
-        if not expected:
+        if not generation.to_skip:
             return chunk
+        expected = generation.to_skip[: len(chunk.token_ids)]
         if chunk.token_ids[: len(expected)] != expected or (chunk.finish is not None and len(generation.to_skip) > len(expected)):
             message = f"{self._model.engine} went another way under the grammar than the worker before it, so it cannot go on from there"
             raise EngineRefused(Fault("grammar_diverged", message))
@@ -372,9 +374,14 @@ class DrivenBackend:
             self._blocks_used -= generation.blocks
         return generation
 
-    def _left(self, generation: _Generation, task: asyncio.Task[None]) -> None:
+    def _begin(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _left(self, generation: _Generation, _: asyncio.Task[None]) -> None:
         """The engine is done with it: its turn is over."""
-        self._tasks.discard(task)
         session, request = generation.session, generation.request
         if session is not None:
             session.usage.count(len(request.token_ids), generation.cached_tokens, generation.position - request.offset)
@@ -392,11 +399,7 @@ class DrivenBackend:
         """Tells the engine of those that are over."""
         over = [session_id for session_id in self._engine_sessions if self._sessions.get(session_id) is None]
         for session_id in over:
-            task = asyncio.create_task(
-                self._driver.close_session(self._engine_sessions.pop(session_id)), name="closing an engine's session"
-            )
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._driver.close_session(self._engine_sessions.pop(session_id)), "closing an engine's session")
 
     async def _watch(self) -> None:
         """While tokens are owed and none come, says that the engine goes on, if it does: a long prompt is no stall."""
@@ -410,6 +413,10 @@ class DrivenBackend:
                 except EngineDied as error:
                     self._fail(str(error))
                     return
+                except Exception:
+                    # No sign of life, and no death: whoever waits for tokens decides how long.
+                    log.exception("%s cannot be asked whether it goes on", self._model.engine)
+                    continue
                 self._flush_soon()
 
     def _put(self, segment: Segment) -> None:

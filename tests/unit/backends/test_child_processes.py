@@ -40,14 +40,16 @@ def told() -> tuple[asyncio.Future[str], Callable[[str], None]]:
     return future, future.set_result
 
 
-async def test_a_kill_is_told_with_the_signal() -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
+async def test_a_kill_is_told_with_the_signal(number: int, name: str) -> None:
     reason, on_end = told()
     with started("input()") as process:
         watch = ChildWatch([(process.pid, "the engine")], on_end)
-        process.send_signal(signal.SIGKILL)
-        assert await reason == f"the engine (process {process.pid}) was ended by SIGKILL"
+        process.send_signal(number)
+        async with asyncio.timeout(5):
+            assert await reason == f"the engine (process {process.pid}) was ended by {name}"
         # The status is still there for whoever started it.
-        assert process.wait() == -signal.SIGKILL
+        assert process.wait() == -number
         watch.close()
 
 

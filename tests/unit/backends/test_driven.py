@@ -46,6 +46,8 @@ class Driver:
         self.begun = asyncio.Event()
         self.stopped: list[str] = []
         self.closed_sessions: list[str] = []
+        self.may_close_sessions = asyncio.Event()
+        self.may_close_sessions.set()
         self.pings = 0
         self.ping_error: Exception | None = None
         self.is_closed = False
@@ -80,6 +82,7 @@ class Driver:
             raise self.ping_error
 
     async def close_session(self, session_id: str) -> None:
+        await self.may_close_sessions.wait()
         self.closed_sessions.append(session_id)
 
     async def close(self) -> None:
@@ -126,12 +129,13 @@ class Rig:
         self.events: list[KvEvents] = []
         self.emits = 0
         self.feeds: list[Feed] = []
+        self.make_feed = Feed
         self._emitted = asyncio.Event()
         options: dict[str, Any] = {"max_sessions": 2, "session_grace": 0.0, **settings}
         self.backend = DrivenBackend(MODEL, self.driver, Grammars(), self._make_feed, self._fail, **options)
 
     def _make_feed(self, endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> Feed:
-        self.feeds.append(Feed(endpoints, block_size, on_events))
+        self.feeds.append(self.make_feed(endpoints, block_size, on_events))
         return self.feeds[-1]
 
     def _fail(self) -> None:
@@ -446,6 +450,21 @@ async def test_while_tokens_are_owed_the_engine_is_asked_whether_it_goes_on(monk
         rig.backend.cancel(name(1))
 
 
+async def test_an_engine_that_cannot_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """That gives no sign of life, and it is no death either: whoever waits for tokens decides."""
+    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    async with running() as rig:
+        rig.driver.ping_error = RuntimeError("odd")
+        await rig.begin(submit(1))
+        async with asyncio.timeout(5):
+            while rig.driver.pings < 3:
+                await asyncio.sleep(0)
+        assert (rig.emits, rig.failures) == (0, 0)
+        assert "byhand cannot be asked whether it goes on" in caplog.text
+        rig.driver.ping_error = None
+        await rig.until(lambda: rig.emits > 0)
+
+
 async def test_a_grammar_goes_to_the_engine_in_lark() -> None:
     async with running() as rig:
         request = await rig.begin(submit(1, grammar=Grammar("regex", "a+")))
@@ -478,11 +497,15 @@ async def test_under_a_grammar_what_was_made_elsewhere_is_made_again_and_left_ou
         assert rig.terminals(1) == [Finish("stop")]
 
 
-@pytest.mark.parametrize("said", [(8, 7), (8,)])
-async def test_an_engine_that_goes_another_way_under_the_grammar_is_not_believed(said: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [[chunk(8, 7, finish="stop")], [chunk(8, finish="stop")], [chunk(8), chunk(finish="stop")], [chunk(finish="stop")]],
+    ids=["another token", "an end before", "an end behind", "an end alone"],
+)
+async def test_an_engine_that_goes_another_way_under_the_grammar_is_not_believed(said: list[Chunk]) -> None:
     async with running() as rig:
         request = await rig.begin(submit(1, [1, 2, 3, 8, 9], 6, offset=2, grammar=Grammar("regex", "a+")))
-        rig.say(request, chunk(*said, finish="stop"))
+        rig.say(request, *said)
         await rig.until(lambda: bool(rig.terminals(1)))
         (fault,) = rig.terminals(1)
         assert isinstance(fault, Fault)
@@ -525,6 +548,27 @@ async def test_a_session_runs_out_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
             while not rig.driver.closed_sessions:
                 await asyncio.sleep(0.005)
         assert not await rig.backend.describe_sessions(["s"])
+
+
+async def test_closing_awaits_what_comes_of_it() -> None:
+    """The last turn of a session that is over ends with the backend, and then the engine is told of the session."""
+    async with running() as rig:
+        rig.driver.may_close_sessions.clear()
+        await rig.begin(submit(1, session=SessionTurn("s", "open", epoch=1)))
+        rig.backend.close_session("s", 1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_what_fails_once_the_engine_runs_ends_the_engine() -> None:
+    class NoFeed(Feed):
+        async def start(self) -> None:
+            raise OSError("no such address")
+
+    rig = Rig(EngineFacts(64, 4, events=EventEndpoints("ipc://nowhere")))
+    rig.make_feed = NoFeed
+    with pytest.raises(OSError, match="no such address"):
+        await rig.backend.start(rig.emit)
+    assert rig.driver.is_closed
 
 
 async def test_closing_awaits_what_runs() -> None:
