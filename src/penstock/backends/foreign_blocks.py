@@ -109,12 +109,11 @@ def decode_batch(payload: bytes) -> EngineBatch:
 class _Block:
     """A block that the engine has. It is told to others while all blocks before it are there as well."""
 
-    __slots__ = ("is_told", "name", "parent")
+    __slots__ = ("name", "parent")
 
     def __init__(self, name: bytes, parent: bytes) -> None:
         self.name = name
         self.parent = parent
-        self.is_told = False
 
 
 class _Telling:
@@ -168,17 +167,18 @@ class BlockMirror:
         self._block_size = block_size
         self._most_blocks = most_blocks
         self._next_number = 0
-        self._cached = 0
         self._blocks: dict[EngineHash, _Block] = {}
         # By the name of the parent, whether that is there or not, then by name.
         self._children: dict[bytes, dict[bytes, _Block]] = {}
+        # The names of those that are told, with the name of the parent, in the order in which they were: parents come before children.
+        self._told: dict[bytes, bytes] = {}
         self._telling = _Telling()
         self._logged: set[str] = set()
 
     @property
     def cached(self) -> int:
         """Blocks that are told to be there."""
-        return self._cached
+        return len(self._told)
 
     def apply(self, events: Sequence[EngineEvent]) -> KvEvents:
         """Takes what the engine has done. Returns what that means to others, which may be nothing."""
@@ -198,26 +198,33 @@ class BlockMirror:
         return self._take()
 
     def snapshot(self) -> Snapshot:
-        """All that is told to be there, parents before children."""
-        telling = _Telling()
-        stack = list(self._children.get(ROOT, {}).values())
-        while stack:
-            block = stack.pop()
-            telling.stored(block)
-            stack.extend(self._children.get(block.name, {}).values())
-        return Snapshot(self._next_number, telling.events())
+        """All that is told to be there, parents before children. There may be hundreds of thousands, and the loop waits: they are gone
+        through once, in the order in which they came, and never looked up."""
+        chains: list[tuple[bytes, list[bytes]]] = []
+        # By the name of their last block.
+        growing: dict[bytes, list[bytes]] = {}
+        for name, parent in self._told.items():
+            chain = growing.pop(parent, None)
+            if chain is None:
+                chains.append((parent, chain := []))
+            chain.append(name)
+            growing[name] = chain
+        return Snapshot(self._next_number, tuple([BlocksStored(parent, tuple(chain)) for parent, chain in chains]))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every table says the same, and just those blocks are told that have all before them."""
         linked = [block for siblings in self._children.values() for block in siblings.values()]
         assert sorted(map(id, linked)) == sorted(map(id, self._blocks.values()))
-        told = {block.name for block in linked if block.is_told}
         for parent, siblings in self._children.items():
             assert siblings
             for name, block in siblings.items():
                 assert (block.name, block.parent) == (name, parent)
-                assert block.is_told == (parent == ROOT or parent in told)
-        assert self._cached == len(told)
+                assert (name in self._told) == (parent == ROOT or parent in self._told)
+        seen = {ROOT}
+        for name, parent in self._told.items():
+            assert parent in seen
+            assert name in self._children[parent]
+            seen.add(name)
         assert len(linked) <= self._most_blocks
 
     def _store(self, event: EngineStored) -> None:
@@ -262,7 +269,7 @@ class BlockMirror:
             return None
         siblings[name] = self._blocks[key] = block
         self._children[block.parent] = siblings
-        if parent is None or parent.is_told:
+        if parent is None or parent.name in self._told:
             self._tell(block)
         return block
 
@@ -271,8 +278,7 @@ class BlockMirror:
         stack = [first]
         while stack:
             block = stack.pop()
-            block.is_told = True
-            self._cached += 1
+            self._told[block.name] = block.parent
             self._telling.stored(block)
             stack.extend(self._children.get(block.name, {}).values())
 
@@ -288,22 +294,21 @@ class BlockMirror:
             if not siblings:
                 del self._children[block.parent]
             self.removed += 1
-            if block.is_told:
+            if block.name in self._told:
                 self._take_back(block)
 
     def _take_back(self, first: _Block) -> None:
         stack = [first]
         while stack:
             block = stack.pop()
-            block.is_told = False
-            self._cached -= 1
+            del self._told[block.name]
             self._telling.removed(block)
             stack.extend(self._children.get(block.name, {}).values())
 
     def _clear(self) -> None:
         self._blocks.clear()
         self._children.clear()
-        self._cached = 0
+        self._told.clear()
         self._telling.cleared()
 
     def _take(self) -> KvEvents:

@@ -142,6 +142,23 @@ def test_what_was_missed_makes_all_uncertain(listener: Listener) -> None:
     assert listener.mirror.removed == 0
 
 
+def test_a_snapshot_has_every_chain_in_one_piece(listener: Listener) -> None:
+    """However the blocks of several came, and came back; what branches off comes behind it."""
+    others = range(500, 500 + 4 * SIZE)
+    listener.apply(stored([1]), stored([11], others))
+    for place in (1, 2, 3):
+        start = place * SIZE
+        listener.apply(stored([1 + place], TOKENS[start:], parent=place), stored([11 + place], others[start:], parent=10 + place))
+        if place == 2:
+            listener.apply(stored([21, 22], others, parent=2), removed(21))
+    listener.apply(stored([21], others, parent=2))
+    assert listener.mirror.snapshot().events == (
+        BlocksStored(b"", tuple(NAMES)),
+        BlocksStored(b"", tuple(block_hashes(others, SIZE))),
+        BlocksStored(NAMES[1], tuple(block_hashes(others[: 2 * SIZE], SIZE, NAMES[1]))),
+    )
+
+
 @pytest.mark.parametrize(
     "others",
     [
