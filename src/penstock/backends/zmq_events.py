@@ -31,7 +31,9 @@ REPLAY_SECONDS = 5.0
 # How long the loop is kept from everything else by events that wait.
 BUSY_SECONDS = 0.005
 HEARTBEAT_SECONDS = 10.0
+# After a connection that ended. Where nobody ever speaks ZMQ, the wait grows.
 RECONNECT_SECONDS = 0.1
+MOST_RECONNECT_SECONDS = 10.0
 
 _NUMBER = struct.Struct(">Q")
 _END_OF_REPLAY = 2**64 - 1
@@ -156,15 +158,21 @@ class KvEventFeed:
     async def _follow(self, subscriber: zmq.asyncio.Socket) -> None:
         """A socket a connection: what still waits in that of the last one may be of an engine that is gone. And ZMQ itself does not connect
         again after a message that was too large."""
+        pause = RECONNECT_SECONDS
         try:
             while True:
                 with subscriber, subscriber.get_monitor_socket() as monitor:
-                    await self._follow_connection(subscriber, monitor)
-                log.warning("the engine's publisher of KV events at %s is gone", self._endpoints.publisher)
-                self._lose()
-                self._tell()
-                self._expected, self._newest, self._has_rank = 0, -1, False
-                await asyncio.sleep(RECONNECT_SECONDS)
+                    was_there = await self._follow_connection(subscriber, monitor)
+                if was_there:
+                    log.warning("the engine's publisher of KV events at %s is gone", self._endpoints.publisher)
+                    self._lose()
+                    self._tell()
+                    self._expected, self._newest, self._has_rank = 0, -1, False
+                    pause = RECONNECT_SECONDS
+                else:
+                    log.warning("what listens at %s publishes no KV events; asking again in %.1f s", self._endpoints.publisher, pause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MOST_RECONNECT_SECONDS)
                 subscriber = self._subscribe()
         except Exception:
             # Nobody hears of removals from here on.
@@ -173,20 +181,22 @@ class KvEventFeed:
             self._tell()
             raise
 
-    async def _follow_connection(self, subscriber: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
-        """Returns when it has ended."""
+    async def _follow_connection(self, subscriber: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> bool:
+        """Returns when it has ended: whether there was a publisher at its other end."""
         import zmq.asyncio
         from zmq.utils.monitor import parse_monitor_message
 
         poller = zmq.asyncio.Poller()
         poller.register(subscriber, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
+        was_there = False
         while True:
             await poller.poll()
             self._busy_until = self._clock() + BUSY_SECONDS
             while (frames := await _receive(monitor)) is not None:
                 if parse_monitor_message(frames)["event"] == zmq.EVENT_DISCONNECTED:
-                    return
+                    return was_there
+                was_there = True
                 await self._replay()
             while (frames := await _receive(subscriber)) is not None:
                 await self._on_frames(frames)

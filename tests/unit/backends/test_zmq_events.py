@@ -358,6 +358,31 @@ async def test_a_restarted_engine_is_known_from_its_beginning(tmp_path: Path) ->
         await listener.until_told(set())
 
 
+async def test_one_that_publishes_nothing_is_asked_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An HTTP server, say. Its every connection ends at once, and none has anything to say of the cache."""
+    monkeypatch.setattr(zmq_events, "RECONNECT_SECONDS", 0.001)
+    monkeypatch.setattr(zmq_events, "MOST_RECONNECT_SECONDS", 0.006)
+    connections, often_enough = 0, asyncio.Event()
+
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        if connections == 6:
+            often_enough.set()
+        writer.close()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with server, following(EventEndpoints(f"tcp://{host}:{port}")) as (feed, listener):
+        async with asyncio.timeout(8):
+            await often_enough.wait()
+        assert (feed.gaps, listener.calls) == (0, [])
+    told = [record.args for record in caplog.records if "publishes no KV events" in record.message]
+    assert told[:5] == [(f"tcp://{host}:{port}", pause) for pause in (0.001, 0.002, 0.004, 0.006, 0.006)]
+
+
 async def test_noise_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(tmp_path)
     async with running(engine), following(engine.endpoints) as (feed, listener):
