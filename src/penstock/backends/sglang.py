@@ -201,7 +201,8 @@ class SglangDriver:
     async def _establish(self, endpoints: EventEndpoints | None) -> EngineFacts:
         """What this engine does, by what its scheduler says that it was started with."""
         (arguments,) = await self._answer(self._manager.get_internal_state())
-        (scheduler,) = self._engine._scheduler_init_result.scheduler_infos
+        # There is one for every rank of a model that is spread over several devices; SGLang itself goes by the first.
+        scheduler = self._engine._scheduler_init_result.scheduler_infos[0]
         self._is_incremental = bool(arguments["incremental_streaming_output"])
         self._has_priority = arguments["radix_eviction_policy"] == "priority"
         self._tags_sessions = bool(arguments["enable_session_radix_cache"])
