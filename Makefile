@@ -12,7 +12,7 @@ JOBS ?= 2
 # Several processes that compute share the cores: threads that wait for each other must not spin, or each waits for those that cannot run.
 QUIET_THREADS := OMP_WAIT_POLICY=PASSIVE
 # The real engines, each in an environment of its own that tests/engines/setup.py makes outside the checkout. Nothing is fetched, nothing reported.
-ENGINE_TESTS := tests/contract/backends tests/contract/test_http_route.py tests/e2e/engines
+ENGINE_TESTS := tests/contract/backends tests/contract/test_http_route.py tests/contract/test_streaming_sessions.py tests/e2e/engines
 ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11

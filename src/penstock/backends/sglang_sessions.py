@@ -8,29 +8,35 @@ from penstock.backends.driver import EngineRequest
 
 
 class _Story:
-    """What the engine has of one session: the tokens up to the end of its last turn that ended well."""
+    """What the engine has of one session. `tokens` goes up to the end of its last turn; None where that is not known.
 
-    __slots__ = ("is_busy", "is_open", "tokens")
+    A session may be open though nobody waited for the answer.
+    """
+
+    __slots__ = ("is_busy", "may_be_open", "tokens")
 
     def __init__(self) -> None:
         self.is_busy = False
-        self.is_open = False
-        self.tokens: tuple[int, ...] = ()
+        self.may_be_open = False
+        self.tokens: tuple[int, ...] | None = None
 
 
 class Turn:
-    """One turn of a session that is the engine's, too. `new` is what the engine is to append to what it has."""
+    """One turn of a session that is the engine's, too. `new` is what the engine is to append to what it has.
+
+    The engine keeps a turn that ended and drops one that was aborted; what it does with one whose end nobody read cannot be told.
+    """
 
     __slots__ = ("_generated", "_story", "_token_ids", "new")
 
-    def __init__(self, story: _Story, token_ids: tuple[int, ...]) -> None:
+    def __init__(self, story: _Story, token_ids: tuple[int, ...], known: int) -> None:
+        story.is_busy = True
         self._story = story
         self._token_ids = token_ids
         self._generated: list[int] = []
-        self.new = token_ids[len(story.tokens) :]
+        self.new = token_ids[known:]
 
     def take(self, token_ids: tuple[int, ...], *, is_last: bool) -> None:
-        """A turn that does not come to its end leaves the story as it was, as the engine does."""
         self._generated += token_ids
         if is_last:
             self._story.tokens = (*self._token_ids, *self._generated)
@@ -41,7 +47,7 @@ class Turn:
 
 class StreamingSessions:
     """Decides which turns are the engine's sessions' own. SGLang refuses a second turn beside the first, and every turn that does not
-    go on from the last one: the second runs without the session, and a session whose story has changed begins anew.
+    go on from the last one: the second runs without the session, and a session whose story has changed, or is not known, begins anew.
 
     `open_session` returns whether the engine did. `start_id` is the token that begins a text, which SGLang leaves out of what it appends.
     """
@@ -60,28 +66,37 @@ class StreamingSessions:
     async def begin(self, request: EngineRequest) -> Turn | None:
         """The turn, to be ended; None for a request that runs without a session of the engine's."""
         session_id = request.session_id
-        if session_id is None or request.prompt_logprobs or request.bootstrap is not None:
+        # What ends at a token that SGLang is told to ignore is cut here: the engine would have more of it.
+        is_cut_here = request.ignore_eos and request.stop_ids
+        if session_id is None or request.prompt_logprobs or request.bootstrap is not None or is_cut_here:
             return None
         story = self._stories.setdefault(session_id, _Story())
         if story.is_busy:
             return None
+        # Whatever becomes of this turn, the story is known again only when its end was read.
+        known, story.tokens = story.tokens, None
         story.is_busy = True
         try:
-            if story.is_open and not self._goes_on(story, request.token_ids):
-                story.is_open, story.tokens = False, ()
-                await self._close(session_id)
-            if not story.is_open:
-                story.is_open = await self._open(session_id)
+            if known is None or not self._goes_on(known, request.token_ids):
+                known = await self._begin_anew(session_id, story)
         finally:
-            story.is_busy = story.is_open
-        return Turn(story, request.token_ids) if story.is_open else None
+            story.is_busy = False
+        return None if known is None else Turn(story, request.token_ids, len(known))
 
     async def close_session(self, session_id: str) -> None:
         story = self._stories.pop(session_id, None)
-        if story is not None and story.is_open:
+        if story is not None and story.may_be_open:
             await self._close(session_id)
 
-    def _goes_on(self, story: _Story, token_ids: tuple[int, ...]) -> bool:
-        known = len(story.tokens)
-        is_longer = len(token_ids) > known and token_ids[:known] == story.tokens
-        return is_longer and (not known or token_ids[known] != self._start_id)
+    async def _begin_anew(self, session_id: str, story: _Story) -> tuple[int, ...] | None:
+        """What the engine has of it then, which is nothing; None where it opens none."""
+        if story.may_be_open:
+            await self._close(session_id)
+        # Also where this is cancelled before the engine has answered.
+        story.may_be_open = True
+        story.may_be_open = await self._open(session_id)
+        return () if story.may_be_open else None
+
+    def _goes_on(self, known: tuple[int, ...], token_ids: tuple[int, ...]) -> bool:
+        count = len(known)
+        return len(token_ids) > count and token_ids[:count] == known and token_ids[count] != self._start_id

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging.config
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,18 +379,42 @@ class TestVersions:
         assert "pip install" in str(report.problem)
 
 
+class SpreadEngine:
+    """SGLang's Engine once it runs, with a process for each of two devices: only the first of them answers."""
+
+    def __init__(self) -> None:
+        ranks = [{"max_req_input_len": 2042, "max_total_num_tokens": 8192} for _ in range(2)]
+        self._scheduler_init_result = SimpleNamespace(scheduler_infos=ranks)
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        switches = {"incremental_streaming_output": True, "enable_session_radix_cache": True, "skip_tokenizer_init": False}
+        words = {"radix_eviction_policy": "priority", "disaggregation_mode": "null", "grammar_backend": "llguidance"}
+        return [{**switches, **words, "page_size": 32, "dcp_size": None, "effective_max_running_requests_per_dp": 8}]
+
+
+async def test_what_is_known_of_a_model_on_several_devices() -> None:
+    driver = SglangDriver(EngineSettings("/m"))
+    driver._engine = driver._manager = SpreadEngine()
+    driver._died = asyncio.get_running_loop().create_future()
+    facts = await driver._establish(None)
+    assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (2042, 32, 256, 8)
+
+
 class Engine:
     """What a streaming session is asked of: which are open, and whether more may be."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
         self.is_full = False
+        self.asked = asyncio.Event()
 
     async def open_session(self, session_id: str) -> bool:
+        self.asked.set()
         await asyncio.sleep(0)
-        if not self.is_full:
+        is_new = not self.is_full and session_id not in self.open
+        if is_new:
             self.open.append(session_id)
-        return not self.is_full
+        return is_new
 
     async def close_session(self, session_id: str) -> None:
         self.open.remove(session_id)
@@ -414,10 +439,31 @@ class TestStreamingSessions:
         assert await self.new(1, 2, 3, 4, 5, 6, 7, 8) == (8,)
         assert self.engine.open == ["s"]
 
-    async def test_a_turn_that_came_to_no_end_leaves_the_story_as_it_was(self) -> None:
+    async def test_after_a_turn_whose_end_nobody_read_it_begins_anew(self) -> None:
+        """The engine has dropped it if it was aborted, and has kept it if it had ended before it heard of that."""
         await self.new(2, 3, generated=(4,))
         assert await self.new(2, 3, 4, 5, generated=(6,), is_last=False) == (5,)
-        assert await self.new(2, 3, 4, 5, 9) == (5, 9)
+        assert await self.new(2, 3, 4, 5, 9, generated=(7,)) == (2, 3, 4, 5, 9)
+        assert await self.new(2, 3, 4, 5, 9, 7, 8) == (8,)
+        assert self.engine.open == ["s"]
+
+    async def test_one_that_is_opened_for_nobody_is_opened_again(self) -> None:
+        opening = asyncio.create_task(self.sessions.begin(asked(session_id="s")))
+        await self.engine.asked.wait()
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        self.engine.open.append("s")
+        assert await self.new(2, 3, generated=(4,)) == (2, 3)
+        assert await self.new(2, 3, 4, 5) == (5,)
+        await self.sessions.close_session("s")
+        assert self.engine.open == []
+
+    async def test_a_turn_that_is_cut_here_runs_without(self) -> None:
+        """The engine goes on behind a token that it was told to ignore."""
+        await self.new(2, 3, generated=(4,))
+        assert await self.sessions.begin(asked(session_id="s", token_ids=(2, 3, 4, 5), ignore_eos=True, stop_ids=(6,))) is None
+        assert await self.new(2, 3, 4, 5, 6, 7) == (5, 6, 7)
 
     @pytest.mark.parametrize("token_ids", [(2, 9, 4, 5), (2, 3), (2, 3, 4), (2, 3, 4, 1, 5)])
     async def test_another_story_begins_anew(self, token_ids: tuple[int, ...]) -> None:
