@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Generator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -120,7 +120,10 @@ class EngineClient:
 
     def open(self) -> None:
         """Must be called on the event loop."""
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_reuseconn.append(_note_kept)
         self._session = aiohttp.ClientSession(
+            trace_configs=[tracing],
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
@@ -163,13 +166,28 @@ class EngineClient:
     async def _send(self, path: str, body: Body) -> aiohttp.ClientResponse:
         assert self._session is not None
         content, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
-        try:
-            return await self._session.post(self._url + path, data=content, headers=headers, allow_redirects=False)
-        except aiohttp.ClientConnectorError:
-            raise
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-            # A connection that was kept, and that the server closed or reset as this was on its way: nobody has read it.
-            return await self._session.post(self._url + path, data=content, headers=headers, allow_redirects=False)
+        while True:
+            use = _Use()
+            try:
+                return await self._session.post(
+                    self._url + path, data=content, headers=headers, allow_redirects=False, trace_request_ctx=use
+                )
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                # A connection that was kept, and that the server closed or reset as this was on its way: nobody has read it. Of a new one
+                # that is not known, and what has been begun must not be begun again.
+                if not use.is_of_kept:
+                    raise
+
+
+class _Use:
+    """Whether a request went over a connection that had been kept."""
+
+    is_of_kept = False
+
+
+async def _note_kept(_session: aiohttp.ClientSession, context: Any, _params: aiohttp.TraceConnectionReuseconnParams) -> None:
+    if isinstance(context.trace_request_ctx, _Use):
+        context.trace_request_ctx.is_of_kept = True
 
 
 async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:

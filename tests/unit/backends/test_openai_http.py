@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.backends.driver import Chunk, EngineDied, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.http_client import Broken, EngineClient
 from penstock.backends.http_settings import HttpEngineSettings, Route, api_key_from, checked_url
 from penstock.backends.openai_http import HttpDriver, probe
 from penstock.text.words import WordTokenizer
@@ -523,6 +524,36 @@ async def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     async with upstream(openai(reply)) as server, started(server) as driver:
         assert "longer than 10,000 bytes" in (await fault_of(driver)).message
+
+
+@pytest.mark.parametrize("answered", [0, 1], ids=["new", "kept"])
+async def test_only_what_nobody_has_read_is_sent_again(answered: int) -> None:
+    """The server ends its first connection after so many answers, with a request before it; a later one it answers."""
+    asked_on: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = len(set(asked_on))
+        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+            while True:
+                await reader.readuntil(b"\r\n\r\n{}")
+                asked_on.append(connection)
+                if connection == 0 and asked_on.count(0) > answered:
+                    return
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = EngineClient(HttpEngineSettings(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    client.open()
+    async with server, contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        if answered:
+            await client.post("/", {}, SECONDS)
+            assert (await client.post("/", {}, SECONDS)).status == 200
+            assert asked_on == [0, 0, 1]
+        else:
+            with pytest.raises(Broken, match="closed before the answer"):
+                await client.post("/", {}, SECONDS)
+            assert asked_on == [0]
 
 
 @pytest.mark.parametrize("phase", ["unanswered", "begun", "streaming"])
