@@ -150,6 +150,20 @@ def test_all_of_a_full_batch_and_its_queue(rig: Rig) -> None:
     rig.run(abort())
 
 
+def test_their_places_in_the_batch_are_free(rig: Rig) -> None:
+    """In the engine, too: others have them long before those that were stopped would have come to their end."""
+
+    async def abort() -> None:
+        witness, *stopped = await _fill(rig, "places", 1500)
+        for generation in stopped:
+            rig.backend.cancel(generation.request.id)
+        await rig.finish([rig.request(rig.prompt(f"in their places {number}", 20), 5) for number in range(len(stopped))])
+        assert witness.made < 750
+        await rig.cancel(witness)
+
+    rig.run(abort())
+
+
 def test_the_id_can_be_used_again(rig: Rig) -> None:
     """A front end that goes on with a generation elsewhere may come back with it."""
 
