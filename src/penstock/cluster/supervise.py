@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
-# A child that exits with this made a mistake that a restart cannot mend.
+# A child that exits with this at its first start made a mistake that a restart cannot mend. Later the same settings have been good enough
+# to run, and what is missing, such as an engine that it reaches by an address, may come back.
 EXIT_CONFIG = 2
 FIRST_DELAY = 0.2
 LONGEST_DELAY = 5.0
@@ -36,14 +37,14 @@ class Child:
         self._stop_requested = asyncio.Event()
 
     async def run(self) -> int:
-        """Keeps it alive until `stop` or until it exits for a mistake in its configuration. Returns its last exit status."""
+        """Keeps it alive until `stop`, unless its first start shows a mistake in its configuration. Returns its last exit status."""
         delay = FIRST_DELAY
         while True:
             began = time.monotonic()
             status = await self._run_once()
-            if self._stop_requested.is_set() or status == EXIT_CONFIG:
+            if self._stop_requested.is_set() or (status == EXIT_CONFIG and self.restarts == 0):
                 return status
-            if time.monotonic() - began > WELL_AFTER:
+            if status != EXIT_CONFIG and time.monotonic() - began > WELL_AFTER:
                 delay = FIRST_DELAY
             log.error("%s died (%s); restarting in %.1f s", self.spec.name, _described(status), delay)
             await self._pause(delay)
