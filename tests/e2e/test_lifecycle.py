@@ -212,6 +212,8 @@ def test_a_port_in_use_is_told_once(server: Server) -> None:
         (["serve", "--model", "/nowhere"], "--model /nowhere"),
         (["worker", "--listen", "nowhere"], "expected unix:/path or tcp://host:port"),
         (["worker", "--listen", "tcp://127.0.0.1:0"], "needs a shared secret; set PENSTOCK_LINK_SECRET"),
+        # Found out when the engine already runs, which has to end as well.
+        (["worker", "--listen", "unix:/nowhere/at/all.sock"], "--listen unix:/nowhere/at/all.sock: No such file or directory"),
     ],
 )
 def test_bad_settings_are_named(arguments: list[str], says: str) -> None:

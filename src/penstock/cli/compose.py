@@ -65,9 +65,14 @@ async def run_worker(settings: WorkerSettings) -> int:
     async with contextlib.AsyncExitStack() as stack:
         store = None if settings.store is None else await _open_redis(settings.store, stack)
         with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
-            if not await _load(runtime, stopped):
-                return 0
-            await server.start()
+            try:
+                if not await _load(runtime, stopped):
+                    return 0
+                await server.start()
+            except BaseException:
+                # What the engine has started would outlive the mistake: threads and processes that nobody is left to end.
+                await runtime.close()
+                raise
             _tune_garbage_collection()
             if store is not None:
                 from penstock.cluster.membership import Registration
