@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.backends.http_settings import Route
+from penstock.backends.http_settings import Route, checked_url
 from penstock.backends.simulator import SimulatorConfig
 from penstock.cli.parsers import ParserSettings, check_parsers
 from penstock.cluster.address import Address, parse_address
@@ -122,7 +122,6 @@ class EmbeddedSettings:
 
 
 ENGINES_OF_OTHERS = ("vllm", "sglang", "http")
-URL_SCHEMES = ("http://", "https://")
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
     worker = [f"--grace={arguments.grace}"]
     worker += [f"--{name.replace('_', '-')}={value}" for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None]
     worker += [f"--{name.replace('_', '-')}" for name in ENGINE_SWITCHES if getattr(arguments, name)]
-    if arguments.workers > 1 and arguments.threads is None:
+    if arguments.workers > 1 and arguments.threads is None and arguments.engine == "embedded":
         # Together they have the cores that one alone would take.
         worker.append(f"--threads={max(1, (os.cpu_count() or 1) // arguments.workers)}")
     front_end = [f"--{name.replace('_', '-')}={value}" for name in FRONT_END_FLAGS if (value := getattr(arguments, name)) is not None]
@@ -387,11 +386,16 @@ def _check_foreign(arguments: argparse.Namespace) -> ForeignSettings:
     engine = arguments.engine
     if engine in ENGINES_OF_OTHERS and arguments.model is None:
         raise ConfigError(f"--engine {engine} needs --model: a directory in Hugging Face's layout, where the tokenizer is, too")
-    if engine == "http" and not (arguments.url or "").startswith(URL_SCHEMES):
-        raise ConfigError(f"--url is {arguments.url!r}: --engine http needs that of the engine's server, such as http://127.0.0.1:30000")
     for flag, owners in _OWNERS.items():
         if getattr(arguments, flag) not in (None, False, "auto") and engine not in owners:
             raise ConfigError(f"--{flag.replace('_', '-')} is for --engine {' or '.join(owners)}, not for {engine}")
+    if engine == "http" and arguments.url is None:
+        raise ConfigError("--engine http needs --url: that of the engine's server, such as http://127.0.0.1:30000")
+    for flag, address in (("--kv-events", arguments.kv_events), ("--kv-replay", arguments.kv_replay)):
+        if address is not None and "://" not in address:
+            raise ConfigError(f"{flag} is {address!r}: expected an address such as tcp://127.0.0.1:5557")
+    if arguments.kv_replay is not None and arguments.kv_events is None:
+        raise ConfigError(f"--kv-replay is {arguments.kv_replay}, but without --kv-events nothing is read that could be missed")
     return ForeignSettings(
         engine_args=_split_words("--engine-args", arguments.engine_args or ""),
         any_version=arguments.any_engine_version,
@@ -402,7 +406,7 @@ def _check_foreign(arguments: argparse.Namespace) -> ForeignSettings:
         block_size=arguments.block_size,
         max_sessions=arguments.max_sessions,
         session_grace=arguments.session_grace,
-        url=arguments.url,
+        url=None if arguments.url is None else checked_url(arguments.url),
         route=arguments.route,
         upstream_model=arguments.upstream_model,
         kv_events=arguments.kv_events,
@@ -411,7 +415,16 @@ def _check_foreign(arguments: argparse.Namespace) -> ForeignSettings:
 
 
 _OWNERS = {
+    "max_batch": ("embedded", "simulator", "vllm", "sglang"),
+    "kv_blocks": ("embedded", "simulator", "vllm", "sglang"),
+    # SGLang says itself what it has instead.
+    "kv_memory": ("embedded", "vllm", "sglang"),
+    "device": ("embedded",),
+    "threads": ("embedded",),
+    "token_budget": ("embedded",),
+    "reproducible": ("embedded",),
     "engine_args": ("vllm", "sglang"),
+    "any_engine_version": ("vllm", "sglang"),
     "streaming_sessions": ("sglang",),
     # The embedded engine's is 16.
     "block_size": ("simulator", "vllm", "sglang", "http"),

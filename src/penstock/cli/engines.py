@@ -36,7 +36,7 @@ def make_foreign(settings: WorkerSettings, on_failure: Callable[[], None]) -> Ba
     grammars = _make_grammars(tokenizer, vocab_size, directory)
     tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
     model = ModelInfo(
-        name=settings.served_name or settings.model.name,
+        name=settings.served_name or settings.model.resolve().name,
         engine=settings.engine,
         tokenizer=str(directory),
         vocab_size=vocab_size,

@@ -255,8 +255,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="a model directory in Hugging Face's layout, or a GGUF file for the embedded engine (default: the model that the set-up "
-        "installed; for the simulator, which takes only the tokenizer, readable words; vllm, sglang and http need one)",
+        help="a model directory in Hugging Face's layout; or a GGUF file, for the embedded engine; or a name on the hub, for vllm, sglang "
+        "and http (default: the model that the set-up installed; for the simulator, which takes only the tokenizer, readable words; vllm, "
+        "sglang and http need one)",
     )
     group.add_argument("--served-name", metavar="NAME", help="the model's name in the API (default: the file's or the directory's)")
     group.add_argument(
@@ -281,13 +282,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--max-batch",
         type=int,
         metavar="N",
-        help=f"generations in a step; more are queued (default: {embedded.max_batch}, simulator {simulator.max_batch})",
+        help=f"generations in a step; more are queued (default: {embedded.max_batch}, simulator {simulator.max_batch}; of others: theirs)",
     )
     group.add_argument(
         "--kv-blocks",
         type=int,
         metavar="N",
-        help=f"KV blocks, of 16 tokens (default: by --kv-memory, simulator {simulator.kv_blocks})",
+        help=f"KV blocks, of 16 tokens or of --block-size (default: by --kv-memory, simulator {simulator.kv_blocks}; of others: their own)",
     )
     group.add_argument(
         "--lease-share",
@@ -344,8 +345,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 def _add_foreign(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "vLLM, SGLang, and engines behind HTTP",
-        "--context-length, --max-batch, --kv-memory, --kv-blocks and --block-size are handed on where they are given. `penstock doctor` "
-        "tells what each can do.",
+        "vLLM and SGLang are told --context-length, --max-batch, --kv-blocks, --block-size and, vLLM alone, --kv-memory, where they are "
+        "given; for http, --context-length and --block-size are those of a server that does not tell. `penstock doctor` tells what each "
+        "can do.",
     )
     group.add_argument(
         "--engine-args",

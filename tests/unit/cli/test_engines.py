@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from chat_model import chat_model
 from penstock.backends.capabilities import EngineReport, Feature
 from penstock.cli.config import ForeignSettings, WorkerSettings, serve_settings, worker_settings
 from penstock.cli.doctor import REPORTS, describe
-from penstock.cli.engines import find_model
+from penstock.cli.engines import find_model, make_foreign
 from penstock.cli.flags import make_parser
 from penstock.cli.main import main
 from penstock.text.model_config import read_end_ids, read_vocab_size
@@ -34,12 +35,31 @@ def test_serve_hands_on_what_is_for_its_workers() -> None:
     assert worker(*given).foreign.streaming_sessions
 
 
+def test_the_cores_are_divided_among_the_workers_of_our_own_engine_alone() -> None:
+    """Others have no such flag."""
+    for flags, is_told in ((["--engine=embedded"], True), (["--engine=simulator"], False), (["--engine=vllm", "--model=m"], False)):
+        given = serve_settings(make_parser().parse_args(["serve", "--workers=2", *flags]), {}).worker_arguments
+        assert any(argument.startswith("--threads=") for argument in given) == is_told
+        worker(*given)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--engine=vllm"], "--engine vllm needs --model"),
-        (["--engine=http", "--model=m"], "--url is None"),
+        (["--engine=http", "--model=m"], "--engine http needs --url"),
         (["--engine=http", "--model=m", "--url=ftp://x"], "--url is 'ftp://x'"),
+        (["--engine=http", "--model=m", "--url=ftp://me:password@x"], "--url has credentials in it"),
+        (["--engine=http", "--model=m", "--url=http://x", "--kv-replay=tcp://x:1"], "--kv-replay is tcp://x:1, but without --kv-events"),
+        (["--engine=http", "--model=m", "--url=http://x", "--kv-events=x:1"], "--kv-events is 'x:1': expected an address such as tcp://"),
+        (["--engine=http", "--model=m", "--url=http://x", "--max-batch=8"], "--max-batch is for --engine embedded or "),
+        (["--engine=http", "--model=m", "--url=http://x", "--kv-blocks=8"], "--kv-blocks is for --engine embedded or "),
+        (["--engine=http", "--model=m", "--url=http://x", "--kv-memory=8"], "--kv-memory is for --engine embedded or "),
+        (["--engine=vllm", "--model=m", "--device=cpu"], "--device is for --engine embedded, not for vllm"),
+        (["--engine=vllm", "--model=m", "--threads=2"], "--threads is for --engine embedded, not for vllm"),
+        (["--engine=simulator", "--token-budget=64"], "--token-budget is for --engine embedded, not for simulator"),
+        (["--engine=sglang", "--model=m", "--reproducible"], "--reproducible is for --engine embedded, not for sglang"),
+        (["--engine=embedded", "--any-engine-version"], "--any-engine-version is for --engine vllm or sglang, not for embedded"),
         (["--engine=simulator", "--url=http://x"], "--url is for --engine http, not for simulator"),
         (["--engine=embedded", "--engine-args=--tp 2"], "--engine-args is for --engine vllm or sglang, not for embedded"),
         (["--engine=vllm", "--model=m", "--streaming-sessions"], "--streaming-sessions is for --engine sglang, not for vllm"),
@@ -52,6 +72,7 @@ def test_what_cannot_work_is_refused_by_name(flags: list[str], said: str) -> Non
     with pytest.raises(ConfigError) as refused:
         worker(*flags)
     assert str(refused.value).startswith(said)
+    assert "password" not in str(refused.value)
     with pytest.raises(ConfigError):
         serve_settings(make_parser().parse_args(["serve", *flags]), {})
 
@@ -66,6 +87,13 @@ def test_a_model_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="--model nobody/nothing is no directory here, and could not be fetched: "):
         find_model(Path("nobody/nothing"))
+
+
+def test_a_model_is_named_as_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that is said by a path without a name."""
+    monkeypatch.chdir(chat_model())
+    backend = make_foreign(worker("--engine=http", "--url=http://127.0.0.1:1", "--model=."), lambda: None)
+    assert backend.model.name == chat_model().name
 
 
 def test_what_a_config_says_without_weights(tmp_path: Path) -> None:
