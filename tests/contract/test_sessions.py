@@ -484,6 +484,56 @@ async def test_a_renewal_that_comes_after_the_last_turns_end_prolongs_nothing(tm
         assert await store.get(key) is None
 
 
+class HeldReaper(MemoryStore):
+    """A store that answers the reaper, and the end of a turn, when the test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_reap, self.may_settle = asyncio.Event(), asyncio.Event()
+        self.reaps, self.settles = 0, 0
+
+    async def get(self, key: str) -> Binding | None:
+        task = asyncio.current_task()
+        if task is None or task.get_name() != "session reaper":
+            return await super().get(key)
+        self.reaps += 1
+        await self.may_reap.wait()
+        self.reaps += 1
+        return await super().get(key)
+
+    async def renew(self, key: str, epoch: int, seconds: float) -> bool:
+        is_renewed = await super().renew(key, epoch, seconds)
+        if seconds == 60.0:
+            self.settles += 1
+            await self.may_settle.wait()
+        return is_renewed
+
+
+@pytest.mark.parametrize("first", ["the turn's end", "the reaper"])
+async def test_a_turn_while_the_reaper_asks_keeps_its_session(tmp_path: Path, first: str) -> None:
+    store = HeldReaper()
+    key = session_key("somebody", "simulator", "agent")
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store) as front_end:
+        await front_end.run(submit(1), wish("open", timeout=0.3))
+        await until(lambda: len(front_end.sessions._tasks) == 2)
+        binding = await store.get(key)
+        assert binding is not None
+        # Another front end has it, too.
+        await MemoryStore.renew(store, key, binding.epoch, 60.0)
+        await until(lambda: store.reaps == 1)
+        await front_end.run(submit(2), wish("open", timeout=60.0))
+        await until(lambda: store.settles == 1)
+        gates = [store.may_settle, store.may_reap] if first == "the turn's end" else [store.may_reap, store.may_settle]
+        for gate in gates:
+            gate.set()
+            await until(lambda: len(front_end.sessions._tasks) == 2 if store.may_settle.is_set() else store.reaps == 2)
+        await until(lambda: store.reaps == 2)
+        assert len(front_end.sessions) == 1
+        assert await front_end.sessions.close_session("somebody", "agent")
+        await until(lambda: worker.simulator.stats().sessions == 0)
+        assert len(front_end.sessions) == 0
+
+
 async def test_a_claim_that_was_lost_gives_its_lease_back(tmp_path: Path) -> None:
     async with three_workers(tmp_path) as workers:
         store = SlowStore()

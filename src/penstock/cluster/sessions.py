@@ -110,6 +110,7 @@ class Sessions:
         session.active -= 1
         if not session.active:
             self._active.discard(session)
+            session.settling += 1
             self._spawn(self._settle(session), "end of a session's turn")
 
     def is_open(self, session: Session) -> bool:
@@ -185,6 +186,12 @@ class Sessions:
 
     async def _settle(self, session: Session) -> None:
         """What follows when the last active turn has ended."""
+        try:
+            await self._settle_now(session)
+        finally:
+            session.settling -= 1
+
+    async def _settle_now(self, session: Session) -> None:
         if session.binding is not None:
             await asyncio.wait([session.binding])
         if session.active:
@@ -335,13 +342,14 @@ class Sessions:
 
     async def _reap_one(self, session: Session, now: float) -> None:
         session.is_listed = False
-        if not self.is_open(session) or self._is_in_use(session):
+        if not self.is_open(session) or self._is_in_use(session) or session.settling:
             return
         if session.expires_at > now:
             self._list_expiry(session)
             return
         binding = await self._store.get(session.key)
-        if self._is_in_use(session):
+        if self._is_in_use(session) or session.settling or session.expires_at > now:
+            # A turn of it has begun while we asked; one that has ended, too, has listed it anew, or will.
             return
         if not self._store.is_available or (binding is not None and binding.epoch == session.bound_epoch):
             # Another front end has had a turn of it since, or may have had: it, or the worker's own timer, will see to its end.
@@ -362,6 +370,7 @@ class Sessions:
                     await self._store.renew(session.key, session.bound_epoch, session.timeout + ACTIVE_MARGIN)
                     if not self._is_in_use(session):
                         # Its last turn has ended meanwhile, and may have told the store before us.
+                        session.settling += 1
                         await self._settle(session)
 
     def _spawn(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:

@@ -42,7 +42,7 @@ class Session:
     """One incarnation of a session as this front end knows it, shared by its turns.
 
     `worker` and `epoch` say where its turns go; `granted_epoch` is the last for which that worker gave a lease, `bound_epoch` the one
-    in the store.
+    in the store. So many turns are `active`; when the last has ended, the store is still to be told: so many times it is `settling`.
     """
 
     __slots__ = (
@@ -58,6 +58,7 @@ class Session:
         "key",
         "model",
         "owner",
+        "settling",
         "timeout",
         "worker",
     )
@@ -74,6 +75,7 @@ class Session:
         self.bound_epoch: int | None = None
         self.binding: asyncio.Task[None] | None = None
         self.active = 0
+        self.settling = 0
         self.is_closing = False
         self.is_listed = False
         self.expires_at = 0.0
