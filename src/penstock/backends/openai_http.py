@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 
 from penstock.backends.capabilities import EngineReport
 from penstock.backends.driver import Chunk, EngineDied, EngineFacts, EngineRequest
@@ -59,6 +59,8 @@ class HttpDriver:
         self._found: Found | None = None
         self._watch: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
+        # How many come now.
+        self._answers = 0
 
     @property
     def report(self) -> EngineReport:
@@ -101,14 +103,13 @@ class HttpDriver:
                 if stream.refusal is not None:
                     reader.is_over = True
                     raise refused(stream.refusal.message, stream.refusal.status)
-                async with contextlib.aclosing(_chunks(stream, reader)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
+                with self._answering():
+                    async with contextlib.aclosing(_chunks(stream, reader)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
         except Unreachable as error:
             reader.is_over = True
-            # One connection that could not be made is not the end of an engine, whose other answers may go on.
-            await self.ping()
-            raise lost(f"the engine at {self._settings.url} could not be reached: {error}") from error
+            raise await self._unreachable(error) from error
         except Broken as error:
             raise lost(f"the engine at {self._settings.url} was lost: {error}") from error
         finally:
@@ -160,6 +161,20 @@ class HttpDriver:
             except (Unreachable, Broken) as error:
                 return f"GET {path}: {error}"
         return f"GET {path} answered {answer.status}" if answer.status >= 500 else None
+
+    @contextlib.contextmanager
+    def _answering(self) -> Generator[None, None, None]:
+        self._answers += 1
+        try:
+            yield
+        finally:
+            self._answers -= 1
+
+    async def _unreachable(self, error: Unreachable) -> Exception:
+        """One connection that could not be made is not the end of an engine, least of all while others of it are open."""
+        if not self._answers and await self._problem() is not None:
+            return EngineDied(f"the engine at {self._settings.url} is gone: {error}")
+        return lost(f"the engine at {self._settings.url} could not be reached: {error}")
 
     async def _stop(self, request_id: str) -> None:
         """Tells the engine, where there is a way to, and returns when it knows; who is cancelled meanwhile need not wait."""

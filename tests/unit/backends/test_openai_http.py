@@ -73,9 +73,13 @@ class Upstream:
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[Any]] = set()
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def stop_listening(self) -> None:
+        assert self._server is not None
+        self._server.close()
 
     async def stop(self) -> None:
         assert self._server is not None
@@ -682,15 +686,26 @@ async def test_a_server_that_is_gone_is_dead() -> None:
             await driver.ping()
 
 
-async def test_one_that_is_away_for_a_moment_is_not_dead() -> None:
-    async with upstream(openai(not_found)) as server, started(server, death_seconds=SECONDS) as driver:
-        port = int(server.url.rpartition(":")[2])
-        await server.stop()
-        asking = asyncio.ensure_future(fault_of(driver))
-        await asyncio.wait([asking], timeout=0.1)
-        await server.start(port)
-        fault = await asking
+async def test_who_still_answers_is_not_dead() -> None:
+    """It takes no more connections, nor can any be made where too many files are open; those that it has go on."""
+    may_end = asyncio.Event()
+
+    async def reply(asked: Asked) -> None:
+        await asked.stream(text(" water"), ends=False)
+        await may_end.wait()
+        await asked.event(text(" flows", "length"))
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        chunks = driver.generate(request())
+        seen = [await anext(chunks)]
+        server.stop_listening()
+        fault = await fault_of(driver)
         assert (fault.code, fault.retryable) == ("engine_lost", True)
+        may_end.set()
+        seen += [chunk async for chunk in chunks]
+        assert shown(seen) == " water flows"
+        with pytest.raises(EngineDied):
+            await read_all(driver)
 
 
 async def test_a_server_that_is_gone_is_noticed_while_nobody_asks() -> None:
