@@ -115,7 +115,8 @@ class _Generation:
         self.session = session
         self.session_state = session_state
         self.position = request.offset
-        self.to_skip = request.token_ids[len(request.token_ids) - request.offset :] if request.grammar is not None else ()
+        is_made_again = request.grammar is not None and not self.is_complete
+        self.to_skip = request.token_ids[len(request.token_ids) - request.offset :] if is_made_again else ()
         self.has_begun = False
         self.reported = False
         self.cached_tokens = 0
@@ -127,6 +128,11 @@ class _Generation:
     def only_prompt(self) -> bool:
         """Nothing is left to make: what is known of its prompt is all that is wanted."""
         return self.request.max_tokens <= self.request.offset
+
+    @property
+    def is_complete(self) -> bool:
+        """All of it was made elsewhere, and only the end is left to be said. An engine might have no room for one token more."""
+        return self.only_prompt and self.request.offset > 0 and not self.request.prompt_logprobs
 
 
 class DrivenBackend:
@@ -263,6 +269,9 @@ class DrivenBackend:
     async def _run(self, generation: _Generation) -> None:
         """Takes one generation from the engine, and gives it its terminal."""
         identity = generation.request.id
+        if generation.is_complete:
+            self._take(generation, Chunk((), finish="length"))
+            return
         try:
             request = await self._engine_request(generation)
             async with contextlib.aclosing(self._driver.generate(request)) as chunks:

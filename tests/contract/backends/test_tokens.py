@@ -70,6 +70,13 @@ def test_only_the_prompt(rig: Rig, offset: int) -> None:
     rig.check_exact(rig.say(prompt, 5))
 
 
+def test_a_context_that_was_filled_elsewhere(rig: Rig) -> None:
+    """All was made, and the worker was lost before it could say that this was the end."""
+    generation = rig.say(rig.prompt("filled elsewhere", rig.model.context_length), 12, offset=12)
+    generation.check("length", 0)
+    assert [delta.token_ids for delta in generation.deltas] == [()]
+
+
 def test_one_token(rig: Rig) -> None:
     generation = rig.say(rig.prompt("one token", 50), 1)
     generation.check("length", 1)

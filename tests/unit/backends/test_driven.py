@@ -311,6 +311,18 @@ async def test_only_the_prompt_is_wanted() -> None:
         assert rig.terminals(1) == [Finish("length")]
 
 
+@pytest.mark.parametrize("grammar", [None, Grammar("regex", "a+")])
+async def test_what_was_made_elsewhere_to_the_last_token_needs_no_engine(grammar: Grammar | None) -> None:
+    async with running() as rig:
+        turn = SessionTurn("s", "open", epoch=1)
+        rig.backend.submit(submit(1, [1] * 64, 4, offset=4, grammar=grammar, session=turn))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.deltas(1) == [Delta(4, (), None, PromptReport(0, None, "open"))]
+        assert rig.terminals(1) == [Finish("length")]
+        assert not rig.driver.requests
+        assert (rig.backend.stats().running, rig.backend.stats().kv_blocks_used) == (0, 0)
+
+
 async def test_all_that_was_asked_for_reaches_the_engine() -> None:
     asked: dict[str, Any] = {
         "stop_ids": (4,),
