@@ -26,6 +26,7 @@ import pytest
 
 from chat_model import END_ID, chat_model, greedy, random_prompt
 from contract.backends.setups import SETUPS
+from cpu_engines import sglang_flags, vllm_flags
 from penstock.backends.driver import Chunk, EngineFacts, EngineRefused, EngineRequest
 from penstock.backends.http_settings import HttpEngineSettings
 from penstock.backends.openai_http import HttpDriver
@@ -49,20 +50,9 @@ class Kind:
     flags: tuple[str, ...]
 
 
-VLLM = (
-    "--dtype",
-    "float32",
-    "--enforce-eager",
-    "--block-size",
-    "32",
-    "--kv-cache-memory-bytes",
-    "67108864",
-    "--max-num-seqs",
-    str(MOST_RUNNING),
-)
+VLLM = vllm_flags(2**26, MOST_RUNNING)
 SGLANG = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "16384"),
-    *("--max-running-requests", str(MOST_RUNNING), "--page-size", "32", "--disable-cuda-graph", "--skip-server-warmup"),
+    *sglang_flags(2**14, MOST_RUNNING),
     *("--grammar-backend", "llguidance", "--enable-session-radix-cache", "--radix-eviction-policy", "priority"),
 )
 KINDS = {

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cpu_engines import sglang_flags, vllm_flags
+
 CONTEXT_LENGTH = 2048
 MAX_BATCH = 8
 KV_TOKENS = 8192
@@ -58,14 +60,6 @@ _NO_LEASES = "the engine's cache is its own: a session names what it computed, a
 _FORGETS_COUNTS = "to the engine, what another worker generated is part of the prompt"
 _OWN_NOISE = "the engine's random numbers are its own, and begin where it begins"
 
-_VLLM_ARGUMENTS = (
-    f"--dtype float32 --enforce-eager --block-size 32 --kv-cache-memory-bytes {KV_TOKENS * KV_BYTES} --max-num-seqs {MAX_BATCH}"
-)
-_SGLANG_ARGUMENTS = (
-    f"--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens {KV_TOKENS} --page-size 32"
-    f" --disable-cuda-graph --skip-server-warmup --max-running-requests {MAX_BATCH}"
-)
-
 _SIMULATOR = Setup(
     "simulator",
     ("--max-batch", str(MAX_BATCH), "--kv-blocks", str(KV_TOKENS // 16), "--block-size", "16", "--step-ms", "1", *_SESSIONS),
@@ -84,7 +78,7 @@ _EMBEDDED = Setup(
 )
 _VLLM = Setup(
     "vllm",
-    ("--engine-args", _VLLM_ARGUMENTS, *_SESSIONS),
+    ("--engine-args", " ".join(vllm_flags(KV_TOKENS * KV_BYTES, MAX_BATCH)), *_SESSIONS),
     start_seconds=240,
     patience=180,
     lacks={
@@ -98,7 +92,7 @@ _VLLM = Setup(
 )
 _SGLANG = Setup(
     "sglang",
-    ("--engine-args", _SGLANG_ARGUMENTS, *_SESSIONS),
+    ("--engine-args", " ".join(sglang_flags(KV_TOKENS, MAX_BATCH)), *_SESSIONS),
     start_seconds=300,
     patience=300,
     lacks={

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from cpu_engines import BLOCK_SIZE, sglang_flags, vllm_flags
 from e2e.harness import Server
 
 MODEL = "tiny"
@@ -65,12 +66,6 @@ def workers_of(server: Server) -> list[psutil.Process]:
     return sorted([child for child in children if "worker" in child.cmdline()], key=lambda child: child.cmdline())
 
 
-_VLLM = f"--dtype float32 --enforce-eager --block-size 32 --kv-cache-memory-bytes 67108864 --max-num-seqs {MAX_BATCH}"
-_SGLANG = (
-    "--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 65536 --page-size 32 --disable-cuda-graph"
-    f" --skip-server-warmup --max-running-requests {MAX_BATCH}"
-)
-
 SETUPS = {
     setup.engine: setup
     for setup in (
@@ -80,11 +75,17 @@ SETUPS = {
             block_size=16,
             start_seconds=60,
         ),
-        Setup("vllm", ("--engine-args", _VLLM), block_size=32, start_seconds=300, process="EngineCore"),
+        Setup(
+            "vllm",
+            ("--engine-args", " ".join(vllm_flags(2**26, MAX_BATCH))),
+            block_size=BLOCK_SIZE,
+            start_seconds=300,
+            process="EngineCore",
+        ),
         Setup(
             "sglang",
-            ("--engine-args", _SGLANG),
-            block_size=32,
+            ("--engine-args", " ".join(sglang_flags(2**16, MAX_BATCH))),
+            block_size=BLOCK_SIZE,
             start_seconds=300,
             process="scheduler",
             environment={

@@ -1,4 +1,4 @@
-"""Clients that leave: what they asked for is computed no further."""
+"""Clients that leave: the worker has nothing of theirs left. That the engine itself has stopped is shown by tests/contract/backends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_client_that_waits_for_the_whole_answer(server: Server) -> None:
     wait_until(lambda: is_idle(server))
 
 
-def test_one_of_several_choices_that_a_stop_string_ends(server: Server, judge: Judge) -> None:
+def test_an_answer_that_a_stop_string_ends(server: Server, judge: Judge) -> None:
     """No client leaves, but the engine is told just so: the front end has found the string, and no more is computed."""
     wait_until(lambda: is_idle(server))
     prompt = random_prompt(42, 10)
