@@ -70,7 +70,7 @@ def _report_embedded() -> EngineReport:
     supported = "torch 2.11 to 2.13"
     found: dict[str, str] = {}
     missing = ""
-    for package in ("torch", "llguidance", "safetensors", "gguf", "numpy"):
+    for package in ("torch", "llguidance", "safetensors", "gguf", "numpy", "tokenizers", "jinja2"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,18 @@ def test_doctor_tells_of_every_engine(capsys: pytest.CaptureFixture[str]) -> Non
         "grammar": True,
         "disaggregation": False,
     }
+
+
+@pytest.mark.parametrize("package", ["torch", "tokenizers", "jinja2"])
+def test_doctor_names_what_our_own_engine_lacks(package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == package:
+            raise PackageNotFoundError
+        return "2.13"
+
+    monkeypatch.setattr("penstock.cli.doctor.version", version)
+    assert main(["doctor", "--engine", "embedded"]) == 1
+    assert f"problem: it needs the package '{package}': pip install 'penstock[engine]'" in capsys.readouterr().out
 
 
 def test_doctor_fails_where_an_engine_that_is_asked_for_cannot_be_used(
