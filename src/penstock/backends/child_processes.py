@@ -77,7 +77,10 @@ def end_with(pid: int) -> None:
         return
 
     def wait() -> None:
-        select.select([descriptor], [], [])
+        # Not `select`, which takes no descriptor beyond 1,023.
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        ended.poll()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name=f"end with process {pid}", daemon=True).start()
