@@ -51,7 +51,11 @@ def checked_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigError(f"--url is {url!r}: expected an address such as http://127.0.0.1:8000")
     if parts.query or parts.fragment or port == 0 or any(letter.isspace() or not letter.isprintable() for letter in url):
-        raise ConfigError(f"--url is {url!r}: expected an address such as http://127.0.0.1:8000, without query, fragment or spaces")
+        # Not repeated: a query may have a key in it.
+        raise ConfigError(
+            "--url has a query, a fragment, spaces or the port 0: expected an address such as http://127.0.0.1:8000, "
+            f"with a key, where one is needed, in {API_KEY_VARIABLE}"
+        )
     # Most clients of OpenAI's API are given the address with it.
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"

@@ -238,7 +238,13 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         HttpEngineSettings(url)
 
 
-@pytest.mark.parametrize("url", ["http://user:geheim@host", "user:geheim@host:80", "http:user:geheim@host", "http://user:geheim#1@host"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://user:geheim@host", "user:geheim@host:80", "http:user:geheim@host", "http://user:geheim#1@host"),
+        *("http://host/v1?key=geheim", "http://host/#geheim"),
+    ],
+)
 def test_a_password_is_never_shown(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HttpEngineSettings(url)
