@@ -154,11 +154,12 @@ def test_their_places_in_the_batch_are_free(rig: Rig) -> None:
     """In the engine, too: others have them long before those that were stopped would have come to their end."""
 
     async def abort() -> None:
-        witness, *stopped = await _fill(rig, "places", 1500)
+        # All of them fit into the KV to their end: where they do not, an engine may let the last begin when the first have ended.
+        witness, *stopped = await _fill(rig, "places", 800)
         for generation in stopped:
             rig.backend.cancel(generation.request.id)
         await rig.finish([rig.request(rig.prompt(f"in their places {number}", 20), 5) for number in range(len(stopped))])
-        assert witness.made < 750
+        assert witness.made < 400
         await rig.cancel(witness)
 
     rig.run(abort())
