@@ -132,6 +132,8 @@ def test_a_first_turn_that_leaves_while_its_session_is_opened(rig: Rig, agent: A
         await rig.until(lambda: bool(agent.driver._manager.session_futures))
         opening.cancel()
         await asyncio.wait([opening])
+        # By then the engine has opened it, and nobody has heard of that.
+        await agent.driver.ping()
         await agent.turn("stayed")
         had = len(agent.said)
         assert await agent.turn("stayed on") == had - 1
