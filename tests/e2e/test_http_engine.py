@@ -191,7 +191,7 @@ async def test_the_whole_stack_before_the_upstream(simulator: Server, serve: Ser
 
 
 def test_the_doctor_knows(simulator: Server) -> None:
-    command = [sys.executable, "-m", "penstock", "doctor", "--url", simulator.url]
+    command = [sys.executable, "-m", "penstock", "doctor", "--engine=http", "--url", simulator.url]
     told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     assert "Penstock over HTTP" in told
     assert "exact token ids" in told

@@ -60,6 +60,8 @@ class _Model(msgspec.Struct):
     owned_by: str | None = None
     max_model_len: int | None = None
     penstock: dict[str, Any] | None = None
+    meta: dict[str, Any] | None = None
+    """llama.cpp's."""
 
 
 class _Models(msgspec.Struct):
@@ -285,13 +287,15 @@ async def _model(probe: _Probe) -> _Model:
     """The one that is asked for, or the only one. Servers that list none must be told its name."""
     models, wanted = _models_in(await probe.get("/v1/models")), probe.settings.model_name
     if wanted is None and not models:
-        raise probe.failure("the server lists no models: give the name of one")
+        raise probe.failure("the server lists no models: give the name of one with --upstream-model")
+    names = ", ".join(model.id for model in models)[:200]
+    if wanted is None and len(models) > 1:
+        raise ConfigError(f"--url {probe.settings.url}: the server has several models: give one of {names} with --upstream-model")
     if wanted is None:
         return models[0]
     found = next((model for model in models if model.id == wanted), None)
     if found is None and models:
-        names = ", ".join(model.id for model in models)
-        raise ConfigError(f"--url {probe.settings.url}: the server has no model {wanted!r}: it has {names[:200]}")
+        raise ConfigError(f"--url {probe.settings.url}: the server has no --upstream-model {wanted!r}: it has {names}")
     return found or _Model(wanted)
 
 
@@ -384,7 +388,7 @@ async def _text(probe: _Probe, model: _Model) -> Found:
 
 
 def _told_context(model: _Model) -> int | None:
-    return model.max_model_len or (model.penstock or {}).get("context_length")
+    return model.max_model_len or (model.penstock or {}).get("context_length") or (model.meta or {}).get("n_ctx")
 
 
 def _name(model: _Model) -> str:

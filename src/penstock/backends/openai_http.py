@@ -111,7 +111,7 @@ class HttpDriver:
             reader.is_over = True
             raise await self._unreachable(error) from error
         except Broken as error:
-            raise lost(f"the engine at {self._settings.url} was lost: {error}") from error
+            raise lost(f"the engine was lost: {error}") from error
         finally:
             if not reader.is_over:
                 await self._stop(request.id)
@@ -123,7 +123,7 @@ class HttpDriver:
         began = loop.time()
         while (problem := await self._problem()) is not None:
             if loop.time() - began >= self._death_seconds:
-                raise EngineDied(f"the engine at {self._settings.url} is gone: {problem}")
+                raise self._died(problem)
             await asyncio.sleep(min(AGAIN_SECONDS, self._death_seconds / 4))
 
     async def close_session(self, session_id: str) -> None:
@@ -173,8 +173,13 @@ class HttpDriver:
     async def _unreachable(self, error: Unreachable) -> Exception:
         """One connection that could not be made is not the end of an engine, least of all while others of it are open."""
         if not self._answers and await self._problem() is not None:
-            return EngineDied(f"the engine at {self._settings.url} is gone: {error}")
-        return lost(f"the engine at {self._settings.url} could not be reached: {error}")
+            return self._died(str(error))
+        return lost(f"the engine could not be reached: {error}")
+
+    def _died(self, why: str) -> EngineDied:
+        """Clients are told why, and not where it ran."""
+        log.error("the engine at %s is gone: %s", self._settings.url, why)
+        return EngineDied(f"its server is gone: {why}")
 
     async def _stop(self, request_id: str) -> None:
         """Tells the engine, where there is a way to, and returns when it knows; who is cancelled meanwhile need not wait."""

@@ -13,8 +13,10 @@ from typing import Any
 
 from penstock import __version__
 from penstock.backends.capabilities import EngineReport, Feature
+from penstock.wire.errors import ConfigError
 
 EXIT_PROBLEM = 1
+HTTP = "http"
 _OWN_FEATURES = ("sessions", "KV events", "logprobs", "prompt logprobs")
 
 
@@ -25,20 +27,23 @@ def add_doctor_parser(commands: Any) -> None:
     parser.add_argument(
         "--engine",
         action="append",
-        choices=sorted(REPORTS),
+        choices=[*sorted(REPORTS), HTTP],
         metavar="NAME",
-        help=f"only this one, of {', '.join(sorted(REPORTS))}; repeat for each",
+        help=f"only this one, of {', '.join(sorted(REPORTS))} and, with --url, {HTTP}; repeat for each",
     )
     parser.add_argument("--url", metavar="URL", help="ask the engine that runs behind this address, as --engine http would")
+    parser.add_argument("--upstream-model", metavar="NAME", help="the model's name there (default: the only one that it has)")
     parser.add_argument("--json", action="store_true", help="the same for programs")
 
 
 def run_doctor(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> int:
     """Exits with a problem where one that was asked for by name has one."""
     names = arguments.engine or ([] if arguments.url else list(REPORTS))
-    reports = [REPORTS[name]() for name in names]
+    if arguments.url is None and (HTTP in names or arguments.upstream_model is not None):
+        raise ConfigError("--engine http and --upstream-model need --url, that of the engine's server, such as http://127.0.0.1:30000")
+    reports = [REPORTS[name]() for name in names if name != HTTP]
     if arguments.url:
-        reports.append(_report_http(arguments.url, environment))
+        reports.append(_report_http(arguments.url, arguments.upstream_model, environment))
     if arguments.json:
         print(json.dumps({"penstock": __version__, "engines": [asdict(report) for report in reports]}, indent=1))
     else:
@@ -94,11 +99,11 @@ def _report_sglang() -> EngineReport:
     return report()
 
 
-def _report_http(url: str, environment: Mapping[str, str]) -> EngineReport:
+def _report_http(url: str, upstream_model: str | None, environment: Mapping[str, str]) -> EngineReport:
     from penstock.backends.http_settings import HttpEngineSettings, api_key_from
     from penstock.backends.openai_http import probe
 
-    return asyncio.run(probe(HttpEngineSettings(url=url, api_key=api_key_from(environment))))
+    return asyncio.run(probe(HttpEngineSettings(url=url, model_name=upstream_model, api_key=api_key_from(environment))))
 
 
 _NO_DISAGGREGATION = Feature("disaggregation", is_available=False, detail="prefill and decode are in one worker")

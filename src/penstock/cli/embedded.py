@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from penstock.cli.config import EmbeddedSettings, WorkerSettings
+from penstock.cli.models import model_name
 from penstock.text.load import load_tokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
@@ -37,7 +36,6 @@ CPU_KV_MEMORY = 2.0
 SHARE_OF_GPU = 0.85
 CPU_TOKEN_BUDGET = 512
 GPU_TOKEN_BUDGET = 8192
-_QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
 
 
 def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
@@ -123,11 +121,6 @@ def _memory_left(device: torch.device) -> int:
 
 def _dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def model_name(path: Path) -> str:
-    """The name of the file or directory, without its ending and its quantization."""
-    return path.name if path.is_dir() else _QUANTIZATION.sub("", path.stem)
 
 
 def _device(name: str) -> torch.device:

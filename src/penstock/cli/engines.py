@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +11,10 @@ from penstock.backends.driven import DrivenBackend, EventFeed, Grammars
 from penstock.backends.driver import EngineDriver, EngineSettings, EventEndpoints
 from penstock.backends.http_settings import HttpEngineSettings, api_key_from
 from penstock.cli.config import WorkerSettings
+from penstock.cli.models import find_model, model_name
 from penstock.text.load import load_tokenizer
 from penstock.text.model_config import read_end_ids, read_vocab_size
 from penstock.text.tokenizer import Tokenizer
-from penstock.wire.errors import ConfigError
 from penstock.wire.messages import KvEvents, ModelInfo
 from penstock.worker.backend import Backend
 
@@ -23,22 +22,25 @@ log = logging.getLogger(__name__)
 
 # Stands for what is known when the engine runs.
 UNKNOWN = 1
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def make_foreign(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
     """What is wrong with the model's files or the settings is told here, before anything heavy is loaded."""
     assert settings.model is not None
-    directory = find_model(settings.model)
-    tokenizer = load_tokenizer(str(directory))
-    vocab_size = min(tokenizer.vocab_size, read_vocab_size(directory) or tokenizer.vocab_size)
-    driver = _make_driver(settings, directory, tokenizer)
-    grammars = _make_grammars(tokenizer, vocab_size, directory)
+    # Only the tokenizer is read here, so any model file will do where the engine has its own.
+    path = find_model(settings.model, takes_gguf=settings.engine == "http")
+    tokenizer = load_tokenizer(str(path))
+    vocab_size, end_ids = tokenizer.vocab_size, frozenset({tokenizer.end_id})
+    if path.is_dir():
+        vocab_size = min(vocab_size, read_vocab_size(path) or vocab_size)
+        end_ids |= read_end_ids(path)
+    driver = _make_driver(settings, path, tokenizer)
+    grammars = _make_grammars(tokenizer, vocab_size, end_ids)
     tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
     model = ModelInfo(
-        name=settings.served_name or settings.model.resolve().name,
+        name=settings.served_name or (model_name(path) if settings.model.exists() else settings.model.name),
         engine=settings.engine,
-        tokenizer=str(directory),
+        tokenizer=str(path),
         vocab_size=vocab_size,
         context_length=settings.context_length or UNKNOWN,
         block_size=UNKNOWN,
@@ -49,27 +51,6 @@ def make_foreign(settings: WorkerSettings, on_failure: Callable[[], None]) -> Ba
     return DrivenBackend(
         model, driver, grammars, _make_feed, on_failure, max_sessions=foreign.max_sessions, session_grace=foreign.session_grace
     )
-
-
-def find_model(model: Path) -> Path:
-    """The directory itself, or where the hub's library has put the model of this name."""
-    if model.is_dir():
-        return model.resolve()
-    if model.exists() or not _HUB_NAME.fullmatch(str(model)):
-        what = "is a file" if model.exists() else "does not exist"
-        raise ConfigError(f"--model {model} {what}: expected a directory in Hugging Face's layout, or a model's name there")
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(model)))
-    except ImportError as missing:
-        raise ConfigError(
-            f"--model {model} is no directory here, and without the package {missing.name!r} nothing can be fetched"
-        ) from missing
-    except (OSError, ValueError) as error:
-        # All that the library raises is one of these two.
-        first_line = str(error).strip().split("\n", 1)[0]
-        raise ConfigError(f"--model {model} is no directory here, and could not be fetched: {first_line}") from error
 
 
 def _make_driver(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> EngineDriver:
@@ -117,7 +98,7 @@ def _http_settings(settings: WorkerSettings) -> HttpEngineSettings:
     )
 
 
-def _make_grammars(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> Grammars | None:
+def _make_grammars(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> Grammars | None:
     if tokenizer.definition is None:
         log.warning("structured output is off: the model's tokenizer has no tokenizer.json")
         return None
@@ -127,7 +108,7 @@ def _make_grammars(tokenizer: Tokenizer, vocab_size: int, directory: Path) -> Gr
     except ImportError as missing:
         log.warning("structured output is off: it needs the package %r", missing.name)
         return None
-    return LarkGrammars(GrammarCompiler(tokenizer.definition, vocab_size, read_end_ids(directory) | {tokenizer.end_id}))
+    return LarkGrammars(GrammarCompiler(tokenizer.definition, vocab_size, end_ids))
 
 
 def _make_feed(endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> EventFeed:

@@ -255,9 +255,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="a model directory in Hugging Face's layout; or a GGUF file, for the embedded engine; or a name on the hub, for vllm, sglang "
-        "and http (default: the model that the set-up installed; for the simulator, which takes only the tokenizer, readable words; vllm, "
-        "sglang and http need one)",
+        help="a model directory in Hugging Face's layout; or a GGUF file, for the embedded engine and http; or a hub's name, for vllm, "
+        "sglang and http (default: the model that the set-up installed; for the simulator, which takes only the tokenizer, readable "
+        "words; vllm, sglang and http need one)",
     )
     group.add_argument("--served-name", metavar="NAME", help="the model's name in the API (default: the file's or the directory's)")
     group.add_argument(

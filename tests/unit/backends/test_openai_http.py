@@ -385,8 +385,28 @@ async def test_a_context_that_nobody_tells_must_be_given() -> None:
         facts = await driver.start(print)
         await driver.close()
         assert (facts.context_length, facts.block_size) == (77, 8)
-        with pytest.raises(ConfigError, match="no model 'other': it has model"):
+        with pytest.raises(ConfigError, match="no --upstream-model 'other': it has model"):
             await HttpDriver(HttpEngineSettings(server.url, model_name="other"), TOKENIZER).start(print)
+
+
+async def test_llama_cpp_tells_its_context() -> None:
+    model = {"id": "model", "owned_by": "llamacpp", "meta": {"n_ctx": 512, "n_ctx_train": 8192}}
+    async with upstream(openai(not_found) | {"/v1/models": saying(200, {"data": [model]})}) as server:
+        driver = HttpDriver(HttpEngineSettings(server.url), TOKENIZER)
+        facts = await driver.start(print)
+        await driver.close()
+        assert (facts.context_length, driver.report.engine) == (512, "llama.cpp over HTTP")
+
+
+async def test_one_of_several_models_must_be_named() -> None:
+    models = [{"id": name, "max_model_len": length} for name, length in (("base", 100), ("fine", 200))]
+    async with upstream(openai(not_found) | {"/v1/models": saying(200, {"data": models})}) as server:
+        with pytest.raises(ConfigError, match="the server has several models: give one of base, fine with --upstream-model"):
+            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+        driver = HttpDriver(HttpEngineSettings(server.url, model_name="fine"), TOKENIZER)
+        facts = await driver.start(print)
+        await driver.close()
+        assert facts.context_length == 200
 
 
 # Generating.
@@ -714,7 +734,8 @@ async def test_who_still_answers_is_not_dead() -> None:
             await read_all(driver)
 
 
-async def test_a_server_that_is_gone_is_noticed_while_nobody_asks() -> None:
+async def test_a_server_that_is_gone_is_noticed_while_nobody_asks(caplog: pytest.LogCaptureFixture) -> None:
+    """Where it ran is for the log alone: what is said of the death reaches clients."""
     died = asyncio.Event()
     deaths: list[str] = []
 
@@ -729,8 +750,10 @@ async def test_a_server_that_is_gone_is_noticed_while_nobody_asks() -> None:
         await server.stop()
         await died.wait()
         await driver.close()
-        assert len(deaths) == 1
-        assert server.url in deaths[0]
+        assert deaths == ["its server is gone: GET /health: cannot connect: Connection refused"]
+        assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+            f"the engine at {server.url} is gone: GET /health: cannot connect: Connection refused"
+        ]
 
 
 async def test_a_server_that_says_it_is_broken_is_dead_if_it_stays_so() -> None:

@@ -10,11 +10,13 @@ import pytest
 
 from chat_model import chat_model
 from penstock.backends.capabilities import EngineReport, Feature
+from penstock.backends.checkpoint import find_default_model
 from penstock.cli.config import ForeignSettings, WorkerSettings, serve_settings, worker_settings
 from penstock.cli.doctor import REPORTS, describe
-from penstock.cli.engines import find_model, make_foreign
+from penstock.cli.engines import make_foreign
 from penstock.cli.flags import make_parser
 from penstock.cli.main import main
+from penstock.cli.models import find_model, model_name
 from penstock.text.model_config import read_end_ids, read_vocab_size
 from penstock.wire.errors import ConfigError
 
@@ -83,6 +85,11 @@ def test_a_model_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match=r"model\.gguf is a file: expected a directory"):
         find_model(tmp_path / "model.gguf")
+    assert find_model(tmp_path / "model.gguf", takes_gguf=True) == (tmp_path / "model.gguf").resolve()
+    with pytest.raises(
+        ConfigError, match=r"no\.gguf does not exist: expected a directory in Hugging Face's layout, a GGUF file, or a model"
+    ):
+        find_model(tmp_path / "no.gguf", takes_gguf=True)
     with pytest.raises(ConfigError, match=r"/nowhere/at/all does not exist: expected a directory"):
         find_model(Path("/nowhere/at/all"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -95,6 +102,15 @@ def test_a_model_is_named_as_its_directory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(chat_model())
     backend = make_foreign(worker("--engine=http", "--url=http://127.0.0.1:1", "--model=."), lambda: None)
     assert backend.model.name == chat_model().name
+
+
+def test_a_server_with_a_gguf_file_is_asked_with_the_tokenizer_of_that_file() -> None:
+    path = find_default_model()
+    backend = make_foreign(worker("--engine=http", "--url=http://127.0.0.1:1", f"--model={path}"), lambda: None)
+    assert path.suffix == ".gguf"
+    assert (backend.model.name, backend.model.tokenizer, backend.model.vocab_size) == (model_name(path), str(path.resolve()), 49_152)
+    with pytest.raises(ConfigError, match="is a file: expected a directory"):
+        make_foreign(worker("--engine=vllm", f"--model={path}"), lambda: None)
 
 
 def test_what_a_config_says_without_weights(tmp_path: Path) -> None:
@@ -164,3 +180,9 @@ def test_doctor_fails_where_an_engine_that_is_asked_for_cannot_be_used(
     assert main(["doctor", "--engine", "vllm"]) == 1
     assert "problem: it is not installed" in capsys.readouterr().out
     assert main(["doctor", "--engine", "simulator"]) == 0
+
+
+@pytest.mark.parametrize("flags", [["--engine=http"], ["--upstream-model=m"]])
+def test_doctor_asks_a_server_only_where_it_is(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *flags]) == 2
+    assert capsys.readouterr().err.startswith("penstock: --engine http and --upstream-model need --url")
