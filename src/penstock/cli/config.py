@@ -385,7 +385,8 @@ def _check_engine(arguments: argparse.Namespace) -> tuple[SimulatorConfig, Embed
 def _check_foreign(arguments: argparse.Namespace) -> ForeignSettings:
     engine = arguments.engine
     if engine in ENGINES_OF_OTHERS and arguments.model is None:
-        raise ConfigError(f"--engine {engine} needs --model: that of the tokenizer, too; see --help")
+        kinds = "a directory in Hugging Face's layout, " + ("a GGUF file, " if engine == "http" else "") + "or a name on the hub"
+        raise ConfigError(f"--engine {engine} needs --model, which has the tokenizer, too: {kinds}")
     for flag, owners in _OWNERS.items():
         if getattr(arguments, flag) not in (None, False, "auto") and engine not in owners:
             raise ConfigError(f"--{flag.replace('_', '-')} is for --engine {' or '.join(owners)}, not for {engine}")
