@@ -343,9 +343,9 @@ def _has_grammar(arguments: dict[str, Any]) -> bool:
 def _release(engine: Any) -> None:
     """The sockets and files that SGLang leaves behind. Nobody will read what was said last, so nothing may wait for that."""
     manager, ports = engine.tokenizer_manager, engine.port_args
-    for socket in (manager.send_to_scheduler, manager.recv_from_detokenizer, engine.send_to_rpc):
-        if socket is not None:
-            socket.close(linger=0)
+    sockets = (manager.send_to_scheduler, manager.recv_from_detokenizer, engine.send_to_rpc)
+    for context in {socket.context for socket in sockets if socket is not None}:
+        context.destroy(linger=0)
     if manager.mm_processor is not None:
         manager.mm_processor.shutdown()
     manager.cuda_vmm_feature_transport.shutdown()
