@@ -148,6 +148,8 @@ async def test_a_death_in_mid_answer_is_a_fault_that_others_can_mend(serve: Serv
                 async for _ in chunks:
                     pass
             assert (caught.value.fault.code, caught.value.fault.retryable) == ("engine_lost", True)
+            # Until its last socket is closed, connections can still be made.
+            await asyncio.to_thread(wait_until, lambda: front_end.status() == psutil.STATUS_ZOMBIE)
             with pytest.raises(EngineDied):
                 await read_all(driver, request(tokenizer))
         finally:
