@@ -347,12 +347,7 @@ async def _with_tokens(probe: _Probe, model: _Model, dialect: Dialect, *, has_lo
         Feature("logprobs", has_logprobs, no_ids),
         Feature("prompt logprobs", has_logprobs, no_ids or "such answers come whole"),
         Feature("grammar", has_grammar, "llguidance" if has_grammar else "the server has no llguidance"),
-        Feature("sessions", True, "as affinity only"),
-        Feature("retention", False, "the server has no such thing over HTTP"),
-        probe.events(),
-        Feature("cached tokens", False, "told after the answer, if at all, which is too late"),
-        Feature("disaggregation", False, "not over this route"),
-        probe.context(facts),
+        *_of_completions(probe, facts),
     )
     report = EngineReport(_name(model), await _version(probe, model), "any that tells token ids", features=features)
     return Found(lambda _: dialect, facts, report, await _ping_path(probe))
@@ -372,12 +367,7 @@ async def _text(probe: _Probe, model: _Model) -> Found:
         Feature("stop ids", False, "sent along, but the server may know the model's own end only"),
         Feature("exact usage", False, "tokens are counted as they are tokenized here"),
         Feature("going on in mid-answer", True, "with the prompt and the tokens so far, as they are tokenized here"),
-        Feature("sessions", True, "as affinity only"),
-        Feature("retention", False, "the server has no such thing over HTTP"),
-        probe.events(),
-        Feature("cached tokens", False, "told after the answer, if at all, which is too late"),
-        Feature("disaggregation", False, "not over this route"),
-        probe.context(facts),
+        *_of_completions(probe, facts),
     )
     report = EngineReport(_name(model), await _version(probe, model), "any with OpenAI's completions", features=features)
 
@@ -385,6 +375,18 @@ async def _text(probe: _Probe, model: _Model) -> Found:
         return TextDialect(model.id, tokenizer, byte_tokens(tokenizer))
 
     return Found(make_dialect, facts, report, await _ping_path(probe))
+
+
+def _of_completions(probe: _Probe, facts: EngineFacts) -> tuple[Feature, ...]:
+    """What is the same with every server that has no more than completions."""
+    return (
+        Feature("sessions", True, "as affinity only"),
+        Feature("retention", False, "the server has no such thing over HTTP"),
+        probe.events(),
+        Feature("cached tokens", False, "told after the answer, if at all, which is too late"),
+        Feature("disaggregation", False, "not over this route"),
+        probe.context(facts),
+    )
 
 
 def _told_context(model: _Model) -> int | None:
