@@ -24,7 +24,8 @@ class Setup:
     """`process` is in the title of the process that computes; None where the worker itself does. KV is reused by whole blocks.
 
     `lacks` has what a client can tell the engine by, with the reason: a test of it asserts what happens instead. `keeps` is how much of the
-    context the engine keeps to itself, so that it has to be started with so much more.
+    context the engine keeps to itself, so that it has to be started with so much more. `spins`: its processes burn two cores while they
+    wait for each other, and where there are no more, others hardly come to run; so they get one.
     """
 
     engine: str
@@ -35,6 +36,7 @@ class Setup:
     environment: Mapping[str, str] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
     keeps: int = 0
+    spins: bool = False
 
     def start(self, model: Path, *arguments: str) -> Server:
         """A server that is ready. What it has lost it waits for as long as the engine may take to come back."""
@@ -43,10 +45,14 @@ class Setup:
         environment = {**OFFLINE, **self.environment}
         server = Server(*named, *wait, *self.arguments, *arguments, engine=self.engine, model=MODEL, environment=environment)
         try:
-            return server.wait_ready(self.start_seconds)
+            server.wait_ready(self.start_seconds)
         except AssertionError:
             server.stop()
             raise
+        if self.spins:
+            for engine in [child for worker in workers_of(server) for child in worker.children(recursive=True)]:
+                os.sched_setaffinity(engine.pid, {min(os.sched_getaffinity(0))})
+        return server
 
     def computing(self, worker: psutil.Process) -> psutil.Process:
         """The process of this worker in which the engine computes."""
@@ -81,6 +87,7 @@ SETUPS = {
             block_size=BLOCK_SIZE,
             start_seconds=300,
             process="EngineCore",
+            spins=True,
         ),
         Setup(
             "sglang",
