@@ -25,7 +25,7 @@ class Setup:
 
     `lacks` has what a client can tell the engine by, with the reason: a test of it asserts what happens instead. `keeps` is how much of the
     context the engine keeps to itself, so that it has to be started with so much more. `spins`: its processes burn two cores while they
-    wait for each other, and where there are no more, others hardly come to run; so they get one.
+    wait for each other, and where there are no more, answers reach clients late and in lumps; so they get one.
     """
 
     engine: str
