@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.backends.checkpoint import find_default_model
-from penstock.text.load import load_tokenizer
+from penstock.engine.checkpoints.checkpoint import find_default_model
+from penstock.text.tokenizers.load import load_tokenizer
 from servers import Process, serving
 from sseload import build_client, figures_of
 

@@ -27,8 +27,8 @@ import torch
 from openai import OpenAI
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.backends.checkpoint import find_default_model, open_checkpoint
 from penstock.bench.load import Bodies, Workload
+from penstock.engine.checkpoints.checkpoint import find_default_model, open_checkpoint
 from servers import serving
 
 ROOT = Path(__file__).parents[1]

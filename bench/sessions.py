@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 
 from penstock.backends.simulated_tokens import tokens_between
-from penstock.text.words import WordTokenizer
+from penstock.text.tokenizers.words import WordTokenizer
 from servers import SECRET, Process, serving
 
 WORDS = WordTokenizer()

@@ -24,8 +24,8 @@ from typing import Any
 
 import uvloop
 
-from penstock.backends.driver import EngineRequest, EngineSettings
-from penstock.backends.sglang import SglangDriver
+from penstock.backends.external.engine import EngineRequest, EngineSettings
+from penstock.backends.sglang.engine import SglangDriver
 from penstock.wire.messages import Sampling
 
 MODES = {"cumulative": (), "incremental": ("--incremental-streaming-output",)}

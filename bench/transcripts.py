@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from penstock.backends.checkpoint import find_default_model
-from penstock.text.load import load_tokenizer
-from penstock.text.tokenizer import ChatMessage, ChatPrompt, Tokenizer
+from penstock.engine.checkpoints.checkpoint import find_default_model
+from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.transcript import Transcripts
 
 TOKENS = 60_000

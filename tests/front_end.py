@@ -7,24 +7,24 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from penstock.api.app import Services, make_app
+from penstock.api.auth.gate import Gate
+from penstock.api.auth.keys import Keyring, KeySettings
+from penstock.api.models import Models
+from penstock.api.pipeline.admission import Admission, Limits
+from penstock.api.pipeline.detached import DetachedRuns, ResumeLimits
+from penstock.api.pipeline.incoming import Incoming, Library
+from penstock.api.pipeline.runner import Runner
+from penstock.api.responses.store import ResponseStore
 from penstock.cli.directory import Directory
 from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions import Sessions
-from penstock.cluster.turn import Turn
-from penstock.http.admission import Admission, Limits
-from penstock.http.app import Services, make_app
-from penstock.http.detached import DetachedRuns, ResumeLimits
-from penstock.http.gate import Gate
-from penstock.http.incoming import Incoming, Library
-from penstock.http.keys import Keyring, KeySettings
-from penstock.http.models import Models
-from penstock.http.responses.store import ResponseStore
-from penstock.http.runner import Runner
+from penstock.cluster.sessions.sessions import Sessions
+from penstock.cluster.sessions.turn import Turn
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import MemoryStore
 from penstock.stream.mailbox import Mailbox
+from penstock.text.tokenizers.words import WordTokenizer
 from penstock.text.transcript import Transcripts
-from penstock.text.words import WordTokenizer
 from penstock.wire.messages import Delta, Finish, ModelInfo, Submit
 
 WORDS = WordTokenizer()

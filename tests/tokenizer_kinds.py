@@ -11,10 +11,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from penstock.text.load import load_tokenizer
-from penstock.text.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizer import ChatMessage, ChatPrompt, Tokenizer
-from penstock.text.words import WordTokenizer
+from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
+from penstock.text.tokenizers.words import WordTokenizer
 
 CORPUS = [
     "the water flows under pressure",

@@ -8,15 +8,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from penstock.api.pipeline.hints import Hints
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
-from penstock.cluster.address import UnixAddress
 from penstock.cluster.dispatch import Dispatcher, DispatchLimits
+from penstock.cluster.links.address import UnixAddress
+from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions import Sessions
-from penstock.cluster.turn import Turn
-from penstock.cluster.worker_server import WorkerServer
-from penstock.http.hints import Hints
+from penstock.cluster.sessions.sessions import Sessions
+from penstock.cluster.sessions.turn import Turn
 from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.policy import RouterSettings
 from penstock.router.router import Router

@@ -27,10 +27,10 @@ import pytest
 from chat_model import END_ID, chat_model, greedy, random_prompt
 from contract.backends.setups import SETUPS
 from cpu_engines import sglang_flags, vllm_flags
-from penstock.backends.driver import Chunk, EngineFacts, EngineRefused, EngineRequest
-from penstock.backends.http_settings import HttpEngineSettings
-from penstock.backends.openai_http import HttpDriver
-from penstock.text.load import load_tokenizer
+from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest
+from penstock.backends.http.engine import HttpDriver
+from penstock.backends.http.settings import HttpEngineSettings
+from penstock.text.tokenizers.load import load_tokenizer
 from penstock.wire.messages import Sampling
 
 START_SECONDS = 400

@@ -12,10 +12,10 @@ import pytest
 
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
-from penstock.cluster.address import Address, TcpAddress, UnixAddress, parse_address
-from penstock.cluster.link import proof
-from penstock.cluster.worker_link import WorkerLink, connect
-from penstock.cluster.worker_server import WorkerServer
+from penstock.cluster.links.address import Address, TcpAddress, UnixAddress, parse_address
+from penstock.cluster.links.link import proof
+from penstock.cluster.links.worker_link import WorkerLink, connect
+from penstock.cluster.links.worker_server import WorkerServer
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.codec import MAX_FRAME_BYTES, FrameReader, encode_frame
 from penstock.wire.errors import ConfigError, GenerationFault, HandshakeRefused, LinkBroken

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.http.hints import Hints, SessionWish
+from penstock.api.pipeline.hints import Hints, SessionWish
 from penstock.router.affinity import Binding, Claim, MemoryStore, session_key
 from penstock.wire.messages import Submit
 from workers import FrontEnd, Worker, expected, make_model, submit, until
@@ -468,7 +468,7 @@ class HeldRenewals(MemoryStore):
 
 
 async def test_a_renewal_that_comes_after_the_last_turns_end_prolongs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cluster.sessions.KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr("penstock.cluster.sessions.sessions.KEEP_ALIVE_SECONDS", 0.01)
     now = 0.0
     store = HeldRenewals(clock=lambda: now)
     async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store) as front_end:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.http.hints import Hints, SessionWish
+from penstock.api.pipeline.hints import Hints, SessionWish
 from penstock.router.affinity import Binding, Claim, MemoryStore
 from workers import FrontEnd, Worker, expected, submit, until
 

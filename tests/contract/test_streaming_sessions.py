@@ -17,8 +17,8 @@ import pytest
 from chat_model import greedy, random_prompt, winners
 from contract.backends.rig import GREEDY, Rig
 from contract.backends.setups import SETUPS
-from penstock.backends.driver import EngineRequest
-from penstock.backends.sglang import SglangDriver
+from penstock.backends.external.engine import EngineRequest
+from penstock.backends.sglang.engine import SglangDriver
 
 SETUP = SETUPS["sglang"]
 SESSION = "5" * 32

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import penstock.http.choice as choice
+import penstock.api.pipeline.choice as choice
 import penstock.stream.merge as merge
 import penstock.stream.slot as slot
 from penstock.cli.main import main

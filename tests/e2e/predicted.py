@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.backends.simulated_tokens import tokens_between
-from penstock.text.words import WordTokenizer
+from penstock.text.tokenizers.words import WordTokenizer
 
 WORDS = WordTokenizer()
 

@@ -15,11 +15,11 @@ import pytest
 
 from chat_model import chat_model
 from e2e.harness import Server, wait_until
-from penstock.backends.driver import Chunk, EngineDied, EngineRefused, EngineRequest
-from penstock.backends.http_settings import HttpEngineSettings, Route
-from penstock.backends.openai_http import HttpDriver, probe
-from penstock.text.load import load_tokenizer
-from penstock.text.tokenizer import Tokenizer
+from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest
+from penstock.backends.http.engine import HttpDriver, probe
+from penstock.backends.http.settings import HttpEngineSettings, Route
+from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.messages import Sampling
 
 Serve = Callable[..., Server]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from e2e.harness import DEFAULT_MODEL, Server
+from penstock.api.auth.quota import QuotaLimits
 from penstock.cli.keys import new_key
-from penstock.http.quota import QuotaLimits
 
 SOURCES = Path(__file__).parent / "node"
 OLDEST_NODE = 18

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from e2e.harness import Server
-from penstock.http.operations import OPERATIONS
+from penstock.api.document.operations import OPERATIONS
 
 ALICE, MALLORY = "key-of-alice", "key-of-mallory"
 # What belongs to nobody: models are for all.

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, run_of_tokens
-from penstock.engine.config import EngineConfig
-from penstock.engine.kv_cache import KVCache
-from penstock.engine.lease import Lease
-from penstock.engine.radix import Key, Node
-from penstock.engine.refusal import total_length, why_not
-from penstock.engine.sessions import Session, Sessions
+from penstock.kv.cache import KVCache
+from penstock.kv.config import EngineConfig
+from penstock.kv.lease import Lease
+from penstock.kv.radix import Key, Node
+from penstock.kv.sessions import Session, Sessions
 from penstock.wire.messages import (
     Delta,
     Fault,
@@ -35,6 +34,7 @@ from penstock.wire.messages import (
     WorkerStats,
 )
 from penstock.worker.backend import Emit
+from penstock.worker.refusal import total_length, why_not
 
 # An engine computes on while its process is busy sending, so steps that come late are made up for: beyond the few milliseconds that a
 # timer may be late, and up to a tenth of a second.

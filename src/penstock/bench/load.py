@@ -13,7 +13,7 @@ import msgspec
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.bench.client import Client
 from penstock.bench.stream import Stream
-from penstock.text.words import WordTokenizer
+from penstock.text.tokenizers.words import WordTokenizer
 
 TICK_SECONDS = 0.1
 

@@ -16,29 +16,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.api.app import Services, make_app
+from penstock.api.auth.gate import Gate
+from penstock.api.auth.keys import Keyring
+from penstock.api.models import Models
+from penstock.api.pipeline.admission import Admission
+from penstock.api.pipeline.detached import DetachedRuns
+from penstock.api.pipeline.incoming import Library
+from penstock.api.pipeline.runner import Runner
+from penstock.api.responses.sqlite_store import SqliteStore
+from penstock.api.server import HttpServer, open_listener, raise_file_limit
 from penstock.backends.simulator import Simulator, Vocabulary
-from penstock.cli.config import API_KEY_VARIABLE, ENGINES_OF_OTHERS, FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.cli.directory import Directory
 from penstock.cluster.dispatch import Dispatcher
+from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions import Sessions
+from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.supervise import ChildSpec, Supervisor
-from penstock.cluster.worker_server import WorkerServer
-from penstock.http.admission import Admission
-from penstock.http.app import Services, make_app
-from penstock.http.detached import DetachedRuns
-from penstock.http.gate import Gate
-from penstock.http.incoming import Library
-from penstock.http.keys import Keyring
-from penstock.http.models import Models
-from penstock.http.responses.sqlite_store import SqliteStore
-from penstock.http.runner import Runner
-from penstock.http.server import HttpServer, open_listener, raise_file_limit
+from penstock.config.settings import API_KEY_VARIABLE, ENGINES_OF_OTHERS, FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.router import Router
-from penstock.text.encoding import Encoder
-from penstock.text.load import BUILT_IN, load_tokenizer
+from penstock.text.tokenizers.encoding import Encoder
+from penstock.text.tokenizers.load import BUILT_IN, load_tokenizer
 from penstock.text.transcript import Transcripts
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import ModelInfo

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.cluster.sessions import SessionListing, Sessions
-from penstock.http.models import Models
-from penstock.http.sessions import SessionDescription
+from penstock.api.models import Models
+from penstock.api.sessions import SessionDescription
+from penstock.cluster.sessions.sessions import SessionListing, Sessions
 
 
 class Directory:

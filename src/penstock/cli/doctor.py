@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from penstock import __version__
-from penstock.backends.capabilities import EngineReport, Feature
+from penstock.backends.external.capabilities import EngineReport, Feature
 from penstock.wire.errors import ConfigError
 
 EXIT_PROBLEM = 1
@@ -88,20 +88,20 @@ def _report_embedded() -> EngineReport:
 
 
 def _report_vllm() -> EngineReport:
-    from penstock.backends.vllm_report import report
+    from penstock.backends.vllm.report import report
 
     return report()
 
 
 def _report_sglang() -> EngineReport:
-    from penstock.backends.sglang_report import report
+    from penstock.backends.sglang.report import report
 
     return report()
 
 
 def _report_http(url: str, upstream_model: str | None, environment: Mapping[str, str]) -> EngineReport:
-    from penstock.backends.http_settings import HttpEngineSettings, api_key_from
-    from penstock.backends.openai_http import probe
+    from penstock.backends.http.engine import probe
+    from penstock.backends.http.settings import HttpEngineSettings, api_key_from
 
     return asyncio.run(probe(HttpEngineSettings(url=url, model_name=upstream_model, api_key=api_key_from(environment))))
 

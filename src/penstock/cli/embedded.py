@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from penstock.cli.config import EmbeddedSettings, WorkerSettings
 from penstock.cli.models import model_name
-from penstock.text.load import load_tokenizer
-from penstock.text.tokenizer import Tokenizer
+from penstock.config.settings import EmbeddedSettings, WorkerSettings
+from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import ModelInfo
 from penstock.worker.backend import Backend
@@ -17,14 +17,14 @@ from penstock.worker.backend import Backend
 try:
     import torch
 
-    from penstock.backends.checkpoint import Checkpoint, find_default_model, open_checkpoint
     from penstock.backends.embedded import EmbeddedBackend
-    from penstock.engine.config import EngineConfig
+    from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
     from penstock.engine.engine import Engine
-    from penstock.engine.grammar import GrammarCompiler
     from penstock.engine.model import Model
     from penstock.engine.rope import covered_length
     from penstock.engine.shape import ModelShape
+    from penstock.grammar.grammar import GrammarCompiler
+    from penstock.kv.config import EngineConfig
 except ImportError as missing:
     raise ConfigError(f"the embedded engine needs the package {missing.name!r}: pip install 'penstock[engine]'") from missing
 

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.backends.driven import DrivenBackend, EventFeed, Grammars
-from penstock.backends.driver import EngineDriver, EngineSettings, EventEndpoints
-from penstock.backends.http_settings import HttpEngineSettings, api_key_from
-from penstock.cli.config import WorkerSettings
+from penstock.backends.external.backend import DrivenBackend, EventFeed, Grammars
+from penstock.backends.external.engine import EngineDriver, EngineSettings, EventEndpoints
+from penstock.backends.http.settings import HttpEngineSettings, api_key_from
 from penstock.cli.models import find_model, model_name
-from penstock.text.load import load_tokenizer
-from penstock.text.model_config import read_end_ids, read_vocab_size
-from penstock.text.tokenizer import Tokenizer
+from penstock.config.settings import WorkerSettings
+from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.model_config import read_end_ids, read_vocab_size
+from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.messages import KvEvents, ModelInfo
 from penstock.worker.backend import Backend
 
@@ -56,15 +56,15 @@ def make_foreign(settings: WorkerSettings, on_failure: Callable[[], None]) -> Ba
 def _make_driver(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> EngineDriver:
     match settings.engine:
         case "vllm":
-            from penstock.backends.vllm import VllmDriver
+            from penstock.backends.vllm.engine import VllmDriver
 
             return VllmDriver(_engine_settings(settings, directory))
         case "sglang":
-            from penstock.backends.sglang import SglangDriver
+            from penstock.backends.sglang.engine import SglangDriver
 
             return SglangDriver(_engine_settings(settings, directory))
         case _:
-            from penstock.backends.openai_http import HttpDriver
+            from penstock.backends.http.engine import HttpDriver
 
             return HttpDriver(_http_settings(settings), tokenizer)
 
@@ -103,8 +103,8 @@ def _make_grammars(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int
         log.warning("structured output is off: the model's tokenizer has no tokenizer.json")
         return None
     try:
-        from penstock.backends.lark_grammars import LarkGrammars
-        from penstock.engine.grammar import GrammarCompiler
+        from penstock.backends.external.grammars import LarkGrammars
+        from penstock.grammar.grammar import GrammarCompiler
     except ImportError as missing:
         log.warning("structured output is off: it needs the package %r", missing.name)
         return None
@@ -112,6 +112,6 @@ def _make_grammars(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int
 
 
 def _make_feed(endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> EventFeed:
-    from penstock.backends.zmq_events import KvEventFeed
+    from penstock.backends.external.zmq_events import KvEventFeed
 
     return KvEventFeed(endpoints, block_size, on_events)

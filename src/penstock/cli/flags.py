@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import get_args
 
 from penstock import __version__
-from penstock.backends.http_settings import API_KEY_VARIABLE as ENGINE_KEY_VARIABLE
-from penstock.backends.http_settings import Route
+from penstock.api.pipeline.admission import Limits
+from penstock.api.pipeline.detached import ResumeLimits
+from penstock.api.responses.sqlite_store import StoreLimits
+from penstock.backends.http.settings import API_KEY_VARIABLE as ENGINE_KEY_VARIABLE
+from penstock.backends.http.settings import Route
 from penstock.backends.simulator import SimulatorConfig
 from penstock.cli.bench import add_bench_parser
-from penstock.cli.config import (
+from penstock.cli.doctor import add_doctor_parser
+from penstock.cli.keys import add_key_parser
+from penstock.cluster.dispatch import DispatchLimits
+from penstock.config.parsers import AUTO, NONE
+from penstock.config.settings import (
     API_KEY_VARIABLE,
     ENGINES_OF_OTHERS,
     NO_STORE,
     SECRET_VARIABLE,
     EmbeddedSettings,
 )
-from penstock.cli.doctor import add_doctor_parser
-from penstock.cli.keys import add_key_parser
-from penstock.cli.parsers import AUTO, NONE
-from penstock.cluster.dispatch import DispatchLimits
-from penstock.http.admission import Limits
-from penstock.http.detached import ResumeLimits
-from penstock.http.responses.sqlite_store import StoreLimits
 from penstock.router.policy import POLICIES, RouterSettings
 from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 

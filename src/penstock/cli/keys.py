@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.http.keys import KEY_PREFIX, MOST_LIMIT, Key, check_name, key_digest, parse_keys, read_key_file
-from penstock.http.quota import QuotaLimits
+from penstock.api.auth.keys import KEY_PREFIX, MOST_LIMIT, Key, check_name, key_digest, parse_keys, read_key_file
+from penstock.api.auth.quota import QuotaLimits
 from penstock.wire.errors import ConfigError
 
 KEY_BYTES = 32

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import uvloop
 
-from penstock.cli.config import front_end_settings, serve_settings, worker_settings
 from penstock.cli.doctor import run_doctor
 from penstock.cli.flags import make_parser
 from penstock.cli.keys import run_key
 from penstock.cluster.supervise import EXIT_CONFIG
+from penstock.config.settings import front_end_settings, serve_settings, worker_settings
 from penstock.wire.errors import ConfigError
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple, Self
 
 from msgspec import structs
 
+from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.pool import Member, WorkerPool
-from penstock.cluster.turn import Turn
+from penstock.cluster.sessions.turn import Turn
 from penstock.cluster.waiting import Waiter, WaitingQueue
-from penstock.cluster.worker_link import Generation, WorkerLink
 from penstock.router.load import Assignment
 from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router

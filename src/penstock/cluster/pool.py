@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from penstock.cluster.address import Address
-from penstock.cluster.worker_link import WorkerLink, connect
+from penstock.cluster.links.address import Address
+from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.wire.errors import ConfigError, HandshakeRefused, LinkError, PenstockError, WorkerStalled
 from penstock.wire.messages import ModelInfo
 

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from penstock.engine.grammar import GrammarCompiler, GrammarMatcher
 from penstock.engine.sequence import Sequence
+from penstock.grammar.grammar import GrammarCompiler, GrammarMatcher
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import Fault, Grammar
 

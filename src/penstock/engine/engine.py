@@ -9,15 +9,14 @@ import torch
 from penstock.engine.attention import KVStore
 from penstock.engine.batch import BatchBuilder
 from penstock.engine.compiling import Compilations
-from penstock.engine.config import EngineConfig
-from penstock.engine.grammar import GrammarCompiler, MaskPool, apply_mask
-from penstock.engine.kv_cache import KVCache
 from penstock.engine.model import Model
-from penstock.engine.refusal import total_length, why_not
 from penstock.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import Sequence
-from penstock.engine.sessions import Sessions
+from penstock.grammar.grammar import GrammarCompiler, MaskPool, apply_mask
+from penstock.kv.cache import KVCache
+from penstock.kv.config import EngineConfig
+from penstock.kv.sessions import Sessions
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
     Delta,
@@ -33,6 +32,7 @@ from penstock.wire.messages import (
     TokenLogprob,
     WorkerStats,
 )
+from penstock.worker.refusal import total_length, why_not
 
 # How long a step with nothing to compute waits for a grammar that is being compiled.
 COMPILE_WAIT = 0.02

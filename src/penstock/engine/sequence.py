@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from penstock.engine.grammar import GrammarMatcher
-from penstock.engine.lease import Lease
-from penstock.engine.radix import Node
-from penstock.engine.sessions import Session
+from penstock.grammar.grammar import GrammarMatcher
+from penstock.kv.lease import Lease
+from penstock.kv.radix import Node
+from penstock.kv.sessions import Session
 from penstock.wire.messages import SessionState, Submit, TokenLogprob
 
 

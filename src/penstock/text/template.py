@@ -14,7 +14,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from penstock.text.tokenizer import ChatMessage, ChatPrompt
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
 from penstock.text.tool_prompt import calls_as_text, tools_in_system, tools_in_user
 from penstock.wire.errors import ConfigError, PenstockError, RequestError
 

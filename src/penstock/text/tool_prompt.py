@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from penstock.text.tokenizer import ChatMessage, ToolCall
+from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
 
 _BEFORE = """\
 You can call tools. These are the ones there are, each described by a JSON object:

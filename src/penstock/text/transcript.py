@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.text.encoding import SHORT, Encoder, Steps, at_once
-from penstock.text.tokenizer import ChatPrompt, Tokenizer
+from penstock.text.tokenizers.encoding import SHORT, Encoder, Steps, at_once
+from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
 
 MOST_BRANCHES = 8
 """As many transcripts of one session are kept as differ in their ends: of overlapping turns, or of an edited history."""

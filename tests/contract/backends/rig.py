@@ -14,8 +14,8 @@ from chat_model import chat_model, random_prompt
 from contract.backends.judges import Judge, ModelJudge, SimulatorJudge
 from contract.backends.setups import Setup
 from penstock.cli.compose import make_backend
-from penstock.cli.config import WorkerSettings, worker_settings
 from penstock.cli.flags import make_parser
+from penstock.config.settings import WorkerSettings, worker_settings
 from penstock.router.feed import KvFeed
 from penstock.router.index import PrefixIndex
 from penstock.stream.slot import Slot

@@ -15,8 +15,8 @@ import psutil
 
 from contract.backends.rig import Generation, Rig
 from contract.backends.setups import MAX_BATCH
-from penstock.cluster.address import UnixAddress
-from penstock.cluster.worker_link import WorkerLink, connect
+from penstock.cluster.links.address import UnixAddress
+from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.errors import LinkBroken
 from penstock.wire.messages import Fault

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contract.backends.rig import Rig
 from contract.backends.setups import KV_TOKENS
-from penstock.wire.blocks import block_hashes
+from penstock.kv.blocks import block_hashes
 
 
 def _names(rig: Rig, tokens: tuple[int, ...]) -> list[bytes]:

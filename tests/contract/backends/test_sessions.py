@@ -8,7 +8,7 @@ import pytest
 
 from contract.backends.rig import Rig
 from contract.backends.setups import KV_TOKENS, MAX_SESSIONS
-from penstock.wire.blocks import block_hashes
+from penstock.kv.blocks import block_hashes
 from penstock.wire.messages import SessionReport, SessionTurn
 
 MANY = [f"one of many {number}" for number in range(MAX_SESSIONS)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.bench.stream import Stream
 from penstock.bench.verify import Verdict, Verification, Verifier, classify, make_verifier
-from penstock.text.words import WordTokenizer
+from penstock.text.tokenizers.words import WordTokenizer
 from penstock.wire.errors import ConfigError
 
 WORDS = WordTokenizer()

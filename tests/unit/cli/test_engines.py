@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from chat_model import chat_model
-from penstock.backends.capabilities import EngineReport, Feature
-from penstock.backends.checkpoint import find_default_model
-from penstock.cli.config import ForeignSettings, WorkerSettings, serve_settings, worker_settings
+from penstock.backends.external.capabilities import EngineReport, Feature
 from penstock.cli.doctor import REPORTS, describe
 from penstock.cli.engines import make_foreign
 from penstock.cli.flags import make_parser
 from penstock.cli.main import main
 from penstock.cli.models import find_model, model_name
-from penstock.text.model_config import read_end_ids, read_vocab_size
+from penstock.config.settings import ForeignSettings, WorkerSettings, serve_settings, worker_settings
+from penstock.engine.checkpoints.checkpoint import find_default_model
+from penstock.text.tokenizers.model_config import read_end_ids, read_vocab_size
 from penstock.wire.errors import ConfigError
 
 

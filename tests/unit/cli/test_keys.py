@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.config import front_end_settings, serve_settings
+from penstock.api.auth.keys import read_key_file
+from penstock.api.auth.quota import NO_LIMITS, QuotaLimits
 from penstock.cli.flags import make_parser
 from penstock.cli.keys import new_key, remove_key
 from penstock.cli.main import main
-from penstock.http.keys import read_key_file
-from penstock.http.quota import NO_LIMITS, QuotaLimits
+from penstock.config.settings import front_end_settings, serve_settings
 from penstock.wire.errors import ConfigError
 
 SERVE = ["serve", "--engine", "simulator"]

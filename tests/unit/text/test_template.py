@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.text.load import load_tokenizer
-from penstock.text.model_tokenizer import ModelTokenizer
 from penstock.text.template import ChatTemplates
-from penstock.text.tokenizer import ChatMessage, ChatPrompt, ToolCall
+from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
 from penstock.wire.errors import ConfigError, RequestError
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -447,7 +447,7 @@ def test_without_a_system_message_the_user_describes_the_tools(template: str) ->
 
 
 def test_the_default_model_gets_its_tools() -> None:
-    from penstock.backends.checkpoint import find_default_model
+    from penstock.engine.checkpoints.checkpoint import find_default_model
 
     tokenizer = load_tokenizer(str(find_default_model()))
     assert tokenizer.chat_template is not None

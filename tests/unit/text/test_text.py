@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from penstock.text.assembler import TextAssembler, TextPart
 from penstock.text.detokenizer import ByteDetokenizer
 from penstock.text.stops import StopMatcher
-from penstock.text.tokenizer import ChatPrompt
-from penstock.text.words import WordTokenizer
+from penstock.text.tokenizers.tokenizer import ChatPrompt
+from penstock.text.tokenizers.words import WordTokenizer
 
 WORDS = WordTokenizer()
 TOKEN_IDS = st.lists(st.integers(0, WORDS.vocab_size - 1), max_size=40)

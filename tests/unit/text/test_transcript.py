@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from penstock.text.model_tokenizer import ModelTokenizer
-from penstock.text.separators import separators
-from penstock.text.tokenizer import ChatMessage, ChatPrompt, Tokenizer
+from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
+from penstock.text.tokenizers.separators import separators
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
+from penstock.text.tokenizers.words import WordTokenizer
 from penstock.text.transcript import MOST_BRANCHES, EncodedChat, Transcripts
-from penstock.text.words import WordTokenizer
 from penstock.wire.errors import RequestError
 from tokenizer_kinds import CHAT_ML, KINDS, byte_level, chat, say, smollm, tokenizer_of
 

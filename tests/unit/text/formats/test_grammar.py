@@ -12,13 +12,13 @@ import pytest
 import tokenizers
 import torch
 
-from penstock.backends.checkpoint import find_default_model
-from penstock.engine.grammar import MAX_SOURCE_BYTES, GrammarCompiler, GrammarMatcher
+from penstock.engine.checkpoints.checkpoint import find_default_model
+from penstock.grammar.grammar import MAX_SOURCE_BYTES, GrammarCompiler, GrammarMatcher
 from penstock.text.formats.grammar import MAX_GRAMMAR_BYTES, after_reasoning, tool_grammar
 from penstock.text.formats.make import make_parser
 from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
-from penstock.text.load import load_tokenizer
 from penstock.text.output import CallArguments, CallBegin, CallEnd, Part, Reasoning, joined
+from penstock.text.tokenizers.load import load_tokenizer
 from penstock.wire.errors import GrammarError, RequestError
 from penstock.wire.messages import Grammar
 from schemas import CASES

@@ -1,0 +1,171 @@
+"""An answer's parts, cut into Anthropic's content blocks."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from penstock.api.anthropic.thinking import sealed, signature_of
+from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning
+
+Kind = Literal["text", "thinking", "signature", "partial_json"]
+"""What is added to a block: named as the member that has it."""
+
+
+class BlockStart(NamedTuple):
+    """A block begins, without its content."""
+
+    number: int
+    block: dict[str, Any]
+
+
+class BlockDelta(NamedTuple):
+    """A piece of a block's content."""
+
+    number: int
+    kind: Kind
+    text: str
+
+
+class BlockStop(NamedTuple):
+    """The block is complete."""
+
+    number: int
+
+
+Step = BlockStart | BlockDelta | BlockStop
+
+
+class Blocks:
+    """Parts in, steps out: one block after the other, each begun, added to and complete before the next, numbered from 0.
+
+    Text that is only whitespace makes no block where another block follows it, or has come before it: models write line breaks between
+    what they think, say and call. Thinking that is not to be shown is in its block's signature. A call that breaks ends its block; what the
+    model wrote of it is text.
+    """
+
+    def __init__(self, shows_thinking: bool = True) -> None:
+        self._shows_thinking = shows_thinking
+        self._next = 0
+        self._open: Literal["text", "thinking", "tool_use"] | None = None
+        self._blank = ""
+        """Whitespace that is held back."""
+        self._thinking: list[str] = []
+
+    @property
+    def number(self) -> int:
+        """Of the open block, if there is one."""
+        return self._next - 1
+
+    @property
+    def is_in_text(self) -> bool:
+        """All text that comes belongs to the open block, as it is."""
+        return self._open == "text"
+
+    def feed(self, parts: Iterable[Part]) -> list[Step]:
+        steps: list[Step] = []
+        for part in parts:
+            match part:
+                case str():
+                    self._add_text(part, steps)
+                case Reasoning():
+                    self._add_thinking(part.text, steps)
+                case CallBegin():
+                    block = {"type": "tool_use", "id": part.id or f"toolu_{secrets.token_hex(12)}", "name": part.name, "input": {}}
+                    self._begin("tool_use", block, steps)
+                case CallArguments():
+                    steps.append(BlockDelta(self.number, "partial_json", part.text))
+                case CallEnd():
+                    self._close(steps)
+                case CallBroken():
+                    self._close(steps)
+                    self._add_text(part.text, steps)
+        return steps
+
+    def finish(self) -> list[Step]:
+        """The answer has ended. One of nothing but whitespace is that."""
+        steps: list[Step] = []
+        if self._blank and not self._next:
+            self._begin_text(steps)
+        self._close(steps)
+        return steps
+
+    def _add_text(self, text: str, steps: list[Step]) -> None:
+        if self._open != "text":
+            text = self._blank + text
+            if not text or text.isspace():
+                self._blank = text
+                return
+            self._blank = text
+            self._begin_text(steps)
+        else:
+            steps.append(BlockDelta(self.number, "text", text))
+
+    def _begin_text(self, steps: list[Step]) -> None:
+        text = self._blank
+        self._begin("text", {"type": "text", "text": ""}, steps)
+        steps.append(BlockDelta(self.number, "text", text))
+
+    def _add_thinking(self, text: str, steps: list[Step]) -> None:
+        if self._open != "thinking":
+            self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""}, steps)
+        self._thinking.append(text)
+        if self._shows_thinking:
+            steps.append(BlockDelta(self.number, "thinking", text))
+
+    def _begin(self, kind: Literal["text", "thinking", "tool_use"], block: dict[str, Any], steps: list[Step]) -> None:
+        self._close(steps)
+        self._blank = ""
+        self._open = kind
+        self._next += 1
+        steps.append(BlockStart(self.number, block))
+
+    def _close(self, steps: list[Step]) -> None:
+        if self._open == "thinking":
+            thinking = "".join(self._thinking)
+            self._thinking.clear()
+            steps.append(BlockDelta(self.number, "signature", (signature_of if self._shows_thinking else sealed)(thinking)))
+        if self._open is not None:
+            self._open = None
+            steps.append(BlockStop(self.number))
+
+
+def whole_blocks(parts: Sequence[Part], shows_thinking: bool = True) -> list[dict[str, Any]]:
+    """The blocks of a whole answer, in which a call that broke is nothing but text."""
+    broken = {part.index for part in parts if isinstance(part, CallBroken)}
+    blocks = Blocks(shows_thinking)
+    steps = [*blocks.feed(_without(broken, parts)), *blocks.finish()]
+    whole: list[dict[str, Any]] = []
+    arguments: dict[int, str] = {}
+    for step in steps:
+        match step:
+            case BlockStart(block=block):
+                whole.append(block)
+            case BlockDelta(number=number, kind="partial_json", text=text):
+                arguments[number] = arguments.get(number, "") + text
+            case BlockDelta(number=number, kind=kind, text=text):
+                whole[number][kind] += text
+    for number, text in arguments.items():
+        whole[number]["input"] = _object(text)
+    return whole
+
+
+def _without(broken: set[int], parts: Iterable[Part]) -> list[Part]:
+    kept: list[Part] = []
+    for part in parts:
+        if isinstance(part, CallBroken):
+            kept.append(part.text)
+        elif not (isinstance(part, CallBegin | CallArguments | CallEnd) and part.index in broken):
+            kept.append(part)
+    return kept
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return decoded if isinstance(decoded, dict) else {}

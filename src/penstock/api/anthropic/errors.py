@@ -1,0 +1,84 @@
+"""Errors in Anthropic's shape, and which status each has."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+import msgspec
+
+from penstock.api.errors import fault_field, fault_status
+from penstock.wire.errors import GenerationFault, RequestError
+from penstock.wire.messages import Fault
+
+OVERLOADED = 529
+"""Anthropic's status for a server that has too much to do, or no worker: its clients try again, later."""
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    OVERLOADED: "overloaded_error",
+}
+# These are not about what one client does, though others say 429.
+_OVERLOAD_CODES = {"overloaded", "queue_full"}
+_INDEX = re.compile(r"\[(\d+)\]")
+
+
+class AnthropicErrors:
+    """The shape of Anthropic's errors, for one request. Some sentences are looked for by clients: that of a prompt that is too long."""
+
+    def __init__(self) -> None:
+        self._request_id = f"req_{uuid.uuid4().hex}"
+
+    def fresh(self) -> AnthropicErrors:
+        return AnthropicErrors()
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"request-id", self._request_id.encode())]
+
+    def request_status(self, error: RequestError) -> int:
+        return _status(error.status, error.code)
+
+    def fault_status(self, error: GenerationFault) -> int:
+        return _status(fault_status(error.fault), error.fault.code)
+
+    def of_request(self, error: RequestError) -> bytes:
+        return self._body({"type": _kind(self.request_status(error)), "message": _message(error)})
+
+    def of_fault(self, error: GenerationFault) -> bytes:
+        return self._body(fault_content(error.fault, error.grammar_field))
+
+    def _body(self, content: dict[str, str]) -> bytes:
+        return msgspec.json.encode({"type": "error", "error": content, "request_id": self._request_id})
+
+
+def fault_content(fault: Fault, grammar_field: str | None) -> dict[str, str]:
+    """What an error says of a fault. `grammar_field` is where the request has its grammar."""
+    field = fault_field(fault, grammar_field)
+    message = fault.message if field is None else f"`{field}`: {fault.message}"
+    if fault.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"
+    return {"type": _kind(_status(fault_status(fault), fault.code)), "message": message}
+
+
+def _status(status: int, code: str) -> int:
+    return OVERLOADED if status == 503 or code in _OVERLOAD_CODES else status
+
+
+def _kind(status: int) -> str:
+    return _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def _message(error: RequestError) -> str:
+    path = None if error.param is None else _INDEX.sub(r".\1", error.param)
+    if error.code == "unknown_field":
+        return f"{path}: Extra inputs are not permitted"
+    if error.code == "missing_field":
+        return f"{path}: Field required"
+    if error.code == "context_length_exceeded":
+        return f"prompt is too long: {error.message}"
+    return error.message

@@ -1,0 +1,86 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from penstock.api.anthropic.conversion import check_thinking, longest_mark, read_common, read_dialogue
+from penstock.api.anthropic.dialect import MessagesDialect
+from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, CountRequest, MessagesRequest, ThinkingAdaptive, ThinkingEnabled
+from penstock.api.openai.schema import Common
+from penstock.api.pipeline.body import decode_body
+from penstock.api.pipeline.dialogue import count_tokens, plan_dialogue
+from penstock.api.pipeline.hints import read_hints
+from penstock.api.pipeline.incoming import Incoming, Library
+from penstock.api.pipeline.plan import Plan
+from penstock.api.pipeline.response import Response
+from penstock.router.affinity import session_key
+from penstock.wire.errors import RequestError
+
+T = TypeVar("T")
+
+_MESSAGES_DECODER = msgspec.json.Decoder(MessagesRequest)
+_COUNT_DECODER = msgspec.json.Decoder(CountRequest)
+
+
+async def parse_messages(incoming: Incoming, library: Library) -> tuple[Plan, MessagesDialect]:
+    """Raises RequestError, which names the field."""
+    request = _decode(incoming.body, _MESSAGES_DECODER)
+    check_thinking(request, incoming.headers)
+    common = read_common(request)
+    hints = read_hints(common, incoming.headers)
+    # Without a limit, and so with all the room there is: one that does not fit is not refused, but reached earlier.
+    room = await plan_dialogue(common, read_dialogue(request), hints, incoming.tenant, library)
+    dialect = MessagesDialect(
+        room,
+        cache_ttl=None if common.cache_control is None else common.cache_control.ttl,
+        shows_thinking=not (isinstance(request.thinking, ThinkingEnabled | ThinkingAdaptive) and request.thinking.display == "omitted"),
+        fills_window=request.max_tokens > room.submits[0].max_tokens,
+    )
+    return _limited(room, request.max_tokens), dialect
+
+
+@dataclass(frozen=True)
+class CountTokens:
+    """Answers with how many tokens a message's prompt would have: those that the message itself says in its usage, all three together."""
+
+    library: Library
+
+    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
+        request = _decode(incoming.body, _COUNT_DECODER)
+        common = Common(model=request.model, nvext=request.nvext, cache_control=longest_mark(request))
+        session = read_hints(common, incoming.headers).session
+        model = self.library.models.find(request.model)
+        # In a session, what the model has said keeps the tokens that it said it with.
+        key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
+        tokens = await count_tokens(model, read_dialogue(request), self.library, key)
+        await response.send_whole(200, msgspec.json.encode({"input_tokens": tokens}))
+        return "ok"
+
+
+def _limited(plan: Plan, max_tokens: int) -> Plan:
+    submits = [msgspec.structs.replace(submit, max_tokens=min(max_tokens, submit.max_tokens)) for submit in plan.submits]
+    return replace(plan, submits=submits)
+
+
+def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    try:
+        return decode_body(body, decoder, UNSUPPORTED, CHOICES)
+    except RequestError as error:
+        if error.param is not None and error.param.startswith("tools["):
+            _refuse_hosted(msgspec.json.decode(body).get("tools"))
+        raise
+
+
+def _refuse_hosted(tools: Any) -> None:
+    """Raises RequestError for the first tool that is Anthropic's own: it has no schema here, and nobody who runs it."""
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            field = f"tools[{index}].type"
+            message = f"`{field}` is {kind[:80]!r}: this server has no tools of its own; expected a tool with `name` and `input_schema`"
+            raise RequestError(message, param=field, code="unsupported_tool")

@@ -1,0 +1,282 @@
+"""What `/v1/messages` and `/v1/messages/count_tokens` accept, as types. A field typed `None` is Anthropic's, and not supported yet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, UNSUPPORTED_NVEXT, CacheControl, FunctionName, NonNegative, Nvext, Text
+
+MAX_BLOCKS = 16_384
+MAX_STOPS = 16
+LEAST_THINKING = 1024
+
+Role = Literal["user", "assistant", "system"]
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "messages.role": ("user", "assistant", "system"),
+    "messages.content.type": ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document"),
+    "messages.content.content.type": ("text", "document", "tool_reference"),
+    "messages.content.source.type": ("text", "content"),
+    "system.type": ("text",),
+    "tools.type": ("custom",),
+    "tool_choice.type": ("auto", "any", "tool", "none"),
+    "thinking.type": ("enabled", "adaptive", "disabled"),
+    "thinking.display": ("summarized", "omitted"),
+    "output_config.effort": ("low", "medium", "high", "xhigh", "max"),
+    "output_config.format.type": ("json_schema",),
+    "output_format.type": ("json_schema",),
+    "context_management.edits.type": ("clear_thinking_20251015",),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard", "fast"),
+    "messages.clear_at": ("never", "next_user_message"),
+}
+"""What the field with this path may be, for the error message."""
+
+
+class Block(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
+    """A piece of a message's content. Any of them can be marked for the cache."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Block, tag="text"):
+    """`citations` come back with what an answer had; they are not shown to the model."""
+
+    text: str
+    citations: list[Any] | None = None
+
+
+class ThinkingBlock(Block, tag="thinking"):
+    """What the model thought, as an answer had it. One that was shown without its text has it in the signature."""
+
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(Block, tag="redacted_thinking"):
+    """What another server's model thought, which only that server can read."""
+
+    data: str
+
+
+class ToolUseBlock(Block, tag="tool_use"):
+    """A call that the model made."""
+
+    id: Text
+    name: Text
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+    toolset_name: None = None
+
+
+class PlainTextSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    data: str
+    media_type: Literal["text/plain"] = "text/plain"
+
+
+class ContentSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="content"):
+    content: str | Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
+
+
+class Base64Source(Struct, tag_field="type", tag="base64"):
+    """Refused by name, as are the two below: nothing here reads what is not text."""
+
+
+class UrlSource(Struct, tag_field="type", tag="url"):
+    pass
+
+
+class FileSource(Struct, tag_field="type", tag="file"):
+    pass
+
+
+Source = PlainTextSource | ContentSource | Base64Source | UrlSource | FileSource
+
+
+class CitationsConfig(Struct, forbid_unknown_fields=True):
+    enabled: bool | None = None
+
+
+class DocumentBlock(Block, tag="document"):
+    """A document. Only one that is text can be read."""
+
+    source: Source
+    title: str | None = None
+    context: str | None = None
+    citations: CitationsConfig | None = None
+
+
+class ImageBlock(Struct, tag_field="type", tag="image"):
+    """Refused by name."""
+
+
+class ToolReferenceBlock(Block, tag="tool_reference"):
+    """A tool that a search of the client has found. All tools are described to the model from the beginning."""
+
+    tool_name: str
+
+
+class ToolResultBlock(Block, tag="tool_result"):
+    """What a call returned."""
+
+    tool_use_id: Text
+    content: str | Annotated[list[TextBlock | DocumentBlock | ImageBlock | ToolReferenceBlock], Meta(max_length=MAX_BLOCKS)] | None = None
+    is_error: bool | None = None
+    toolset_name: None = None
+
+
+ContentBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | DocumentBlock | ImageBlock
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """One message. A system's may stand anywhere; with `clear_at` next_user_message it counts only until the user speaks again."""
+
+    role: Role
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
+    clear_at: Literal["never", "next_user_message"] | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True):
+    """A tool that the client runs. `defer_loading` and `eager_input_streaming` ask for nothing: all are loaded, all input is streamed."""
+
+    name: FunctionName
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_examples: Annotated[list[dict[str, Any]], Meta(max_length=64)] | None = None
+    strict: bool | None = None
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class Choice(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
+    """Which tools the model may or must call."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class AutoChoice(Choice, tag="auto"):
+    pass
+
+
+class AnyChoice(Choice, tag="any"):
+    pass
+
+
+class NamedChoice(Choice, tag="tool"):
+    name: str
+
+
+class NoChoice(Choice, tag="none"):
+    pass
+
+
+class ThinkingEnabled(Struct, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
+    """The budget is checked, and no more: a model thinks as long as it does, within `max_tokens`."""
+
+    budget_tokens: Annotated[int, Meta(ge=LEAST_THINKING)]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingAdaptive(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingDisabled(Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    """`task_budget` is accepted and ignored: it is advice for models that were taught to read it."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
+
+
+class ThinkingTurns(Struct, forbid_unknown_fields=True, tag_field="type", tag="thinking_turns"):
+    value: Annotated[int, Meta(ge=1)]
+
+
+class AllTurns(Struct, forbid_unknown_fields=True, tag_field="type", tag="all"):
+    pass
+
+
+class ClearThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="clear_thinking_20251015"):
+    """Which thinking of earlier turns is left in the prompt: by default that of the last."""
+
+    keep: Literal["all"] | ThinkingTurns | AllTurns | None = None
+
+
+class ContextManagement(Struct, forbid_unknown_fields=True):
+    edits: Annotated[list[ClearThinking], Meta(max_length=16)] | None = None
+
+
+class MessageMetadata(Struct):
+    """Whatever it says is the client's own."""
+
+    user_id: str | None = None
+
+
+class Prompted(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What makes the prompt: the request whose tokens are counted. What stands below `nvext` is accepted and changes nothing."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
+    thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    context_management: ContextManagement | None = None
+    cache_control: CacheControl | None = None
+    nvext: Nvext | None = None
+    speed: Literal["standard", "fast"] | None = None
+    diagnostics: dict[str, Any] | None = None
+    # This server's models refuse nothing, so there is nothing to fall back from.
+    fallbacks: Any = None
+    fallback_credit_token: Any = None
+    mcp_servers: Annotated[list[Any], Meta(max_length=0)] | None = None
+    container: None = None
+    inference_geo: None = None
+    compaction: None = None
+    thread: None = None
+
+
+class CountRequest(Prompted, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/messages/count_tokens. What a message has beyond its prompt is accepted, so that the same body can be sent to both."""
+
+    max_tokens: NonNegative | None = None
+    metadata: MessageMetadata | None = None
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    service_tier: str | None = None
+
+
+class MessagesRequest(Prompted, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/messages. With `max_tokens` 0 the prompt is computed, and nothing is generated."""
+
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: NonNegative | None = None
+    metadata: MessageMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+UNSUPPORTED = frozenset({*UNSUPPORTED_NVEXT, "container", "inference_geo", "mcp_servers", "compaction", "thread"})

@@ -1,0 +1,1 @@
+"""Whose request it is, and how much of the server it may take."""

@@ -1,0 +1,259 @@
+"""API keys: which there are, and whose a request is. Of a key only hashes are kept, and none of them is ever shown."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.api.auth.quota import NO_LIMITS, Clock, Quota, QuotaLimits
+from penstock.api.pipeline.hints import NOBODY, owner_of
+from penstock.metrics.frontend import Tally
+from penstock.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+KEY_PREFIX = "psk-"
+RELOAD_SECONDS = 1.0
+MOST_LIMIT = 10**12
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_GIVEN_NAME = re.compile(r"api-key-[0-9]+")
+_VISIBLE = re.compile(r"[!-~]{1,512}")
+# So much of a hash is looked up in a table, which takes a time that depends on it; the rest is compared in constant time.
+_PREFIX_BYTES = 4
+# Owners that are remembered where no key is asked for, so that clients cannot fill the memory by inventing keys.
+_MOST_STRANGERS = 4096
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that may come in. `digest` is its SHA-256; the key itself is not known."""
+
+    name: str
+    digest: bytes = field(repr=False)
+    limits: QuotaLimits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose a request is. `owner` is the name space of its sessions and answers, `quota` what it may use."""
+
+    name: str
+    owner: str = field(repr=False)
+    quota: Quota = field(repr=False)
+
+
+def key_digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def given_keys(keys: Iterable[str]) -> tuple[Key, ...]:
+    """Keys that were given as they are, named in their order. Raises ConfigError, which does not show them."""
+    found = []
+    for number, key in enumerate(dict.fromkeys(keys), 1):
+        if not _VISIBLE.fullmatch(key) or "," in key:
+            raise ConfigError(f"--api-key: key {number} is not a key: expected 1 to 512 visible ASCII characters, no comma or space")
+        found.append(Key(f"api-key-{number}", key_digest(key.encode())))
+    return tuple(found)
+
+
+def check_name(name: str) -> str:
+    """A name that may stand in a log and in a metric. Raises ConfigError."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"key name {name[:80]!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -")
+    if name.startswith(KEY_PREFIX):
+        # Without the name, which looks like a key in the wrong place.
+        raise ConfigError(f"a key name begins with {KEY_PREFIX}, as keys do: names are shown in logs and metrics")
+    if name == NOBODY or _GIVEN_NAME.fullmatch(name):
+        raise ConfigError(f"key name {name!r}: is reserved, as are {NOBODY} and api-key-1, api-key-2, …, the keys of --api-key")
+    return name
+
+
+_Limit = Annotated[int, Meta(ge=1, le=MOST_LIMIT)]
+
+
+class _Entry(Struct, forbid_unknown_fields=True, frozen=True):
+    name: str
+    sha256: Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$")]
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    concurrency: _Limit | None = None
+
+
+class _File(Struct, forbid_unknown_fields=True, frozen=True):
+    keys: list[_Entry] = []
+
+
+def read_key_file(path: Path) -> tuple[Key, ...]:
+    """The keys of a file. Raises ConfigError that says what is wrong with it, and shows none of its values but names."""
+    try:
+        return parse_keys(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"key file {path}: {error.strerror or error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"key file {path}: {error}") from error
+    except UnicodeDecodeError:
+        # Without the cause, which has the text.
+        raise ConfigError(f"key file {path}: is not UTF-8") from None
+
+
+def parse_keys(text: str) -> tuple[Key, ...]:
+    """The keys of a file's text. Raises ConfigError."""
+    try:
+        entries = msgspec.convert(tomllib.loads(text), _File).keys
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ConfigError(str(error)) from None
+    keys = tuple(
+        Key(
+            check_name(entry.name),
+            bytes.fromhex(entry.sha256),
+            QuotaLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.concurrency),
+        )
+        for entry in entries
+    )
+    _refuse_doubles(keys)
+    return keys
+
+
+def _refuse_doubles(keys: Sequence[Key]) -> None:
+    names: set[str] = set()
+    holders: dict[bytes, str] = {}
+    for key in keys:
+        if key.name in names:
+            raise ConfigError(f"two keys have the name {key.name!r}")
+        if key.digest in holders:
+            raise ConfigError(f"{holders[key.digest]!r} and {key.name!r} are the same key")
+        names.add(key.name)
+        holders[key.digest] = key.name
+
+
+@dataclass(frozen=True)
+class KeySettings:
+    """Where keys come from. Without any source nobody needs one; with a file that has none, nobody has one."""
+
+    given: tuple[Key, ...] = ()
+    file: Path | None = None
+    defaults: QuotaLimits = NO_LIMITS
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self.given) or self.file is not None
+
+
+class _Known:
+    """A key that may come in, and its tenant once it has come: only then is it known whose sessions are its own."""
+
+    __slots__ = ("digest", "name", "quota", "tenant")
+
+    def __init__(self, key: Key, quota: Quota) -> None:
+        self.name = key.name
+        self.digest = key.digest
+        self.quota = quota
+        self.tenant: Tenant | None = None
+
+
+class Keyring:
+    """The keys that may come in, those of the key file as they are now.
+
+    A file that is changed is read again within a second; one that cannot be read changes nothing, and is told. What runs for a
+    key that is taken out goes on to its end.
+    """
+
+    def __init__(self, settings: KeySettings, tally: Tally, clock: Clock = time.monotonic) -> None:
+        """Raises ConfigError when the key file cannot be read."""
+        self.is_open = not settings.are_needed
+        self.nobody = Tenant(NOBODY, NOBODY, Quota(NOBODY, NO_LIMITS, tally, clock))
+        """Whoever needs no key."""
+        self._settings = settings
+        self._tally = tally
+        self._clock = clock
+        self._quotas: dict[str, Quota] = {}
+        self._strangers: dict[str, Tenant] = {}
+        self._known: dict[bytes, list[_Known]] = {}
+        self._version = _version(settings.file)
+        self._replace(() if settings.file is None else read_key_file(settings.file))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._known.values()))
+
+    def tenant_of(self, key: bytes) -> Tenant | None:
+        """Whose key it is, None when it is not known. Where no key is needed, every key has a name space of its own."""
+        if self.is_open:
+            return self._stranger(owner_of(key)) if key else self.nobody
+        digest = key_digest(key)
+        for known in self._known.get(digest[:_PREFIX_BYTES], ()):
+            if hmac.compare_digest(known.digest, digest):
+                if known.tenant is None:
+                    known.tenant = Tenant(known.name, owner_of(key), known.quota)
+                return known.tenant
+        return None
+
+    async def refresh(self) -> None:
+        """Reads the key file again if it has changed since it was last tried."""
+        path = self._settings.file
+        version = _version(path)
+        if path is None or version == self._version:
+            return
+        self._version = version
+        try:
+            # Beside the loop: a long file takes a while.
+            self._replace(await asyncio.to_thread(read_key_file, path))
+        except ConfigError as error:
+            log.error("%s; the keys stay as they were", error)  # noqa: TRY400, the message says all
+        else:
+            log.info("key file %s was read again: %d keys", path, len(self))
+
+    async def watch(self) -> None:
+        """Keeps up with the key file. Runs until it is cancelled."""
+        while self._settings.file is not None:
+            await asyncio.sleep(RELOAD_SECONDS)
+            await self.refresh()
+
+    def _replace(self, keys: Sequence[Key]) -> None:
+        """These are the file's keys now. A key that was there before keeps what it has used."""
+        keys = (*self._settings.given, *keys)
+        _refuse_doubles(keys)
+        known: defaultdict[bytes, list[_Known]] = defaultdict(list)
+        quotas = {}
+        for key in keys:
+            quotas[key.name] = self._quota(key)
+            known[key.digest[:_PREFIX_BYTES]].append(_Known(key, quotas[key.name]))
+        self._known, self._quotas = dict(known), quotas
+
+    def _quota(self, key: Key) -> Quota:
+        limits = key.limits.or_else(self._settings.defaults)
+        quota = self._quotas.get(key.name)
+        if quota is None:
+            return Quota(key.name, limits, self._tally, self._clock)
+        if quota.limits != limits:
+            quota.change(limits)
+        return quota
+
+    def _stranger(self, owner: str) -> Tenant:
+        tenant = self._strangers.get(owner)
+        if tenant is None:
+            if len(self._strangers) >= _MOST_STRANGERS:
+                del self._strangers[next(iter(self._strangers))]
+            tenant = self._strangers[owner] = Tenant(NOBODY, owner, self.nobody.quota)
+        return tenant
+
+
+def _version(path: Path | None) -> tuple[int, ...] | None:
+    """What changes with a file's content. None when there is none."""
+    try:
+        status = None if path is None else path.stat()
+    except OSError:
+        return None
+    return None if status is None else (status.st_mtime_ns, status.st_ino, status.st_size)

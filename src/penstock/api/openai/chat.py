@@ -1,0 +1,238 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, Message, MessageToolCall, NamedToolChoice, Tool
+from penstock.api.pipeline.body import decode_body
+from penstock.api.pipeline.dialect import Addition, Answer, Envelope, Usage
+from penstock.api.pipeline.dialogue import Dialogue, ToolChoice, check_names, described_tool, plan_dialogue
+from penstock.api.pipeline.hints import prompt_text, read_hints
+from penstock.api.pipeline.incoming import Incoming, Library
+from penstock.api.pipeline.plan import Plan, wanted_grammar
+from penstock.text.output import CallArguments, CallBegin, CallBroken, Part, Reasoning
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
+from penstock.wire.errors import RequestError
+from penstock.wire.messages import Delta, Fault
+
+_DECODER = msgspec.json.Decoder(ChatRequest)
+
+
+async def parse_chat(incoming: Incoming, library: Library) -> tuple[Plan, ChatDialect]:
+    request = decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT)
+    hints = read_hints(request, incoming.headers)
+    plan = await plan_dialogue(request, _dialogue(request), hints, incoming.tenant, library)
+    return plan, ChatDialect(plan)
+
+
+class ChatDialect:
+    """Renders `chat.completion.chunk` and `chat.completion` objects."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._tokenizer = plan.model.tokenizer
+        self._envelope = Envelope("chatcmpl", "chat.completion.chunk", plan)
+        self._has_role = [False] * len(plan.submits)
+        self.id = self._envelope.id
+
+    def opening(self, index: int) -> str:  # noqa: ARG002
+        return ""
+
+    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
+        if delta.logprobs is None:
+            return None
+        content = []
+        for token_id, entry in zip(delta.token_ids[:tokens], delta.logprobs[:tokens], strict=True):
+            top = [self._token(token, value) for token, value in entry.top]
+            content.append({**self._token(token_id, entry.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
+        return b""
+
+    def event(self, index: int, added: Addition) -> bytes:
+        parts = added.parts
+        if self._has_role[index]:
+            if not parts:
+                content = b',"delta":{}'
+            elif len(parts) == 1 and type(parts[0]) is str:
+                content = b',"delta":{"content":' + msgspec.json.encode(parts[0]) + b"}"
+            else:
+                content = b',"delta":' + msgspec.json.encode(_delta(parts))
+        else:
+            # The role comes with the first text: an event of its own would be a write of its own.
+            self._has_role[index] = True
+            content = b',"delta":' + msgspec.json.encode({"role": "assistant", "content": "", **_delta(parts)})
+        return self._envelope.event(index, content, added)
+
+    def end(self, usage: Usage) -> bytes:
+        return self._envelope.end(usage)
+
+    def fault(self, fault: Fault) -> bytes:
+        return self._envelope.fault(fault)
+
+    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+        rendered = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "refusal": None, **_message(answer.parts)},
+                "logprobs": _joined(answer.logprobs),
+                "finish_reason": answer.ending.reason,
+                **({} if answer.token_ids is None else {"token_ids": answer.token_ids}),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return self._envelope.body("chat.completion", rendered, usage, nvext)
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, object]:
+        piece = self._tokenizer.token_bytes(token_id)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+
+def _delta(parts: Sequence[Part]) -> dict[str, Any]:
+    """Everything new in one delta: its text, its reasoning, its calls."""
+    delta = _texts(parts)
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, CallBegin):
+            calls[part.index] = {"index": part.index, **_call(part)}
+        elif isinstance(part, CallArguments):
+            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += part.text
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    """The whole of an answer. A call that broke is text and no call."""
+    broken = {part.index for part in parts if isinstance(part, CallBroken)}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, CallBegin) and part.index not in broken:
+            calls[part.index] = _call(part)
+        elif isinstance(part, CallArguments) and part.index in calls:
+            calls[part.index]["function"]["arguments"] += part.text
+    message = {"content": None if calls else "", **_texts(parts)}
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return message
+
+
+def _texts(parts: Iterable[Part]) -> dict[str, Any]:
+    texts: dict[str, Any] = {}
+    for part in parts:
+        if isinstance(part, str | CallBroken):
+            texts["content"] = texts.get("content", "") + (part if isinstance(part, str) else part.text)
+        elif isinstance(part, Reasoning):
+            texts["reasoning_content"] = texts.get("reasoning_content", "") + part.text
+    return texts
+
+
+def _call(begin: CallBegin) -> dict[str, Any]:
+    call_id = begin.id or f"call_{secrets.token_hex(12)}"
+    return {"id": call_id, "type": "function", "function": {"name": begin.name, "arguments": ""}}
+
+
+def _joined(parts: Sequence[object]) -> object:
+    """Logprobs that came in parts, as if they had come at once."""
+    if not parts:
+        return None
+    tables = [cast(dict[str, list[object]], part) for part in parts]
+    return {"content": [entry for table in tables for entry in table["content"]], "refusal": None}
+
+
+def _dialogue(request: ChatRequest) -> Dialogue:
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if max_tokens == 0:
+        raise RequestError("`max_tokens` is 0: expected at least 1", param="max_tokens")
+    field, grammar = wanted_grammar(request.structured_outputs, request.response_format)
+    return Dialogue(
+        prompt=chat_prompt(request),
+        fields=[f"messages[{index}]" for index in range(len(request.messages))],
+        max_tokens=max_tokens,
+        logprobs=_wanted_logprobs(request),
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_calls=request.parallel_tool_calls is not False,
+        grammar=grammar,
+        grammar_field=field,
+    )
+
+
+def chat_prompt(request: ChatRequest) -> ChatPrompt:
+    """What the model's chat template is rendered with. Raises RequestError where messages or tools contradict themselves."""
+    continues = bool(request.continue_final_message)
+    arguments = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            arguments.setdefault("enable_thinking", False)
+    begins_answer = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
+    return ChatPrompt(
+        messages=[_for_template(index, message) for index, message in enumerate(request.messages)],
+        # With the choice none the model is not even told of them.
+        tools=[] if request.tool_choice == "none" else _tools(request.tools or []),
+        documents=request.documents or [],
+        arguments=arguments,
+        template=request.chat_template,
+        begins_answer=begins_answer,
+        continues=continues,
+    )
+
+
+def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    functions = [tool.function for tool in tools]
+    check_names([function.name for function in functions], "tools[{}].function.name")
+    return [described_tool(function.name, function.description, function.parameters) for function in functions]
+
+
+def _for_template(index: int, message: Message) -> ChatMessage:
+    rendered = ChatMessage(role=message.role, content=prompt_text(message))
+    if message.name is not None:
+        rendered["name"] = message.name
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:
+        rendered["reasoning_content"] = reasoning
+    if message.tool_calls:
+        if message.role != "assistant":
+            field = f"messages[{index}].tool_calls"
+            raise RequestError(f"`{field}` stands in a message of the role {message.role}: expected assistant", param=field)
+        rendered["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    elif message.role == "tool":
+        field = f"messages[{index}].tool_call_id"
+        raise RequestError(f"`{field}` is required in a message of the role tool", param=field, code="missing_field")
+    return rendered
+
+
+def _call_for_template(call: MessageToolCall) -> ToolCall:
+    return tool_call(call.id, call.function.name, call.function.arguments)
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    """A call as chat templates expect it: its arguments as an object, where they are one."""
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        decoded = None
+    value: dict[str, Any] | str = decoded if isinstance(decoded, dict) else arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
+
+
+def _tool_choice(choice: str | NamedToolChoice | None) -> ToolChoice:
+    if isinstance(choice, NamedToolChoice):
+        return ToolChoice("named", choice.function.name)
+    return ToolChoice() if choice is None else ToolChoice(cast(Any, choice))
+
+
+def _wanted_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise RequestError("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
+    return None

@@ -1,0 +1,183 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from penstock.api.models import ServedModel
+from penstock.api.openai.schema import UNSUPPORTED_COMPLETION, CompletionRequest
+from penstock.api.pipeline.body import decode_body
+from penstock.api.pipeline.dialect import Addition, Answer, Envelope, Usage
+from penstock.api.pipeline.hints import read_hints
+from penstock.api.pipeline.incoming import Incoming, Library
+from penstock.api.pipeline.plan import Plan, Wishes, check_text_length, make_plan, wanted_grammar
+from penstock.text.output import Part
+from penstock.text.tokenizers.tokenizer import Tokenizer
+from penstock.wire.errors import RequestError
+from penstock.wire.messages import Delta, Fault, TokenLogprob
+
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+DEFAULT_MAX_TOKENS = 16
+
+
+async def parse_completion(incoming: Incoming, library: Library) -> tuple[Plan, CompletionDialect]:
+    request = decode_body(incoming.body, _DECODER, UNSUPPORTED_COMPLETION)
+    hints = read_hints(request, incoming.headers)
+    model = library.models.find(request.model)
+    prompts = await _encoded(model, request, library)
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if not max_tokens and not request.echo:
+        raise RequestError("`max_tokens` is 0: expected at least 1 unless `echo` is true", param="max_tokens")
+    field, grammar = wanted_grammar(request.structured_outputs, None)
+    wishes = Wishes(
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=bool(request.echo) and request.logprobs is not None,
+        candidates=_candidates(request),
+        grammar=grammar,
+        grammar_field=field,
+    )
+    plan = make_plan(model, request, hints, incoming.tenant, prompts, wishes)
+    return plan, CompletionDialect(plan, bool(request.echo), request.logprobs is not None)
+
+
+class CompletionDialect:
+    """Renders `text_completion` objects."""
+
+    def __init__(self, plan: Plan, echo: bool, has_logprobs: bool) -> None:
+        self._tokenizer = plan.model.tokenizer
+        self._envelope = Envelope("cmpl", "text_completion", plan)
+        self._echoed = [submit.token_ids for submit in plan.submits] if echo else None
+        self._has_logprobs = has_logprobs
+        self._offsets = [0] * len(plan.submits)
+        self.id = self._envelope.id
+
+    def opening(self, index: int) -> str:
+        return self._tokenizer.decode(self._echoed[index]) if self._echoed is not None else ""
+
+    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
+        of_prompt = None if delta.prompt is None else delta.prompt.logprobs
+        if not self._has_logprobs or (delta.logprobs is None and of_prompt is None):
+            return None
+        token_ids: list[int] = []
+        entries: list[TokenLogprob | None] = []
+        if of_prompt is not None and self._echoed is not None:
+            token_ids += self._echoed[index]
+            entries += of_prompt
+        token_ids += delta.token_ids[:tokens]
+        entries += (delta.logprobs or ())[:tokens]
+        texts = [_text(self._tokenizer, token_id) for token_id in token_ids]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry and entry.logprob for entry in entries],
+            "top_logprobs": [entry and {_text(self._tokenizer, token): value for token, value in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
+        return b""
+
+    def event(self, index: int, added: Addition) -> bytes:
+        return self._envelope.event(index, b',"text":' + msgspec.json.encode(_plain(added.parts)), added)
+
+    def end(self, usage: Usage) -> bytes:
+        return self._envelope.end(usage)
+
+    def fault(self, fault: Fault) -> bytes:
+        return self._envelope.fault(fault)
+
+    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+        rendered: list[dict[str, Any]] = [
+            {
+                "index": index,
+                "text": _plain(answer.parts),
+                "logprobs": _joined(answer.logprobs),
+                "finish_reason": answer.ending.reason,
+                **({} if answer.token_ids is None else {"token_ids": answer.token_ids}),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return self._envelope.body("text_completion", rendered, usage, nvext)
+
+
+def _plain(parts: Sequence[Part]) -> str:
+    """The text of parts that are all text: nothing else comes without a parser."""
+    return "".join([part for part in parts if isinstance(part, str)])
+
+
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _joined(parts: Sequence[object]) -> object:
+    """Logprobs that came in parts, as if they had come at once."""
+    tables = [cast(dict[str, list[object]], part) for part in parts]
+    if not tables:
+        return None
+    return {name: [value for table in tables for value in table[name]] for name in tables[0]}
+
+
+def _prompts(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
+    """Each prompt with the name of its field. A list of numbers is one prompt; a list of strings or lists is several."""
+    if isinstance(prompt, str) or (prompt and all(type(element) is int for element in prompt)):
+        return [("prompt", prompt)]
+    if not prompt:
+        raise RequestError("`prompt` is []: expected at least one prompt", param="prompt", code="empty_prompt")
+    for index, element in enumerate(prompt):
+        ids = isinstance(element, list) and all(type(token) is int for token in element)
+        single = type(element) is int and index == 0  # then another element is the odd one
+        if not (isinstance(element, str) or ids or single) or type(element) is not type(prompt[0]):
+            field = f"prompt[{index}]"
+            message = f"`{field}` is {_short(element)}: expected all strings, all token ids or all lists of token ids"
+            raise RequestError(message, param=field)
+    return [(f"prompt[{index}]", element) for index, element in enumerate(prompt)]
+
+
+async def _encoded(model: ServedModel, request: CompletionRequest, library: Library) -> list[tuple[str, Sequence[int]]]:
+    prompts = _prompts(request.prompt)
+    if request.suffix is None:
+        return [(field, await _tokens(model, field, prompt, library)) for field, prompt in prompts]
+    if len(prompts) > 1 or not isinstance(request.prompt, str):
+        raise RequestError("`suffix` needs `prompt` to be one string", param="suffix")
+    check_text_length(model, "prompt", request.prompt)
+    check_text_length(model, "suffix", request.suffix)
+    token_ids = await library.transcripts.encode_infill(model.tokenizer, request.prompt, request.suffix)
+    if token_ids is None:
+        message = f"`suffix` is not supported by {model.info.name}: its vocabulary has no tokens to fill in the middle; leave it out"
+        raise RequestError(message, param="suffix", code="unsupported_field")
+    return [("prompt", token_ids)]
+
+
+async def _tokens(model: ServedModel, field: str, prompt: str | list[int], library: Library) -> Sequence[int]:
+    if isinstance(prompt, str):
+        check_text_length(model, field, prompt)
+        return await library.transcripts.encode_text(model.tokenizer, prompt)
+    size = model.info.vocab_size
+    for index, token_id in enumerate(prompt):
+        if not 0 <= token_id < size:
+            name = f"{field}[{index}]"
+            raise RequestError(f"`{name}` is {token_id}: expected a token id from 0 to {size - 1}", param=name)
+    return prompt
+
+
+def _candidates(request: CompletionRequest) -> int | None:
+    n, best_of = request.n or 1, request.best_of
+    if best_of is None:
+        return None
+    if best_of < n:
+        raise RequestError(f"`best_of` is {best_of}: expected at least `n`, which is {n}", param="best_of")
+    if best_of > n and request.stream:
+        raise RequestError(f"`best_of` is {best_of}: a stream cannot choose; expected `n`, which is {n}, or no `stream`", param="best_of")
+    return best_of
+
+
+def _short(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else text[:80] + "…"

@@ -1,0 +1,120 @@
+"""Who may come in, who is inside, and who is asked to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from penstock.api.pipeline.response import Sink
+from penstock.metrics.frontend import Tally
+from penstock.wire.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask of the front end."""
+
+    max_generations: int = 16_384
+    max_body_bytes: int = 32 * 1024 * 1024
+    stall_seconds: float = 60.0
+
+
+class Ticket:
+    """One admitted request, as a context: queued until its first token, then running."""
+
+    def __init__(self, admission: Admission, generations: int, response: Sink) -> None:
+        self.arrived = time.monotonic()
+        self.response = response
+        self.task = asyncio.current_task()
+        self.on_expel: Callable[[], None] | None = None
+        self._admission = admission
+        self._generations = generations
+        self._running = False
+
+    def __enter__(self) -> Self:
+        self._admission.enter(self, self._generations)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._admission.leave(self, self._generations, self._running)
+
+    def first_token(self) -> float:
+        """Its first token is here; returns the seconds that it took."""
+        self._running = True
+        self._admission.start_running()
+        return time.monotonic() - self.arrived
+
+
+class Admission:
+    """Admits requests within the limits, and knows those inside.
+
+    When it drains, nothing new is admitted, and `idle` is set when the last request has left.
+    """
+
+    def __init__(self, limits: Limits, tally: Tally) -> None:
+        self.limits = limits
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._tally = tally
+        self._draining = False
+        self._generations = 0
+        self._tickets: set[Ticket] = set()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def admit(self, generations: int, response: Sink) -> Ticket:
+        """Raises RequestError: 503 while draining, 429 when the front end is full. One who only reads asks for no generation."""
+        if self._draining:
+            raise RequestError("the server is shutting down", code="draining", status=503)
+        if self._generations + generations > self.limits.max_generations:
+            message = f"the server runs {self._generations:,} generations; its limit is {self.limits.max_generations:,}"
+            raise RequestError(message, code="overloaded", status=429)
+        return Ticket(self, generations, response)
+
+    def enter(self, ticket: Ticket, generations: int) -> None:
+        self._tickets.add(ticket)
+        self._generations += generations
+        if generations:
+            self._tally.queued += 1
+        self.idle.clear()
+
+    def start_running(self) -> None:
+        self._tally.queued -= 1
+        self._tally.running += 1
+
+    def leave(self, ticket: Ticket, generations: int, was_running: bool) -> None:
+        self._tickets.discard(ticket)
+        self._generations -= generations
+        if was_running:
+            self._tally.running -= 1
+        elif generations:
+            self._tally.queued -= 1
+        if not self._tickets:
+            self.idle.set()
+
+    async def watch_stalls(self) -> None:
+        """Cuts off readers that have taken nothing for the stall timeout. Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self.limits.stall_seconds / 4))
+            oldest = time.monotonic() - self.limits.stall_seconds
+            for ticket in list(self._tickets):
+                since = ticket.response.sending_since
+                if since is not None and since < oldest and not ticket.response.stalled and ticket.task is not None:
+                    ticket.response.stalled = True
+                    self._tally.readers_stalled += 1
+                    ticket.task.cancel()
+
+    def expel(self) -> None:
+        """Ends every request that is still inside, with a fault that its client sees."""
+        for ticket in list(self._tickets):
+            if ticket.on_expel is not None:
+                ticket.on_expel()

@@ -1,0 +1,113 @@
+"""Request bodies: read within a limit, decoded into a typed struct, refused with the field named."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from penstock.api.openai.schema import CHOICES
+from penstock.wire.errors import RequestError
+
+T = TypeVar("T")
+
+_LOCATED = re.compile(r"(?P<problem>.*) - at `(?P<path>\$.*)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_LONGEST_VALUE = 80
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float) -> bytes:
+    """The whole body. Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read_chunks(receive, limit)
+    except TimeoutError as error:
+        message = f"the body did not come within {seconds:g} seconds"
+        raise RequestError(message, code="request_timeout", status=408) from error
+
+
+async def _read_chunks(receive: Receive, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def decode_body(
+    body: bytes, decoder: msgspec.json.Decoder[T], unsupported: frozenset[str], choices: Mapping[str, Sequence[str]] = CHOICES
+) -> T:
+    """The request. Raises RequestError that names the field, its value and what would be right, which `choices` has by its path."""
+    try:
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            # What comes behind the wrong field was not looked at yet, and may be no JSON at all: then that is what is said.
+            raise _explain(str(error), msgspec.json.decode(body), unsupported, choices) from error
+    except UnicodeDecodeError as error:
+        raise RequestError("the body has a string that is not valid UTF-8", code="invalid_utf8") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the body is over the limit of {limit:,} bytes", code="body_too_large", status=413)
+
+
+def _explain(problem: str, content: Any, unsupported: frozenset[str], choices: Mapping[str, Sequence[str]]) -> RequestError:
+    if unknown := _UNKNOWN.match(problem):
+        name = _join(unknown["path"], unknown["name"])
+        return RequestError(f"unknown field `{name}`", param=name, code="unknown_field")
+    if missing := _MISSING.match(problem):
+        name = _join(missing["path"], missing["name"])
+        return RequestError(f"`{name}` is required", param=name, code="missing_field")
+    located = _LOCATED.match(problem)
+    if located is None:
+        return RequestError(f"the body must be a JSON object: {problem}", code="invalid_type")
+    param = located["path"].removeprefix("$").removeprefix(".")
+    if field := next((name for name in (_first(param), param) if name in unsupported), None):
+        return RequestError(f"`{field}` is not supported yet; leave it out", param=field, code="unsupported_field")
+    expected = located["problem"][:1].lower() + located["problem"][1:]
+    if known := choices.get(re.sub(r"\[.*?\]", "", param)):
+        expected = f"expected one of {', '.join(known)}"
+    return RequestError(f"`{param}` is {_value_at(content, param)}: {expected}", param=param, code="invalid_value")
+
+
+def _first(param: str) -> str:
+    return re.split(r"[.\[]", param, maxsplit=1)[0]
+
+
+def _join(path: str | None, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _value_at(value: Any, param: str) -> str:
+    """The value at a path such as `messages[0].role`, as JSON, cut when it is long."""
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", param):
+        try:
+            value = value[int(index)] if index else value[key]
+        except (KeyError, IndexError, TypeError):
+            # A path with wildcards (`[...]`) ends at the container.
+            break
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"

@@ -1,0 +1,145 @@
+"""One choice of an answer, from its tokens to its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.api.pipeline.dialect import Dialect, Ending
+from penstock.api.pipeline.plan import Plan
+from penstock.stream.merge import check_contiguous
+from penstock.text.assembler import TextAssembler
+from penstock.text.output import CallBroken, CallEnd, Part, Reasoning
+from penstock.wire.messages import Delta, Finish, Terminal
+
+_NOTHING: tuple[Part, ...] = ()
+
+
+class Choice:
+    """Turns the deltas of one generation into parts, and knows what they come to. `ending` is None until it has ended."""
+
+    __slots__ = (
+        "_assembler",
+        "_dialect",
+        "_index",
+        "_next_offset",
+        "_one_call",
+        "_opening",
+        "_parser",
+        "_reasoning_length",
+        "_text_length",
+        "answer",
+        "broken_calls",
+        "cached_tokens",
+        "calls",
+        "ending",
+        "is_whole",
+        "logprob",
+        "tokens",
+    )
+
+    def __init__(self, index: int, plan: Plan, dialect: Dialect) -> None:
+        self._index = index
+        self._dialect = dialect
+        detokenizer = plan.model.tokenizer.detokenizer(plan.visible_tokens, plan.skips_special_tokens)
+        self._assembler = TextAssembler(detokenizer, plan.stops, plan.includes_stop)
+        self._parser = None if plan.parser is None else plan.parser()
+        self._one_call = plan.one_call
+        self._text_length = 0
+        self._reasoning_length = 0
+        self._opening = dialect.opening(index)
+        self._next_offset = 0
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.calls = 0
+        self.broken_calls = 0
+        self.logprob = 0.0
+        """The sum of its tokens' logprobs, where they were asked for."""
+        self.ending: Ending | None = None
+        # Its tokens, where the session's next turn will come with them again.
+        self.answer: list[int] | None = [] if plan.remembers else None
+        self.is_whole = False
+
+    @property
+    def score(self) -> float:
+        """How likely the model finds it, a token: the higher, the likelier."""
+        return self.logprob / self.tokens if self.tokens else 0.0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of its tokens were reasoning, by its share of the text: so it does not depend on how the tokens came."""
+        return round(self.tokens * self._reasoning_length / self._text_length) if self._reasoning_length else 0
+
+    def advance(self, delta: Delta | None, terminal: Terminal | None) -> tuple[Sequence[Part], object]:
+        """The parts and logprobs that a delta and a terminal add. Sets `ending` at the end, be it a stop string's.
+
+        This is the last hop, so the offset is checked once more: StreamError, rather than a loss that nobody sees.
+        """
+        text, self._opening = self._opening, ""
+        logprobs = None
+        parts: Sequence[Part] = _NOTHING
+        if delta is not None:
+            if delta.offset != self._next_offset:
+                check_contiguous(self._next_offset, delta)
+            self._next_offset += len(delta.token_ids)
+            before = self.tokens
+            parts = self._take(text, delta.token_ids) if not self._one_call else self._take_singly(delta.token_ids)
+            text = ""
+            if self.answer is not None:
+                self.answer += delta.token_ids
+            if delta.logprobs is not None or delta.prompt is not None:
+                logprobs = self._take_reports(delta, self.tokens - before)
+        if self.ending is None and isinstance(terminal, Finish):
+            last = self._assembler.finish()
+            self.is_whole = not last.stopped
+            parts = [*parts, *self._end(text + last.text, "stop" if last.stopped else terminal.reason)]
+        return parts, logprobs
+
+    def _take(self, text: str, token_ids: Sequence[int]) -> Sequence[Part]:
+        """What these tokens add, behind the text."""
+        part = self._assembler.feed(token_ids)
+        self.tokens += part.tokens
+        text = text + part.text if text else part.text
+        if part.stopped:
+            return self._end(text, "stop")
+        if self._parser is None:
+            return (text,) if text else _NOTHING
+        self._text_length += len(text)
+        return self._noted(self._parser.feed(text)) if text else _NOTHING
+
+    def _take_singly(self, token_ids: Sequence[int]) -> Sequence[Part]:
+        """The same for a choice that ends with its first call: a token at a time, to know which one ended it."""
+        parts: list[Part] = []
+        for token_id in token_ids:
+            parts += self._take("", (token_id,))
+            if self.calls and self.ending is None:
+                del parts[parts.index(next(part for part in parts if type(part) is CallEnd)) + 1 :]
+                self.ending = Ending("tool_calls")
+            if self.ending is not None:
+                break
+        return parts
+
+    def _take_reports(self, delta: Delta, tokens: int) -> object:
+        if delta.prompt is not None:
+            self.cached_tokens = delta.prompt.cached_tokens
+        if delta.logprobs is not None:
+            self.logprob += sum(entry.logprob for entry in delta.logprobs[:tokens])
+        return self._dialect.logprobs(self._index, delta, tokens)
+
+    def _end(self, text: str, reason: str) -> Sequence[Part]:
+        if self._parser is None:
+            parts: Sequence[Part] = (text,) if text else _NOTHING
+        else:
+            self._text_length += len(text)
+            parts = self._noted([*(self._parser.feed(text) if text else _NOTHING), *self._parser.finish()])
+        self.ending = Ending("tool_calls" if self.calls and reason == "stop" else reason, self._assembler.matched)
+        return parts
+
+    def _noted(self, parts: Sequence[Part]) -> Sequence[Part]:
+        for part in parts:
+            if type(part) is Reasoning:
+                self._reasoning_length += len(part.text)
+            elif type(part) is CallEnd:
+                self.calls += 1
+            elif type(part) is CallBroken:
+                self.broken_calls += 1
+        return parts

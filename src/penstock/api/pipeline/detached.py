@@ -1,0 +1,223 @@
+"""Answers that do not depend on the connection that asked for them: recorded, followed, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Message, Receive
+
+from penstock.api.pipeline.admission import Admission
+from penstock.api.pipeline.recording import Recorder, Recording
+from penstock.api.pipeline.response import Response, Sink
+from penstock.api.pipeline.writer import EventWriter
+from penstock.stream.fanin import ReaderLeft, all_done
+from penstock.wire.errors import GenerationFault, RequestError
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[Receive, Sink], Awaitable[str]]
+"""Makes an answer into the sink, and returns its outcome; stops when `receive` says that the client has gone."""
+
+
+@dataclass(frozen=True)
+class ResumeLimits:
+    """`grace`: how long an answer goes on without a reader. `keep`: how long it can be read after its end. `memory`: of all of them."""
+
+    grace: float = 60.0
+    keep: float = 300.0
+    memory: int = 1024 * 2**20
+
+
+class DetachedRun:
+    """One answer. `cancel` stops it; `follow` sends what it has, and what comes, to a client."""
+
+    def __init__(self, runs: DetachedRuns, run_id: str, owner: str, survives: bool, detail: object) -> None:
+        self._runs = runs
+        self.id = run_id
+        self.owner = owner
+        self.detail = detail
+        """Whatever its endpoint wants to find with it."""
+        self.recording = Recording()
+        self.failure: Exception | None = None
+        """Why nothing came of it."""
+        self.cancelled = False
+        self._survives = survives
+        self._followers = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._gone = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, work: Work, numbered: bool) -> None:
+        recorder = Recorder(self.recording, numbered, self._runs.grown)
+        self._task = asyncio.create_task(self._run(work, recorder), name=f"detached {self.id}")
+        self._left_alone()
+
+    @property
+    def is_over(self) -> bool:
+        return self.recording.closed
+
+    def cancel(self) -> None:
+        """Stops it as if its client had gone. `ended` tells when it has."""
+        self.cancelled = True
+        self._gone.set()
+
+    async def ended(self) -> None:
+        """Waits until it is over, however it went."""
+        if self._task is not None:
+            await all_done([self._task])
+
+    async def follow(self, receive: Receive, response: Response, after: int = -1) -> str:
+        """Sends the events behind number `after`, those that there are and those that come. Returns the outcome.
+
+        Raises what the answer failed with before its first event, and ReaderLeft when the client goes away.
+        """
+        follower = _Follower(self, response, after)
+        self._followers += 1
+        self._cancel_deadline()
+        try:
+            return await follower.run(receive)
+        finally:
+            self._followers -= 1
+            self._left_alone()
+
+    def _left_alone(self) -> None:
+        if self._followers or self._survives or self.is_over:
+            return
+        self._cancel_deadline()
+        self._deadline = asyncio.get_running_loop().call_later(self._runs.limits.grace, self.cancel)
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    async def _run(self, work: Work, recorder: Recorder) -> None:
+        try:
+            await work(self._receive, recorder)
+        except ReaderLeft:
+            pass
+        except (RequestError, GenerationFault) as error:
+            self.failure = error
+        except Exception as error:
+            log.exception("a detached answer failed")
+            self.failure = error
+        finally:
+            self._cancel_deadline()
+            self.recording.close()
+            self._runs.over(self)
+
+    async def _receive(self) -> Message:
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    def abort(self) -> None:
+        """Stops it because the server ends. `ended` tells when it has."""
+        self._cancel_deadline()
+        if self._task is not None:
+            self._task.cancel()
+
+
+class _Follower:
+    """One client that reads a detached answer."""
+
+    def __init__(self, run: DetachedRun, response: Response, after: int) -> None:
+        self._run = run
+        self._position = after + 1
+        self._writer = EventWriter(response, self._render)
+
+    async def run(self, receive: Receive) -> str:
+        recording, wake = self._run.recording, self._writer.wake
+        watcher = asyncio.create_task(self._watch(receive))
+        recording.listen(wake)
+        try:
+            return await self._writer.run()
+        finally:
+            recording.leave(wake)
+            watcher.cancel()
+            await all_done([watcher])
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._writer.stop(ReaderLeft())
+
+    def _render(self) -> tuple[bytes, str | None]:
+        recording = self._run.recording
+        events = recording.events[self._position :]
+        self._position += len(events)
+        if not recording.closed:
+            return b"".join(events), None
+        if not recording.events and self._run.failure is not None:
+            raise self._run.failure
+        return b"".join(events), "ok"
+
+
+class DetachedRuns:
+    """All detached answers of a front end, within a bound of memory: of those that are over, the oldest go first."""
+
+    def __init__(self, limits: ResumeLimits, admission: Admission) -> None:
+        self.limits = limits
+        self._admission = admission
+        self._runs: dict[str, DetachedRun] = {}
+        self._ended: dict[str, asyncio.TimerHandle] = {}
+        """The oldest first, each with the timer of its removal."""
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def start(self, run_id: str, owner: str, work: Work, *, numbered: bool, survives: bool = False, detail: Any = None) -> DetachedRun:
+        """Begins an answer. With `survives` it goes on without any reader. Raises RequestError (429) when there is no memory for more."""
+        if self.bytes >= self.limits.memory:
+            message = f"the answers that can be resumed take {self.bytes:,} bytes; the limit is {self.limits.memory:,}"
+            raise RequestError(message, code="overloaded", status=429)
+        run = self._runs[run_id] = DetachedRun(self, run_id, owner, survives, detail)
+        run.start(work, numbered)
+        return run
+
+    def find(self, owner: str, run_id: str) -> DetachedRun | None:
+        """The owner's answer of this id; None where there is none, or it is another's."""
+        run = self._runs.get(run_id)
+        return run if run is not None and run.owner == owner else None
+
+    async def follow(self, run: DetachedRun, receive: Receive, response: Response, after: int = -1) -> str:
+        """`run.follow`, watched like any other reader: one that takes nothing is cut off. Raises RequestError (503) while draining."""
+        with self._admission.admit(0, response):
+            return await run.follow(receive, response, after)
+
+    def forget(self, run_id: str) -> None:
+        """Its events are not needed any more."""
+        timer = self._ended.pop(run_id, None)
+        if timer is not None:
+            timer.cancel()
+        run = self._runs.pop(run_id, None)
+        if run is not None:
+            self.bytes -= run.recording.size + len(run.recording.body or b"")
+
+    def grown(self, size: int) -> None:
+        """A recording has grown by so much."""
+        self.bytes += size
+        while self.bytes > self.limits.memory and self._ended:
+            self.forget(next(iter(self._ended)))
+
+    def over(self, run: DetachedRun) -> None:
+        if self._runs.get(run.id) is not run:
+            return
+        if run.recording.events:
+            self._ended[run.id] = asyncio.get_running_loop().call_later(self.limits.keep, self.forget, run.id)
+        else:
+            # There is nothing to resume, and why it failed holds on to all that the request was.
+            self.forget(run.id)
+
+    async def close(self) -> None:
+        """Stops what still runs, and forgets everything."""
+        runs = list(self._runs.values())
+        for run in runs:
+            run.abort()
+        for run in runs:
+            await run.ended()
+            self.forget(run.id)

@@ -1,0 +1,157 @@
+"""What an endpoint's answer looks like, and the shape that OpenAI's two endpoints share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from penstock.api.errors import fault_body
+from penstock.api.pipeline.plan import Plan
+from penstock.text.output import Part
+from penstock.wire.messages import Delta, Fault
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """`reasoning_tokens` are some of the completion's, `cached_tokens` some of the prompt's."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int = 0
+
+    def fields(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+
+class Ending(NamedTuple):
+    """Why a choice ended: `stop`, `length`, `cancelled`, or `tool_calls` when it called a tool; and the stop string, if one did it."""
+
+    reason: str
+    stop: str | None = None
+
+
+class Addition(NamedTuple):
+    """What an arrival adds to a choice. The members below `ending` are there only where the client asked for them, and `nvext`,
+    what the answer says beyond its API, only with the last of a stream."""
+
+    parts: Sequence[Part]
+    logprobs: object = None
+    ending: Ending | None = None
+    token_ids: Sequence[int] | None = None
+    usage: Usage | None = None
+    nvext: dict[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole choice: its parts joined, its logprobs as they came, and its tokens where the client asked for them."""
+
+    parts: Sequence[Part]
+    logprobs: Sequence[object]
+    ending: Ending
+    token_ids: Sequence[int] | None = None
+
+
+class Dialect(Protocol):
+    """Renders one request's answer, streamed (`begin`, then `event`s, then `end` or `fault`) or whole (`body`).
+
+    It lives as long as the request and may keep state. Events are whole: each ends with an empty line and has none within.
+    """
+
+    id: str
+    """The answer's id, as its client sees it."""
+
+    def opening(self, index: int) -> str:
+        """Text that a choice begins with before anything is generated: the prompt, when it is to be echoed."""
+
+    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
+        """The logprobs of the delta's first `tokens` tokens, in the dialect's shape; None without."""
+
+    def begin(self, usage: Usage) -> bytes:
+        """The events before all others. The usage is that of the prompt."""
+
+    def event(self, index: int, added: Addition) -> bytes:
+        """The events for what is new in a choice; its last addition has an ending."""
+
+    def end(self, usage: Usage) -> bytes:
+        """The events after all others."""
+
+    def fault(self, fault: Fault) -> bytes:
+        """The event that tells why the stream breaks off here."""
+
+    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+        """The whole answer."""
+
+
+class Envelope:
+    """The fields around the choices, and events made of a fixed frame with the text put in.
+
+    Encoding the frame once a request leaves one small JSON string to encode an event.
+    """
+
+    def __init__(self, prefix: str, kind: str, plan: Plan) -> None:
+        self.id = f"{prefix}-{plan.response_id}"
+        self._fields: dict[str, object] = {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": plan.model.info.name,
+        }
+        if plan.service_tier is not None:
+            # Whatever was asked for, there is one tier.
+            self._fields["service_tier"] = "default"
+        self._grammar_field = plan.grammar_field
+        self._includes_usage = plan.include_usage
+        self._opening = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":[{"index":'
+        self._usage = b',"usage":null' if plan.include_usage else b""
+        self._plain_closing = b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
+        # The first event of a choice says which tokens its prompt had.
+        self._prompts = plan.choice_prompts if plan.return_token_ids else None
+        self._has_prompt: set[int] = set()
+
+    def event(self, index: int, content: bytes, added: Addition) -> bytes:
+        """`content` is the rendered member that holds the text, with a comma before it."""
+        opening = b"%b%d%b" % (self._opening, index, content)
+        logprobs, ending, token_ids, usage, nvext = added[1:]
+        if logprobs is None and ending is None and token_ids is None and usage is None:
+            return opening + self._plain_closing
+        finish_reason = None if ending is None else ending.reason
+        rest = [b',"logprobs":', msgspec.json.encode(logprobs), b',"finish_reason":', msgspec.json.encode(finish_reason)]
+        if token_ids is not None:
+            rest += (b',"token_ids":', msgspec.json.encode(token_ids))
+        rest += (b"}]", self._usage if usage is None else b',"usage":' + msgspec.json.encode(usage.fields()))
+        if nvext is not None:
+            rest += (b',"nvext":', msgspec.json.encode(nvext))
+        if self._prompts is not None and index not in self._has_prompt:
+            self._has_prompt.add(index)
+            rest += (b',"prompt_token_ids":', msgspec.json.encode(self._prompts[index]))
+        return b"".join([opening, *rest, b"}\n\n"])
+
+    def end(self, usage: Usage) -> bytes:
+        if not self._includes_usage:
+            return DONE
+        return b"data: " + msgspec.json.encode({**self._fields, "choices": [], "usage": usage.fields()}) + b"\n\n" + DONE
+
+    def fault(self, fault: Fault) -> bytes:
+        return b"data: " + fault_body(fault, self._grammar_field) + b"\n\n"
+
+    def body(self, kind: str, choices: list[dict[str, Any]], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+        fields = {**self._fields, "object": kind, "choices": choices, "usage": usage.fields()}
+        if self._prompts is not None:
+            fields["prompt_token_ids"] = self._prompts[0]
+            for choice in choices:
+                choice["prompt_token_ids"] = self._prompts[choice["index"]]
+        return msgspec.json.encode(fields if nvext is None else {**fields, "nvext": nvext})

@@ -1,0 +1,106 @@
+"""A POST that generates, from its body to the end of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from urllib.parse import parse_qsl
+
+from starlette.types import Receive, Scope, Send
+
+from penstock.api.auth.gate import TENANT
+from penstock.api.errors import ErrorShape
+from penstock.api.pipeline.admission import Limits
+from penstock.api.pipeline.body import ClientGone, read_body
+from penstock.api.pipeline.detached import DetachedRuns
+from penstock.api.pipeline.dialect import Dialect
+from penstock.api.pipeline.incoming import Incoming, Library
+from penstock.api.pipeline.plan import Plan
+from penstock.api.pipeline.response import Response
+from penstock.api.pipeline.runner import Run
+from penstock.metrics.frontend import FrontEndMetrics
+from penstock.stream.fanin import ReaderLeft
+from penstock.wire.errors import GenerationFault, RequestError
+
+log = logging.getLogger(__name__)
+
+Parse = Callable[[Incoming, Library], Awaitable[tuple[Plan, Dialect]]]
+Answer = Callable[[Incoming, Receive, Response], Awaitable[str]]
+"""Answers a request, and returns the outcome. May raise RequestError, GenerationFault, ReaderLeft and ClientGone."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Reads a request's body and has it answered; what goes wrong is told in the API's own shape.
+
+    It speaks ASGI itself: nothing stands between the stream and the server.
+    """
+
+    route: str
+    answer: Answer
+    limits: Limits
+    metrics: FrontEndMetrics
+    errors: ErrorShape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, errors = scope[TENANT], self.errors.fresh()
+        response = Response(send, self.metrics.tally, lambda: [*tenant.quota.headers(), *errors.headers])
+        outcome = "failed"
+        try:
+            outcome = await self._answer(scope, receive, response)
+        except RequestError as error:
+            outcome = f"refused_{error.status}"
+            await response.send_error(errors.request_status(error), errors.of_request(error), error.retry_after)
+        except GenerationFault as error:
+            outcome = "fault"
+            await response.send_error(errors.fault_status(error), errors.of_fault(error))
+        except ReaderLeft:
+            outcome = "client_left"
+            self.metrics.tally.clients_left += 1
+        except ClientGone:
+            outcome = "client_left"
+            self.metrics.tally.clients_left += 1
+            # It may be there yet: a body with a broken encoding looks the same from here.
+            incomplete = RequestError("the body broke off before its end", code="incomplete_body")
+            await response.send_error(errors.request_status(incomplete), errors.of_request(incomplete))
+        except asyncio.CancelledError:
+            # Raising leaves the response unfinished, so that its client cannot take it for a whole one.
+            outcome = "stalled" if response.stalled else "cancelled"
+            raise
+        except Exception:
+            log.exception("a request failed")
+            if not response.started:
+                await response.send_error(500, errors.of_request(RequestError("internal error", code="internal_error", status=500)))
+            raise
+        finally:
+            self.metrics.tally.requests[self.route, outcome] += 1
+
+    async def _answer(self, scope: Scope, receive: Receive, response: Response) -> str:
+        body = await read_body(scope, receive, self.limits.max_body_bytes, self.limits.stall_seconds)
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1"))) if scope["query_string"] else {}
+        incoming = Incoming(body, scope["headers"], scope[TENANT], scope.get("path_params", {}), query)
+        return await self.answer(incoming, receive, response)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Answers with generations, on the connection that asked or, if the client wants to be able to resume, beside it."""
+
+    parse: Parse
+    library: Library
+    runner: Run
+    detached: DetachedRuns
+
+    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
+        plan, dialect = await self.parse(incoming, self.library)
+        try:
+            if not plan.resumable:
+                return await self.runner.run(plan, dialect, receive, response)
+            work = partial(self.runner.run, plan, dialect)
+            run = self.detached.start(dialect.id, plan.tenant.owner, work, numbered=True)
+            return await self.detached.follow(run, receive, response)
+        except GenerationFault as error:
+            raise GenerationFault(error.fault, plan.grammar_field) from error

@@ -1,0 +1,247 @@
+"""What a request wishes besides its answer: a session, a place, KV to be kept, priority. Clients have many spellings for it.
+
+The order of precedence, and what each spelling means, is in docs/sessions.md. A wish of the body goes before one of a header. Everything in
+the body is checked; of the headers, only those that count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from penstock.api.openai.schema import (
+    LONGEST_SECONDS,
+    AgentHints,
+    CacheControl,
+    Common,
+    Message,
+    Nvext,
+    PromptCacheBreakpoint,
+    PromptCacheOptions,
+    SessionControl,
+)
+from penstock.router.policy import POLICIES, Policy
+from penstock.wire.errors import RequestError
+from penstock.wire.messages import DEFAULT_SESSION_SECONDS, SessionAction
+
+Headers = Iterable[tuple[bytes, bytes]]
+"""As ASGI has them: names in lower case."""
+
+ROUTER_HEADER = b"x-penstock-router"
+AFFINITY_HEADER = b"x-session-affinity"
+MAX_ID_BYTES = 256
+NOBODY = "nobody"
+"""The owner of what comes without a key."""
+
+_TTL_SECONDS = {"5m": 300.0, "30m": 1_800.0, "1h": 3_600.0, "12h": 43_200.0}
+_RETENTION_SECONDS = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86_400.0}
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3_600}
+_DURATION = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh])")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_BEARER = re.compile(rb"\Abearer(?:\s+|\Z)", re.IGNORECASE)
+_BILLING_HEADER = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*\n*)+")
+_LONGEST_VALUE = 80
+
+
+class SessionWish(Struct, frozen=True, gc=False):
+    """The session that a request is to be a turn of. `parent` is the session that it was split from, if the client says so."""
+
+    id: str
+    action: SessionAction = "open"
+    timeout: float = DEFAULT_SESSION_SECONDS
+    parent: str | None = None
+
+
+class Hints(Struct, frozen=True, gc=False):
+    """All wishes of one request.
+
+    `affinity` is a key: go where this key went before. It holds no lease, and a session counts more. `router` chooses the worker of this
+    one request by another rule than the server's. `wants_route`: the answer is to tell how its worker was chosen.
+    """
+
+    session: SessionWish | None = None
+    affinity: str | None = None
+    retention_seconds: float = 0.0
+    priority: int = 0
+    router: Policy | None = None
+    wants_route: bool = False
+
+
+class SessionHeaders(NamedTuple):
+    """The headers by which one kind of client names its sessions. With `agent`, its subagents share a session: then that id and the
+    agent's make theirs, and `parent` is another agent of the same session; else `parent` is another session."""
+
+    session: bytes
+    agent: bytes | None = None
+    parent: bytes | None = None
+
+
+SESSION_HEADERS = (
+    SessionHeaders(b"x-session-id", parent=b"x-parent-session-id"),
+    SessionHeaders(b"x-dynamo-session-id", parent=b"x-dynamo-parent-session-id"),
+    SessionHeaders(b"x-claude-code-session-id", b"x-claude-code-agent-id", b"x-claude-code-parent-agent-id"),
+    # Codex's subagents have a thread each, within one session.
+    SessionHeaders(b"thread-id", parent=b"x-codex-parent-thread-id"),
+    SessionHeaders(b"session-id"),
+    SessionHeaders(b"session_id"),
+    SessionHeaders(b"conversation_id"),
+    SessionHeaders(b"x-opencode-session", parent=b"x-parent-session-id"),
+)
+"""The first that is there counts."""
+
+
+def read_hints(request: Common, headers: Headers) -> Hints:
+    """Raises RequestError (400) that names the field or the header, its value, and what would be right."""
+    found = dict(headers)
+    nvext = request.nvext or Nvext()
+    return Hints(
+        session=_session_of_body(nvext.session_control) or _session_of_headers(found),
+        affinity=_affinity(request.prompt_cache_key, found),
+        retention_seconds=_retention(request, nvext),
+        priority=(nvext.agent_hints or AgentHints()).priority or 0,
+        router=_router(found),
+        wants_route="route" in (nvext.extra_fields or ()),
+    )
+
+
+def presented_key(headers: Headers) -> bytes:
+    """The API key that a request comes with, be it a bearer token or, without one, an `x-api-key`. Empty without any."""
+    found = dict(headers)
+    return _BEARER.sub(b"", found.get(b"authorization", b"").strip()) or found.get(b"x-api-key", b"").strip()
+
+
+def owner(headers: Headers) -> str:
+    """The name space of a client's sessions: that of its API key."""
+    return owner_of(presented_key(headers))
+
+
+def owner_of(key: bytes) -> str:
+    """The name space that belongs to an API key: a hash of it. The key itself is not kept."""
+    return hashlib.blake2b(key, digest_size=16, person=b"penstock-owner").hexdigest() if key else NOBODY
+
+
+def longest_ttl(marks: Iterable[CacheControl | None]) -> float | None:
+    """How long Anthropic's marks want the prompt to be kept: five minutes where they do not say. None without a mark."""
+    return max((_TTL_SECONDS[mark.ttl or "5m"] for mark in marks if mark is not None), default=None)
+
+
+def longest_breakpoint(options: PromptCacheOptions | None, marks: Iterable[PromptCacheBreakpoint | None]) -> float | None:
+    """How long OpenAI's breakpoints are to be kept: thirty minutes where they do not say. None without any."""
+    default = options.ttl if options is not None and options.ttl is not None else "30m"
+    ttls = [mark.ttl or default for mark in marks if mark is not None]
+    if options is not None and options.mode != "explicit":
+        ttls.append(default)
+    if options is None and not ttls:
+        return None
+    return max((_TTL_SECONDS[ttl] for ttl in ttls), default=0.0)
+
+
+def prompt_text(message: Message) -> str:
+    """The text of a message as it goes into the prompt: of the instructions, without what changes from call to call."""
+    if message.role not in ("system", "developer"):
+        return message.text
+    if isinstance(message.content, list):
+        return "".join(part.text for part in message.content if not _BILLING_HEADER.match(part.text))
+    return without_billing_header(message.text)
+
+
+def without_billing_header(text: str) -> str:
+    """Claude Code begins its instructions with a line of accounting that is new on every call; with it, no two prompts have a prefix
+    in common. Only leading lines are taken for it."""
+    return _BILLING_HEADER.sub("", text)
+
+
+def _session_of_body(control: SessionControl | None) -> SessionWish | None:
+    if control is None:
+        return None
+    session_id = _checked("nvext.session_control.session_id", control.session_id)
+    return SessionWish(session_id, control.action or "continue", control.timeout or DEFAULT_SESSION_SECONDS)
+
+
+def _session_of_headers(headers: Mapping[bytes, bytes]) -> SessionWish | None:
+    for names in SESSION_HEADERS:
+        session_id = _header(headers, names.session)
+        if session_id is not None:
+            return _named_by(names, session_id, headers)
+    return None
+
+
+def _named_by(names: SessionHeaders, session_id: str, headers: Mapping[bytes, bytes]) -> SessionWish:
+    parent = _header(headers, names.parent)
+    if names.agent is not None:
+        agent = _header(headers, names.agent)
+        if agent is None:
+            return SessionWish(session_id)
+        parent = session_id if parent is None else f"{session_id}/{parent}"
+        session_id = _checked(names.agent.decode(), f"{session_id}/{agent}")
+    return SessionWish(session_id, parent=None if parent == session_id else parent)
+
+
+def _affinity(prompt_cache_key: str | None, headers: Mapping[bytes, bytes]) -> str | None:
+    if prompt_cache_key is not None:
+        return _checked("prompt_cache_key", prompt_cache_key)
+    return _header(headers, AFFINITY_HEADER)
+
+
+def _retention(request: Common, nvext: Nvext) -> float:
+    parts = request.parts
+    wishes = (
+        nvext.retention_seconds,
+        _nvext_ttl(nvext),
+        longest_breakpoint(request.prompt_cache_options, (part.prompt_cache_breakpoint for part in parts)),
+        None if request.prompt_cache_retention is None else _RETENTION_SECONDS[request.prompt_cache_retention],
+        longest_ttl([request.cache_control, *(part.cache_control for part in parts)]),
+    )
+    return next((wish for wish in wishes if wish is not None), 0.0)
+
+
+def _nvext_ttl(nvext: Nvext) -> float | None:
+    control = nvext.cache_control
+    if control is None:
+        return None
+    ttl = _seconds("nvext.cache_control.ttl", control.ttl) if isinstance(control.ttl, str) else control.ttl
+    return control.retention_seconds or ttl or _TTL_SECONDS["5m"]
+
+
+def _seconds(name: str, text: str) -> float:
+    duration = _DURATION.fullmatch(text)
+    seconds = float(duration[1]) * _UNIT_SECONDS[duration[2]] if duration else 0.0
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise _refused(name, text, f"expected seconds, or a time such as 90s, 5m or 1h; up to {LONGEST_SECONDS:,} seconds")
+    return seconds
+
+
+def _router(headers: Mapping[bytes, bytes]) -> Policy | None:
+    if ROUTER_HEADER not in headers:
+        return None
+    value = headers[ROUTER_HEADER].decode(errors="replace").strip()
+    for name in POLICIES:
+        if value == name:
+            return name
+    raise _refused(ROUTER_HEADER.decode(), value, f"expected one of {', '.join(POLICIES)}")
+
+
+def _header(headers: Mapping[bytes, bytes], name: bytes | None) -> str | None:
+    if name is None or name not in headers:
+        return None
+    try:
+        return _checked(name.decode(), headers[name].decode().strip(" \t"))
+    except UnicodeDecodeError as error:
+        raise _refused(name.decode(), headers[name].decode(errors="replace"), "expected UTF-8") from error
+
+
+def _checked(name: str, value: str) -> str:
+    """A name that may be written to a log and into a path, and that is not too long to be kept by the thousand."""
+    if not 0 < len(value.encode()) <= MAX_ID_BYTES or _CONTROL_CHARACTER.search(value):
+        raise _refused(name, value, f"expected 1 to {MAX_ID_BYTES} bytes of UTF-8 without control characters")
+    return value
+
+
+def _refused(name: str, value: str, expected: str) -> RequestError:
+    shown = msgspec.json.encode(value[:_LONGEST_VALUE]).decode() + ("…" if len(value) > _LONGEST_VALUE else "")
+    return RequestError(f"`{name}` is {shown}: {expected}", param=name)

@@ -1,0 +1,279 @@
+"""From a request to the generations that answer it. All that can be refused is refused here, before any work is done."""
+
+from __future__ import annotations
+
+import random
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.api.auth.keys import Tenant
+from penstock.api.models import ServedModel
+from penstock.api.openai.schema import Common, ResponseFormat, StructuredOutputs
+from penstock.api.pipeline.hints import Hints
+from penstock.text.output import OutputParser
+from penstock.text.transcript import EncodedChat
+from penstock.wire.errors import RequestError
+from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
+
+MAX_CHOICES = 2048
+# The engine's own limit is the same; here it saves the way there.
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_BIAS = 100
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+_DEFAULT_SAMPLING = Sampling()
+_SAMPLING_FIELDS = Sampling.__struct_fields__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run for one request: one Submit a candidate, in the order of their indexes.
+
+    Of every `candidates` for a prompt, the best `n` are the choices of the answer. `grammar_field` names the field that has their
+    grammar, for the errors of workers, which alone can tell whether it can be followed. `parser` reads the parts of their text, for which
+    it must see the special tokens in `visible_tokens`; with `one_call`, a choice ends with its first call.
+    """
+
+    model: ServedModel
+    submits: Sequence[Submit]
+    response_id: str
+    hints: Hints
+    tenant: Tenant
+    prompt_tokens: int
+    n: int = 1
+    candidates: int = 1
+    stops: Sequence[str] = ()
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    resumable: bool = False
+    return_token_ids: bool = False
+    skips_special_tokens: bool = True
+    includes_stop: bool = False
+    service_tier: str | None = None
+    grammar_field: str | None = None
+    chat: EncodedChat | None = None
+    parser: Callable[[], OutputParser | None] | None = None
+    one_call: bool = False
+    visible_tokens: frozenset[str] = frozenset()
+
+    @property
+    def remembers(self) -> bool:
+        """Its tokens are kept for the session's next turn."""
+        return self.chat is not None and self.hints.session is not None and self.hints.session.action != "close"
+
+    @property
+    def choice_prompts(self) -> list[tuple[int, ...]]:
+        """The prompt of every choice."""
+        return [submit.token_ids for submit in self.submits[:: self.candidates] for _ in range(self.n)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What an endpoint asks beyond what all requests have in common. `max_tokens` None: as many as fit."""
+
+    max_tokens: int | None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    candidates: int | None = None
+    grammar: Grammar | None = None
+    grammar_field: str | None = None
+    chat: EncodedChat | None = None
+    parser: Callable[[], OutputParser | None] | None = None
+    one_call: bool = False
+    visible_tokens: frozenset[str] = frozenset()
+
+
+def make_plan(
+    model: ServedModel, request: Common, hints: Hints, tenant: Tenant, prompts: Sequence[tuple[str, Sequence[int]]], wishes: Wishes
+) -> Plan:
+    """`prompts` has each prompt's field name, for the errors, and its tokens."""
+    n = request.n or 1
+    candidates = wishes.candidates or n
+    if len(prompts) * candidates > MAX_CHOICES:
+        raise RequestError(f"{len(prompts)} prompts × `n` {candidates} make more than {MAX_CHOICES} choices", param="n")
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
+    # One tuple a prompt, which its choices share: what is computed of it once need not be computed again.
+    shared = [(field, tuple(token_ids)) for field, token_ids in prompts]
+    choices = [(field, token_ids, choice) for field, token_ids in shared for choice in range(candidates)]
+    response_id, *ids = _random_ids(len(choices) + 1)
+    least, sampling = _min_tokens(request, wishes.max_tokens), _sampling(request)
+    check_grammar_size(wishes.grammar_field, wishes.grammar)
+    stop_ids, logit_bias = _stop_ids(model, request.stop_token_ids or []), _logit_bias(model, request.logit_bias or {})
+    # Candidates are compared by their logprobs.
+    logprobs = 0 if wishes.logprobs is None and candidates > n else wishes.logprobs
+    submits = [
+        Submit(
+            id=generation_id,
+            token_ids=token_ids,
+            max_tokens=_room(model, field, token_ids, wishes.max_tokens),
+            seed=_seed(request.seed, choice),
+            min_tokens=least,
+            ignore_eos=bool(request.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=wishes.prompt_logprobs,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            logit_bias=logit_bias,
+            grammar=wishes.grammar,
+            retention_seconds=hints.retention_seconds,
+            priority=hints.priority,
+            is_seed_drawn=request.seed is None,
+        )
+        for generation_id, (field, token_ids, choice) in zip(ids, choices, strict=True)
+    ]
+    return Plan(
+        model=model,
+        submits=submits,
+        response_id=response_id.hex(),
+        hints=hints,
+        tenant=tenant,
+        prompt_tokens=sum(len(token_ids) for _, token_ids in prompts),
+        n=n,
+        candidates=candidates,
+        stops=request.stops,
+        stream=bool(request.stream),
+        include_usage=request.include_usage,
+        continuous_usage=request.continuous_usage,
+        resumable=request.resumable,
+        return_token_ids=bool(request.return_token_ids),
+        skips_special_tokens=request.skip_special_tokens is not False,
+        includes_stop=bool(request.include_stop_str_in_output),
+        service_tier=request.service_tier,
+        grammar_field=wishes.grammar_field,
+        chat=wishes.chat,
+        parser=wishes.parser,
+        one_call=wishes.one_call,
+        visible_tokens=wishes.visible_tokens,
+    )
+
+
+def check_text_length(model: ServedModel, field: str, text: str) -> None:
+    """Refuses a text that cannot fit whatever its tokens are, without tokenizing it."""
+    least = len(text) // model.tokenizer.max_token_bytes
+    if least >= model.info.context_length:
+        raise _too_long(model, field, f"at least {least:,}", None)
+
+
+def _room(model: ServedModel, field: str, token_ids: Sequence[int], max_tokens: int | None) -> int:
+    if not token_ids:
+        raise RequestError(f"`{field}` has no tokens; a prompt needs at least one", param=field, code="empty_prompt")
+    room = model.info.context_length - len(token_ids)
+    if room <= 0 or (max_tokens is not None and max_tokens > room):
+        raise _too_long(model, field, f"{len(token_ids):,}", max_tokens)
+    return room if max_tokens is None else max_tokens
+
+
+def _too_long(model: ServedModel, field: str, tokens: str, max_tokens: int | None) -> RequestError:
+    asked = f"; with {max_tokens:,} to generate that does not fit" if max_tokens else "; that does not fit"
+    message = f"`{field}` has {tokens} tokens{asked} the model's context of {model.info.context_length:,} tokens"
+    return RequestError(message, param=field, code="context_length_exceeded")
+
+
+def _random_ids(count: int) -> list[bytes]:
+    """Unguessable ids, all drawn at once."""
+    drawn = secrets.token_bytes(count * GENERATION_ID_BYTES)
+    return [drawn[start : start + GENERATION_ID_BYTES] for start in range(0, len(drawn), GENERATION_ID_BYTES)]
+
+
+def _seed(seed: int | None, choice: int) -> int:
+    """Choice `i` of a prompt uses `seed + i`, so that choices differ and each can be had alone."""
+    return random.getrandbits(63) if seed is None else (seed + choice) % 2**64
+
+
+def _min_tokens(request: Common, max_tokens: int | None) -> int:
+    wanted = request.min_tokens or 0
+    if max_tokens is not None and wanted > max_tokens:
+        raise RequestError(f"`min_tokens` is {wanted}: expected at most `max_tokens`, which is {max_tokens}", param="min_tokens")
+    return wanted
+
+
+def _sampling(request: Common) -> Sampling:
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    return Sampling(**given) if given else _DEFAULT_SAMPLING
+
+
+def _stop_ids(model: ServedModel, token_ids: Sequence[int]) -> tuple[int, ...]:
+    size = model.info.vocab_size
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < size:
+            name = f"stop_token_ids[{index}]"
+            raise RequestError(f"`{name}` is {token_id}: expected a token id from 0 to {size - 1}", param=name)
+    return tuple(token_ids)
+
+
+def _logit_bias(model: ServedModel, biases: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    size = model.info.vocab_size
+    checked: list[tuple[int, float]] = []
+    for key, bias in biases.items():
+        name = f"logit_bias.{key[:80]}"
+        if not _TOKEN_ID.fullmatch(key) or int(key) >= size:
+            raise RequestError(f"`{name}`: expected a token id from 0 to {size - 1}", param=name)
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            message = f"`{name}` is {msgspec.json.encode(bias)[:80].decode(errors='replace')}: expected a number from -100 to 100"
+            raise RequestError(message, param=name)
+        checked.append((int(key), float(bias)))
+    return tuple(checked)
+
+
+def wanted_grammar(structured: StructuredOutputs | None, response_format: ResponseFormat | None) -> tuple[str | None, Grammar | None]:
+    """The grammar that a request asks for, and the field that has it."""
+    formatted = None if response_format is None else _formatted(response_format)
+    if structured is not None and formatted is not None:
+        message = f"`structured_outputs` and `response_format` of type {formatted.kind} exclude each other"
+        raise RequestError(message, param="structured_outputs")
+    grammar = formatted if structured is None else _structured(structured)
+    if grammar is None:
+        return None, None
+    return "response_format" if structured is None else "structured_outputs", grammar
+
+
+def check_grammar_size(field: str | None, grammar: Grammar | None) -> None:
+    if grammar is not None and len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"`{field}` is over the limit of {MAX_GRAMMAR_BYTES:,} bytes", param=field, code="grammar_too_large")
+
+
+def _formatted(response_format: ResponseFormat) -> Grammar | None:
+    if (response_format.type == "json_schema") != (response_format.json_schema is not None):
+        message = "`response_format.json_schema` is required with `type` json_schema, and not allowed without"
+        raise RequestError(message, param="response_format.json_schema")
+    if response_format.json_schema is not None:
+        return Grammar("json_schema", _as_json(response_format.json_schema.schema))
+    return None if response_format.type == "text" else Grammar("json_object")
+
+
+def _structured(structured: StructuredOutputs) -> Grammar:
+    sources: dict[GrammarKind, str | None] = {
+        "json_schema": None if structured.json is None else _schema_source(structured.json),
+        "json_object": "" if structured.json_object else None,
+        "regex": structured.regex,
+        "choice": None if structured.choice is None else _as_json(structured.choice),
+        "lark": structured.grammar,
+    }
+    given = [Grammar(kind, source) for kind, source in sources.items() if source is not None]
+    if len(given) != 1:
+        message = f"`structured_outputs` has {len(given)}: expected exactly one of {', '.join(StructuredOutputs.__struct_fields__)}"
+        raise RequestError(message, param="structured_outputs")
+    return given[0]
+
+
+def _schema_source(schema: dict[str, Any] | str) -> str:
+    if not isinstance(schema, str):
+        return _as_json(schema)
+    name = "structured_outputs.json"
+    try:
+        content = msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"`{name}` is a string that is not valid JSON: {error}", param=name) from error
+    if not isinstance(content, dict):
+        raise RequestError(f"`{name}` is a string of JSON that is not an object", param=name)
+    return schema
+
+
+def _as_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,191 @@
+"""The Response object and its stream of typed events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from penstock.api.errors import fault_status
+from penstock.api.pipeline.dialect import Addition, Answer, Ending, Usage
+from penstock.api.responses.events import Events
+from penstock.api.responses.items import Item
+from penstock.api.responses.output import OutputItems
+from penstock.text.output import CallArguments, CallBegin, CallBroken, Part
+from penstock.wire.errors import GenerationFault, RequestError
+from penstock.wire.messages import Delta, Fault
+
+RUNNING = ("queued", "in_progress")
+
+
+class ResponseDialect:
+    """Renders one response. `fields` are those that do not change while it is made: the echo of the request.
+
+    `snapshot` is the Response object as it is at any time; once the last event was rendered, or the body, it is the final one.
+    """
+
+    def __init__(
+        self,
+        response_id: str,
+        fields: Mapping[str, Any],
+        token_bytes: Callable[[int], bytes],
+        custom_tools: Collection[str] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.id = response_id
+        self.status = "queued"
+        self._events = Events()
+        self._output = OutputItems(self._events, custom_tools)
+        self._token_bytes = token_bytes
+        self._clock = clock
+        self._fields: dict[str, Any] = {"id": response_id, "object": "response", "created_at": int(clock()), **fields}
+        self._end: dict[str, Any] = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
+        self._ending: Ending | None = None
+        self._is_created = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.status not in RUNNING
+
+    @property
+    def output(self) -> list[Item]:
+        return self._output.items
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**self._fields, **self._end, "status": self.status, "output": self.output}
+
+    def opening(self, index: int) -> str:  # noqa: ARG002
+        return ""
+
+    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
+        if delta.logprobs is None:
+            return None
+        return [
+            {**self._token(token_id, entry.logprob), "top_logprobs": [self._token(token, value) for token, value in entry.top]}
+            for token_id, entry in zip(delta.token_ids[:tokens], delta.logprobs[:tokens], strict=True)
+        ]
+
+    def queue(self) -> bytes:
+        """The events of a response that nobody waits for, before it has begun."""
+        self._is_created = True
+        return self._lifecycle("created") + self._lifecycle("queued")
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002, it is told at the end
+        self.status = "in_progress"
+        created = b"" if self._is_created else self._lifecycle("created")
+        return created + self._lifecycle("in_progress")
+
+    def event(self, index: int, added: Addition) -> bytes:  # noqa: ARG002, there is one choice
+        events: list[bytes] = []
+        self._output.logprobs.note(cast(Sequence[Item], added.logprobs or ()))
+        for part in added.parts:
+            events += self._output.add(part)
+        if added.ending is not None:
+            events += self._finish_items(added.ending)
+        if added.nvext is not None:
+            self._end["nvext"] = added.nvext
+        return b"".join(events)
+
+    def end(self, usage: Usage) -> bytes:
+        self._conclude(usage)
+        return self._lifecycle("completed" if self.status == "completed" else "incomplete")
+
+    def fault(self, fault: Fault) -> bytes:
+        return self.fail(GenerationFault(fault))
+
+    def fail(self, error: GenerationFault | RequestError) -> bytes:
+        """The last event of a response of which nothing more will come."""
+        events = self._give_up()
+        self.status = "failed"
+        self._end["error"] = _error(error)
+        return events + self._lifecycle("failed")
+
+    def cancel(self) -> bytes:
+        """The last event of one that was stopped. The API has no event of its own for that."""
+        events = self._give_up()
+        self.status = "cancelled"
+        return events + self._lifecycle("incomplete")
+
+    def fail_instead(self, events: bytes, error: RequestError) -> bytes:
+        """The same events, but that the last of them, which ended it, says that it failed."""
+        self._events.take_back()
+        self._end["completed_at"] = None
+        # What the event says may look like the beginning of another; only an empty line never stands within one.
+        before = events.removesuffix(b"\n\n").rpartition(b"\n\n")[0]
+        return (before + b"\n\n" if before else b"") + self.fail(error)
+
+    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+        (answer,) = answers
+        for entries in answer.logprobs:
+            self._output.logprobs.note(cast(Sequence[Item], entries))
+        for part in _without_broken_calls(answer.parts):
+            self._output.add(part)
+        self._finish_items(answer.ending)
+        if nvext is not None:
+            self._end["nvext"] = nvext
+        self._conclude(usage)
+        return msgspec.json.encode(self.snapshot())
+
+    def _give_up(self) -> bytes:
+        """Closes the items that are open."""
+        return b"".join(self._output.finish("incomplete")) if self.output else b""
+
+    def _finish_items(self, ending: Ending) -> list[bytes]:
+        self._ending = ending
+        return self._output.finish("completed" if _is_complete(ending) else "incomplete")
+
+    def _conclude(self, usage: Usage) -> None:
+        ending = self._ending
+        if ending is None or _is_complete(ending):
+            self.status = "completed"
+            self._end["completed_at"] = int(self._clock())
+        elif ending.reason == "length":
+            self.status = "incomplete"
+            self._end["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.status = "cancelled"
+        self._end["usage"] = _usage(usage)
+
+    def _lifecycle(self, kind: str) -> bytes:
+        return self._events.event(f"response.{kind}", {"response": self.snapshot()})
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, object]:
+        piece = self._token_bytes(token_id)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+
+def _is_complete(ending: Ending) -> bool:
+    return ending.reason in ("stop", "tool_calls")
+
+
+def _without_broken_calls(parts: Sequence[Part]) -> list[Part]:
+    """A call that broke is only its text."""
+    broken = {part.index for part in parts if isinstance(part, CallBroken)}
+    kept: list[Part] = []
+    for part in parts:
+        if isinstance(part, CallBroken):
+            kept.append(part.text)
+        elif not (isinstance(part, CallBegin | CallArguments) and part.index in broken):
+            kept.append(part)
+    return kept
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        # What is written to the cache is not charged for, nor counted.
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _error(error: GenerationFault | RequestError) -> dict[str, Any]:
+    status = error.status if isinstance(error, RequestError) else fault_status(error.fault)
+    code, message = (error.code, error.message) if isinstance(error, RequestError) else (error.fault.code, error.fault.message)
+    if status == 429:
+        return {"code": "rate_limit_exceeded", "message": f"{code}: {message}"}
+    return {"code": "invalid_prompt" if status < 500 else "server_error", "message": f"{code}: {message}"}

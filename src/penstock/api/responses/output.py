@@ -1,0 +1,285 @@
+"""Output items, made of the parts of an answer, and the events that tell of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.api.responses.events import Events, delta_opening
+from penstock.api.responses.items import Item, new_id
+from penstock.api.responses.logprobs import Logprobs
+from penstock.api.responses.messages import CUSTOM_ARGUMENT
+from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning
+
+_NO_LOGPROBS = b',"logprobs":[]'
+
+
+class OutputItems:
+    """Takes the parts of one answer, in their order, and returns the events that each one causes.
+
+    Items are added at the end, each with the next output index, and are done before `finish` returns. Text that is only white space
+    between other items is left out. The structure is the same for any chunking of the parts.
+    """
+
+    def __init__(self, events: Events, custom_tools: Collection[str]) -> None:
+        self.logprobs = Logprobs()
+        """Of all tokens so far, those of the part that is added next included."""
+        self._events = events
+        self._custom_tools = custom_tools
+        self._items: list[Item] = []
+        self._broken: set[int] = set()
+        self._text: _OpenText | None = None
+        """The message or the reasoning that is being written."""
+        self._calls: dict[int, _OpenCall] = {}
+        self._space = ""
+        """White space that may turn out to begin a message."""
+
+    @property
+    def items(self) -> list[Item]:
+        """The output, without calls that turned out to be none."""
+        return [item for index, item in enumerate(self._items) if index not in self._broken]
+
+    def add(self, part: Part) -> list[bytes]:
+        if isinstance(part, str):
+            return self._say(part)
+        if isinstance(part, Reasoning):
+            return self._think(part.text)
+        if isinstance(part, CallBegin):
+            return self._begin_call(part)
+        if isinstance(part, CallArguments):
+            return self._calls[part.index].add(part.text)
+        if isinstance(part, CallEnd):
+            call = self._calls.pop(part.index)
+            self.logprobs.of_item(call.written)
+            return call.close("completed")
+        return self._break_call(part)
+
+    def finish(self, status: str) -> list[bytes]:
+        """The answer is over: what is still open becomes `completed` or `incomplete`. There is at least one item then."""
+        events: list[bytes] = []
+        if not self._items:
+            space, self._space = self._space, ""
+            events += self._open_message()
+            assert self._text is not None
+            events += self._text.add(space) if space else []
+        events += self._close_text(status)
+        for call in self._calls.values():
+            events += call.close("incomplete")
+        self._calls.clear()
+        return events
+
+    def _say(self, text: str) -> list[bytes]:
+        events: list[bytes] = []
+        if not isinstance(self._text, _OpenMessage):
+            text, self._space = self._space + text, ""
+            if text.isspace():
+                self._space = text
+                return events
+            events += self._open_message()
+        assert self._text is not None
+        return events + self._text.add(text)
+
+    def _think(self, text: str) -> list[bytes]:
+        events: list[bytes] = []
+        if not isinstance(self._text, _OpenReasoning):
+            events += self._close_text("completed")
+            item: Item = {"id": new_id("reasoning"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+            self._text = _OpenReasoning(self._events, self._added(item), item, self.logprobs)
+            events += self._text.open()
+        return events + self._text.add(text)
+
+    def _open_message(self) -> list[bytes]:
+        events = self._close_text("completed")
+        item: Item = {"id": new_id("message"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        self._text = _OpenMessage(self._events, self._added(item), item, self.logprobs)
+        return events + self._text.open()
+
+    def _begin_call(self, begin: CallBegin) -> list[bytes]:
+        space = self._space
+        events = self._close_text("completed")
+        fields = {"call_id": begin.id or f"call_{secrets.token_hex(12)}", "name": begin.name}
+        kind = _OpenCustomCall if begin.name in self._custom_tools else _OpenFunctionCall
+        item: Item = {"id": new_id(kind.kind), "type": kind.kind, **fields, kind.member: "", "status": "in_progress"}
+        call = self._calls[begin.index] = kind(self._events, self._added(item), item)
+        call.space = space
+        return [*events, call.open()]
+
+    def _break_call(self, broken: CallBroken) -> list[bytes]:
+        call = self._calls.pop(broken.index)
+        self._broken.add(call.index)
+        return call.give_up() + self._say(call.space + broken.text)
+
+    def _close_text(self, status: str) -> list[bytes]:
+        text, self._text, self._space = self._text, None, ""
+        return [] if text is None else text.close(status)
+
+    def _added(self, item: Item) -> int:
+        self._items.append(item)
+        return len(self._items) - 1
+
+
+class _OpenItem:
+    """An item that is being written."""
+
+    def __init__(self, events: Events, index: int, item: Item) -> None:
+        self._events = events
+        self._item = item
+        self.index = index
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return self._events.event(kind, {"item_id": self._item["id"], "output_index": self.index, **fields})
+
+    def _added(self) -> bytes:
+        return self._events.event("response.output_item.added", {"output_index": self.index, "item": self._item})
+
+    def _done(self, status: str) -> bytes:
+        self._item["status"] = status
+        return self._events.event("response.output_item.done", {"output_index": self.index, "item": self._item})
+
+
+class _OpenText(_OpenItem):
+    """An item with one part of text."""
+
+    event_name: str
+
+    def __init__(self, events: Events, index: int, item: Item, logprobs: Logprobs) -> None:
+        super().__init__(events, index, item)
+        self._pieces: list[str] = []
+        self._logprobs = logprobs
+        fields = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        self._opening = delta_opening(f"response.{self.event_name}.delta", fields)
+
+    def open(self) -> list[bytes]:
+        return [self._added(), self._event("response.content_part.added", content_index=0, part=self._part("", []))]
+
+    def add(self, text: str) -> list[bytes]:
+        raise NotImplementedError
+
+    def close(self, status: str) -> list[bytes]:
+        text = "".join(self._pieces)
+        logprobs = self._logprobs.of_item(text)
+        part = self._part(text, logprobs)
+        events = [
+            self._event(f"response.{self.event_name}.done", content_index=0, text=text, **self._more(logprobs)),
+            self._event("response.content_part.done", content_index=0, part=part),
+        ]
+        self._item["content"] = [part]
+        return [*events, self._done(status)]
+
+    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _more(self, logprobs: Sequence[Item]) -> dict[str, Any]:  # noqa: ARG002, for messages
+        return {}
+
+
+class _OpenMessage(_OpenText):
+    event_name = "output_text"
+
+    def add(self, text: str) -> list[bytes]:
+        self._pieces.append(text)
+        logprobs = self._logprobs.of_delta(text)
+        closing = b',"logprobs":' + msgspec.json.encode(logprobs) if logprobs else _NO_LOGPROBS
+        return [self._events.delta(self._opening, text, closing)]
+
+    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _more(self, logprobs: Sequence[Item]) -> dict[str, Any]:
+        return {"logprobs": logprobs}
+
+
+class _OpenReasoning(_OpenText):
+    event_name = "reasoning_text"
+
+    def add(self, text: str) -> list[bytes]:
+        self._pieces.append(text)
+        return [self._events.delta(self._opening, text, b"")]
+
+    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:  # noqa: ARG002, only what is said has them
+        return {"type": "reasoning_text", "text": text}
+
+
+class _OpenCall(_OpenItem):
+    """A call whose arguments are being written. `member` is where its item has them."""
+
+    kind: str
+    member: str
+    event_name: str
+
+    def __init__(self, events: Events, index: int, item: Item) -> None:
+        super().__init__(events, index, item)
+        self._pieces: list[str] = []
+        self._opening = delta_opening(f"response.{self.event_name}.delta", {"item_id": item["id"], "output_index": index})
+        self.space = ""
+        """White space before it, which is left out unless it is no call."""
+
+    @property
+    def written(self) -> str:
+        """What the model has written of its arguments."""
+        return "".join(self._pieces)
+
+    def open(self) -> bytes:
+        return self._added()
+
+    def add(self, text: str) -> list[bytes]:
+        raise NotImplementedError
+
+    def close(self, status: str) -> list[bytes]:
+        raise NotImplementedError
+
+    def give_up(self) -> list[bytes]:
+        """It is no call after all."""
+        return [self._done("incomplete")]
+
+    def _close(self, value: str, status: str) -> list[bytes]:
+        self._item[self.member] = value
+        return [self._event(f"response.{self.event_name}.done", **{self.member: value}, **self._more()), self._done(status)]
+
+    def _more(self) -> dict[str, Any]:
+        return {}
+
+
+class _OpenFunctionCall(_OpenCall):
+    kind = "function_call"
+    member = "arguments"
+    event_name = "function_call_arguments"
+
+    def add(self, text: str) -> list[bytes]:
+        self._pieces.append(text)
+        return [self._events.delta(self._opening, text, b"")]
+
+    def close(self, status: str) -> list[bytes]:
+        return self._close(self.written, status)
+
+    def _more(self) -> dict[str, Any]:
+        return {"name": self._item["name"]}
+
+
+class _OpenCustomCall(_OpenCall):
+    """The model writes an object with one string; its client gets the string, in one piece, when it is whole."""
+
+    kind = "custom_tool_call"
+    member = "input"
+    event_name = "custom_tool_call_input"
+
+    def add(self, text: str) -> list[bytes]:
+        self._pieces.append(text)
+        return []
+
+    def close(self, status: str) -> list[bytes]:
+        value = _custom_input(self.written)
+        return [self._events.delta(self._opening, value, b""), *self._close(value, status)]
+
+
+def _custom_input(arguments: str) -> str:
+    """The string within the arguments; the arguments themselves where there is none."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = value.get(CUSTOM_ARGUMENT) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments

@@ -1,0 +1,243 @@
+"""Responses, conversations and their items as rows: functions of a transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.api.responses.database import used_bytes
+from penstock.api.responses.items import Item, new_id
+from penstock.api.responses.schema import MAX_ITEMS
+from penstock.api.responses.store import (
+    MAX_CHAIN,
+    MAX_CHAIN_BYTES,
+    Chain,
+    NewResponse,
+    Page,
+    PageWish,
+    ResponseState,
+)
+from penstock.wire.errors import RequestError
+
+ItemKind = Literal["input", "output", "member"]
+_PURGED_AT_ONCE = 100
+# Events repeat themselves, and are read rarely.
+_COMPRESSION = 1
+
+_CHAIN = """
+WITH RECURSIVE chain (id, previous, depth) AS (
+    SELECT id, previous, 0 FROM responses WHERE id = :id AND owner = :owner
+    UNION ALL
+    SELECT before.id, before.previous, depth + 1 FROM responses AS before JOIN chain ON before.id = chain.previous
+    WHERE before.owner = :owner AND depth < :depth
+)
+"""
+_CHAIN_SIZE = f"{_CHAIN} SELECT MAX(depth), SUM(LENGTH(content)), COUNT(content) FROM chain LEFT JOIN items ON holder = chain.id"  # noqa: S608, constants alone
+_CHAIN_BEGINNING = f"{_CHAIN} SELECT previous FROM chain ORDER BY depth DESC LIMIT 1"  # noqa: S608, constants alone
+_CHAIN_ITEMS = f"{_CHAIN} SELECT content FROM chain JOIN items ON holder = chain.id ORDER BY depth DESC, number"  # noqa: S608, constants alone
+
+
+def insert_response(connection: sqlite3.Connection, response: NewResponse, state: ResponseState, now: float, runner: str | None) -> None:
+    """With a runner it is not over: its output, of which some may be there, comes when it is finished, once."""
+    values = (
+        response.id,
+        response.owner,
+        now,
+        response.root,
+        response.previous,
+        response.conversation,
+        response.is_background,
+        state.status,
+        runner,
+        _body(state),
+        _packed(state),
+    )
+    connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+    insert_items(connection, response.owner, response.id, "input", response.input)
+    if runner is None:
+        insert_items(connection, response.owner, response.id, "output", state.body["output"])
+
+
+def finish_response(connection: sqlite3.Connection, response: NewResponse, state: ResponseState) -> bool:
+    """Whether it was there still."""
+    changed = connection.execute(
+        "UPDATE responses SET status = ?, body = ?, events = ?, runner = NULL WHERE id = ? AND owner = ?",
+        (state.status, _body(state), _packed(state), response.id, response.owner),
+    )
+    if not changed.rowcount:
+        return False
+    insert_items(connection, response.owner, response.id, "output", state.body["output"])
+    return True
+
+
+def append_to_conversation(connection: sqlite3.Connection, response: NewResponse, state: ResponseState, now: float) -> None:
+    """Its items, if the conversation is still there."""
+    if response.conversation is None or not state.is_kept_in_conversation:
+        return
+    if not touch_conversation(connection, response.owner, response.conversation, now):
+        return
+    insert_items(connection, response.owner, response.conversation, "member", [*response.input, *state.body["output"]])
+
+
+def fail_lost(connection: sqlite3.Connection, runner: str, error: Mapping[str, str]) -> int:
+    """Those that this runner, which is no more, was making have failed. Returns how many."""
+    rows = connection.execute("SELECT id, body FROM responses WHERE runner = ?", (runner,)).fetchall()
+    for response_id, body in rows:
+        failed = {**msgspec.json.decode(body), "status": "failed", "error": error}
+        connection.execute(
+            "UPDATE responses SET status = 'failed', body = ?, runner = NULL WHERE id = ?", (msgspec.json.encode(failed), response_id)
+        )
+    return len(rows)
+
+
+def runners(connection: sqlite3.Connection) -> list[str]:
+    """Whoever makes a response that is not over."""
+    return [name for (name,) in connection.execute("SELECT DISTINCT runner FROM responses WHERE runner IS NOT NULL")]
+
+
+def delete_response(connection: sqlite3.Connection, owner: str, response_id: str) -> bool:
+    deleted = connection.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).rowcount
+    if deleted:
+        delete_items(connection, [response_id])
+    return bool(deleted)
+
+
+def read_chain(connection: sqlite3.Connection, owner: str, response_id: str) -> Chain | None:
+    first = connection.execute("SELECT root, status FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).fetchone()
+    if first is None:
+        return None
+    wanted = {"id": response_id, "owner": owner, "depth": MAX_CHAIN}
+    depth, size, items = connection.execute(_CHAIN_SIZE, wanted).fetchone()
+    if depth >= MAX_CHAIN:
+        raise _too_long("previous_response_id", f"more than {MAX_CHAIN:,} responses before it", f"{MAX_CHAIN:,}")
+    _check_size("previous_response_id", items, size or 0)
+    missing = connection.execute(_CHAIN_BEGINNING, wanted).fetchone()[0]
+    contents = connection.execute(_CHAIN_ITEMS, wanted)
+    return Chain(first[0], first[1], [msgspec.json.decode(content) for (content,) in contents], missing)
+
+
+def read_items(connection: sqlite3.Connection, holder: str, kind: ItemKind) -> list[Item]:
+    rows = connection.execute("SELECT content FROM items WHERE holder = ? AND kind = ? ORDER BY number", (holder, kind))
+    return [msgspec.json.decode(content) for (content,) in rows]
+
+
+def read_all_members(connection: sqlite3.Connection, conversation_id: str) -> list[Item]:
+    query = "SELECT COUNT(*), SUM(LENGTH(content)) FROM items WHERE holder = ? AND kind = 'member'"
+    count, size = connection.execute(query, (conversation_id,)).fetchone()
+    _check_size("conversation", count, size or 0)
+    return read_items(connection, conversation_id, "member")
+
+
+def read_page(connection: sqlite3.Connection, holder: str, kind: ItemKind, wish: PageWish) -> Page:
+    condition, values = "", [holder, kind]
+    if wish.after is not None:
+        query = "SELECT number FROM items WHERE holder = ? AND kind = ? AND id = ?"
+        row = connection.execute(query, (holder, kind, wish.after)).fetchone()
+        if row is None:
+            raise RequestError(f"`after` is {wish.after[:80]!r}: there is no such item here", param="after")
+        condition = f"AND number {'>' if wish.is_ascending else '<'} ?"
+        values.append(row[0])
+    order = "ASC" if wish.is_ascending else "DESC"
+    # One more than is shown tells whether there are more.
+    query = f"SELECT content FROM items WHERE holder = ? AND kind = ? {condition} ORDER BY number {order} LIMIT ?"  # noqa: S608
+    found = [msgspec.json.decode(content) for (content,) in connection.execute(query, (*values, wish.limit + 1))]
+    return Page(found[: wish.limit], len(found) > wish.limit)
+
+
+def find_items(connection: sqlite3.Connection, owner: str, ids: Sequence[str]) -> dict[str, Item]:
+    found: dict[str, Item] = {}
+    for item_id in ids:
+        row = connection.execute("SELECT content FROM items WHERE owner = ? AND id = ? LIMIT 1", (owner, item_id)).fetchone()
+        if row is not None:
+            found[item_id] = msgspec.json.decode(row[0])
+    return found
+
+
+def insert_items(connection: sqlite3.Connection, owner: str, holder: str, kind: ItemKind, items: Iterable[Item]) -> list[Item]:
+    """Appends them, and returns them as they are now: one whose id is taken gets another."""
+    added: list[Item] = []
+    for given in items:
+        item = given
+        while not _insert_item(connection, owner, holder, kind, item):
+            item = {**item, "id": new_id(item["type"])}
+        added.append(item)
+    return added
+
+
+def delete_items(connection: sqlite3.Connection, holders: Iterable[str]) -> None:
+    connection.executemany("DELETE FROM items WHERE holder = ?", [(holder,) for holder in holders])
+
+
+def touch_conversation(connection: sqlite3.Connection, owner: str, conversation_id: str, now: float) -> bool:
+    query = "UPDATE conversations SET used = ? WHERE id = ? AND owner = ?"
+    return bool(connection.execute(query, (now, conversation_id, owner)).rowcount)
+
+
+def check_room(connection: sqlite3.Connection, conversation_id: str, added: int) -> None:
+    count = connection.execute("SELECT COUNT(*) FROM items WHERE holder = ?", (conversation_id,)).fetchone()[0]
+    if count + added > MAX_ITEMS:
+        raise _too_long("conversation", f"{count + added:,} items", f"{MAX_ITEMS:,}")
+
+
+def purge(connection: sqlite3.Connection, oldest: float) -> None:
+    """Removes some of what is older than this. What is not over stays."""
+    query = "SELECT id FROM responses WHERE created < ? AND runner IS NULL ORDER BY created LIMIT ?"
+    _delete(connection, "responses", connection.execute(query, (oldest, _PURGED_AT_ONCE)).fetchall())
+    query = "SELECT id FROM conversations WHERE used < ? ORDER BY used LIMIT ?"
+    _delete(connection, "conversations", connection.execute(query, (oldest, _PURGED_AT_ONCE)).fetchall())
+
+
+def make_room(connection: sqlite3.Connection, most: int, kept: str) -> None:
+    """Removes the oldest until no more than `most` bytes are used, but neither `kept` nor what is not over."""
+    query = """
+        SELECT id, 'responses', created AS age FROM responses WHERE runner IS NULL AND id != ?
+        UNION ALL SELECT id, 'conversations', used FROM conversations WHERE id != ?
+        ORDER BY age LIMIT 16
+    """
+    while used_bytes(connection) > most:
+        oldest = connection.execute(query, (kept, kept)).fetchall()
+        if not oldest:
+            return
+        for row_id, table, _ in oldest:
+            _delete(connection, table, [(row_id,)])
+            if used_bytes(connection) <= most:
+                return
+
+
+def _delete(connection: sqlite3.Connection, table: str, ids: Sequence[tuple[str]]) -> None:
+    connection.executemany(f"DELETE FROM {table} WHERE id = ?", ids)  # noqa: S608, one of two names
+    delete_items(connection, [row_id for (row_id,) in ids])
+
+
+def _insert_item(connection: sqlite3.Connection, owner: str, holder: str, kind: str, item: Item) -> bool:
+    values = (holder, kind, owner, item["id"], msgspec.json.encode(item))
+    query = "INSERT OR IGNORE INTO items (holder, kind, owner, id, content) VALUES (?, ?, ?, ?, ?)"
+    return bool(connection.execute(query, values).rowcount)
+
+
+def _body(state: ResponseState) -> bytes:
+    body: dict[str, Any] = {**state.body, "output": []}
+    return msgspec.json.encode(body)
+
+
+def _packed(state: ResponseState) -> bytes | None:
+    return None if state.events is None else zlib.compress(state.events, _COMPRESSION)
+
+
+def unpacked_events(packed: bytes) -> list[bytes]:
+    return [event + b"\n\n" for event in zlib.decompress(packed).split(b"\n\n")[:-1]]
+
+
+def _check_size(field: str, count: int, size: int) -> None:
+    if count > MAX_ITEMS:
+        raise _too_long(field, f"{count:,} items", f"{MAX_ITEMS:,}")
+    if size > MAX_CHAIN_BYTES:
+        raise _too_long(field, f"{size:,} bytes", f"{MAX_CHAIN_BYTES:,}")
+
+
+def _too_long(field: str, has: str, most: str) -> RequestError:
+    return RequestError(f"`{field}` has {has}: the limit is {most}", param=field, code="too_long")

@@ -1,0 +1,395 @@
+"""What /v1/responses and /v1/conversations accept, as types. A field typed `None` is documented by OpenAI and not supported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, get_args
+
+from msgspec import Meta, Struct, field
+
+from penstock.api.openai.schema import (
+    CHOICES,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    UNSUPPORTED_NVEXT,
+    CacheControl,
+    Common,
+    ContentPart,
+    FunctionName,
+    Metadata,
+    NonNegative,
+    Nvext,
+    Penalty,
+    PromptCacheBreakpoint,
+    PromptCacheOptions,
+    ReasoningEffort,
+    Retention,
+    Seed,
+    Stop,
+    StructuredOutputs,
+)
+
+Role = Literal["user", "assistant", "system", "developer"]
+Status = Literal["in_progress", "completed", "incomplete"]
+TextPartType = Literal["input_text", "output_text", "text", "refusal"]
+OutputPartType = Literal["input_text", "output_text", "text"]
+Truncation = Literal["auto", "disabled"]
+FormatType = Literal["text", "json_object", "json_schema"]
+Summary = Literal["auto", "concise", "detailed"]
+Tier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+Order = Literal["asc", "desc"]
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+MAX_ITEMS = MAX_MESSAGES
+MAX_ADDED_ITEMS = 1024
+"""As many items can be added to a conversation at once."""
+
+HOSTED_TOOLS = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "namespace",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    }
+)
+"""Tools that OpenAI runs, or that its own models are trained on. Agents send them whether they are needed or not."""
+
+RESPONSE_CHOICES = {
+    **{path: choices for path, choices in CHOICES.items() if not path.startswith("messages")},
+    "text.format.type": get_args(FormatType),
+    "reasoning.effort": get_args(ReasoningEffort),
+    "reasoning.summary": get_args(Summary),
+    "reasoning.generate_summary": get_args(Summary),
+    "service_tier": get_args(Tier),
+    "truncation": get_args(Truncation),
+    "include": get_args(Includable),
+}
+ITEM_CHOICES = {
+    "role": get_args(Role),
+    "status": get_args(Status),
+    "content.type": get_args(TextPartType),
+    "output.type": get_args(OutputPartType),
+    "format.type": ("text", "grammar"),
+    "format.syntax": ("lark", "regex"),
+    "mode": ("auto", "required"),
+}
+"""The same for the members of one item, tool or choice."""
+
+
+class TextFormat(Struct, forbid_unknown_fields=True):
+    """A schema is always kept to, `strict` or not."""
+
+    type: FormatType
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(Struct, forbid_unknown_fields=True):
+    """The reasoning is shown as it is, so a summary is not made, whichever is asked for."""
+
+    effort: ReasoningEffort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+
+
+class ConversationReference(Struct, forbid_unknown_fields=True):
+    id: Id
+
+
+class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What an answer is made of, and its tokens are counted from. Items, tools and choices are read one by one: see items.py, tools.py."""
+
+    model: str
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
+    instructions: str | None = None
+    previous_response_id: Id | None = None
+    conversation: Id | ConversationReference | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    truncation: Truncation | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    personality: None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationReference) else self.conversation
+
+
+class ResponseRequest(Asked, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/responses."""
+
+    background: bool | None = None
+    include: Annotated[list[Includable], Meta(max_length=64)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    # Only OpenAI's own tools are counted by it.
+    max_tool_calls: NonNegative | None = None
+    metadata: Metadata = None
+    safety_identifier: str | None = None
+    # What Codex says of itself.
+    client_metadata: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    user: str | None = None
+    service_tier: Tier | None = None
+    nvext: Nvext | None = None
+    cache_control: CacheControl | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Retention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    # As at the other endpoints.
+    stop: Stop = None
+    seed: Seed | None = None
+    top_k: NonNegative | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=2)] | None = None
+    min_tokens: NonNegative | None = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, Any], Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt: None = None
+    moderation: None = None
+    context_management: None = None
+    access_programs: None = None
+    image: None = None
+
+
+UNSUPPORTED_RESPONSE = frozenset(
+    {
+        *UNSUPPORTED_NVEXT,
+        "prompt",
+        "moderation",
+        "context_management",
+        "access_programs",
+        "image",
+        "personality",
+        "text.verbosity",
+        "reasoning.context",
+        "reasoning.mode",
+    }
+)
+
+
+class PromptRequest(Common, kw_only=True):
+    """A request as hints and plans know it. `marked` are the parts that were marked for the cache."""
+
+    marked: list[ContentPart] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Sequence[ContentPart]:
+        return self.marked
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    """A part of a message. What an answer's parts have comes back in the next request, and is not looked at."""
+
+    type: TextPartType
+    text: str = ""
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class OutputPart(Struct, forbid_unknown_fields=True):
+    """A part of a tool's output."""
+
+    type: OutputPartType
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class MessageItem(Struct, forbid_unknown_fields=True):
+    role: Role
+    content: str | list[TextPart]
+    type: Literal["message"] = "message"
+    id: Id | None = None
+    status: Status | None = None
+    phase: str | None = None
+    end_turn: bool | None = None
+
+
+class FunctionCallItem(Struct, forbid_unknown_fields=True):
+    type: Literal["function_call"]
+    call_id: Id
+    name: Id
+    arguments: str
+    id: Id | None = None
+    status: Status | None = None
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
+
+
+class FunctionCallOutputItem(Struct, forbid_unknown_fields=True):
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: str | list[OutputPart]
+    id: Id | None = None
+    status: Status | None = None
+    name: str | None = None
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
+
+
+class CustomToolCallItem(Struct, forbid_unknown_fields=True):
+    type: Literal["custom_tool_call"]
+    call_id: Id
+    name: Id
+    input: str
+    id: Id | None = None
+    status: Status | None = None
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
+
+
+class CustomToolCallOutputItem(Struct, forbid_unknown_fields=True):
+    type: Literal["custom_tool_call_output"]
+    call_id: Id
+    output: str | list[OutputPart]
+    id: Id | None = None
+    status: Status | None = None
+    name: str | None = None
+    caller: dict[str, Any] | None = None
+
+
+class ReasoningPart(Struct, forbid_unknown_fields=True):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Struct, forbid_unknown_fields=True):
+    """`encrypted_content` is another server's, and says nothing here."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
+    id: Id | None = None
+    status: Status | None = None
+    encrypted_content: str | None = None
+
+
+class ItemReference(Struct, forbid_unknown_fields=True):
+    id: Id
+    type: Literal["item_reference"] | None = None
+
+
+ITEMS: dict[str, type[Struct]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "custom_tool_call": CustomToolCallItem,
+    "custom_tool_call_output": CustomToolCallOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ItemReference,
+}
+
+
+class FunctionTool(Struct, forbid_unknown_fields=True):
+    """`parameters` is a JSON schema of the arguments; without, there are none. `strict` asks for what a forced call has anyway."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[str] | None = None
+    cache_control: CacheControl | None = None
+
+
+class CustomFormat(Struct, forbid_unknown_fields=True):
+    """How the input of a custom tool is to look. The model is told of a grammar; it is not held to it."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Struct, forbid_unknown_fields=True):
+    """A tool whose input is any text."""
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: CustomFormat | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[str] | None = None
+
+
+class NamedChoice(Struct, forbid_unknown_fields=True):
+    type: Literal["function", "custom"]
+    name: str
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    """The model may call only some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+
+
+class ConversationCreate(Struct, forbid_unknown_fields=True):
+    """POST /v1/conversations."""
+
+    items: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ADDED_ITEMS)] | None = None
+    metadata: Metadata = None
+
+
+class ConversationUpdate(Struct, forbid_unknown_fields=True):
+    """POST /v1/conversations/{id}."""
+
+    metadata: Metadata
+
+
+class ConversationItems(Struct, forbid_unknown_fields=True):
+    """POST /v1/conversations/{id}/items."""
+
+    items: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ADDED_ITEMS)]

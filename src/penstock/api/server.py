@@ -1,0 +1,168 @@
+"""The HTTP server: granian on a listening socket of ours, and an answer for those who find no room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+from collections import deque
+
+from granian.constants import HTTPModes, Interfaces
+from granian.net import SocketHolder  # type: ignore[attr-defined]
+from granian.server.embed import Server
+from starlette.types import ASGIApp
+
+from penstock.api.errors import error_body
+from penstock.metrics.frontend import Tally
+from penstock.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4096
+# What one connection may hold in the kernel. Without a bound it grows to megabytes for a slow reader, and the tokens
+# that wait there are events already: they cannot be merged any more.
+SEND_BUFFER_BYTES = 128 * 1024
+# Descriptors kept for links, logs and for refusing those who find no room.
+RESERVED_FILES = 64
+# Refusing begins this many descriptors before the server itself stops accepting, which it does silently.
+REFUSE_EARLY = 16
+GUARD_SECONDS = 0.05
+LINGER_SECONDS = 0.5
+MOST_LINGERING = 32
+
+
+def raise_file_limit() -> int:
+    """Raises the soft limit of open files to the hard one; returns it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = 1 << 20
+    with contextlib.suppress(ValueError, OSError):  # some systems cap it lower; then what is, is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises ConfigError when the address cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from error
+    # Accepted connections inherit both.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer:
+    """Serves an ASGI application on a listener until `stop`."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, file_limit: int, tally: Tally) -> None:
+        highest = file_limit - RESERVED_FILES
+        self._guard = FileGuard(listener, file_limit, highest - REFUSE_EARLY, tally)
+        max_connections = highest - _lowest_free_file(listener)
+        if max_connections < 1:
+            raise ConfigError(f"the limit of open files is {file_limit}: expected more than {file_limit - max_connections}; see ulimit -n")
+        self._server = _Granian(app, listener, max_connections)
+
+    async def serve(self) -> None:
+        guard = asyncio.create_task(self._guard.run(), name="file guard")
+        try:
+            await self._server.serve()
+        finally:
+            guard.cancel()
+            await asyncio.wait([guard])
+
+    def stop(self) -> None:
+        self._server.stop()  # type: ignore[no-untyped-call]
+
+
+class _Granian(Server):
+    """Granian inside our event loop, on a socket that we made."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
+        super().__init__(
+            app,
+            interface=Interfaces.ASGINL,
+            http=HTTPModes.http1,
+            websockets=False,
+            backlog=BACKLOG,
+            backpressure=max_connections,
+            # What goes wrong in a request is logged where it is known which.
+            log_enabled=False,
+        )
+        self._listener = listener
+
+    def _init_shared_socket(self) -> None:
+        self._shd = SocketHolder(self._listener.fileno(), False, BACKLOG)  # type: ignore[assignment, call-arg]
+
+
+class FileGuard:
+    """Answers connections for which there is no file descriptor left, instead of letting them hang in the backlog.
+
+    While descriptors are short it accepts, says so, and closes.
+    """
+
+    def __init__(self, listener: socket.socket, limit: int, threshold: int, tally: Tally) -> None:
+        self._listener = listener
+        self._threshold = threshold
+        self._tally = tally
+        self._refusing = False
+        self._lingering: deque[socket.socket] = deque()
+        message = f"the server has no file descriptor left for another connection (limit {limit}); try again later"
+        body = error_body(message, "server_error", None, "too_many_connections")
+        head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+        self._answer = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+    async def run(self) -> None:
+        """Looks often whether descriptors are short. Runs until it is cancelled."""
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(GUARD_SECONDS)
+        finally:
+            asyncio.get_running_loop().remove_reader(self._listener)
+
+    def _look(self) -> None:
+        """Begins to refuse when descriptors are short, and ends it when they are not."""
+        short = _lowest_free_file(self._listener) >= self._threshold
+        if short and not self._refusing:
+            log.error("out of file descriptors: new connections are refused; raise ulimit -n")
+            asyncio.get_running_loop().add_reader(self._listener, self._refuse)
+        elif self._refusing and not short:
+            log.info("there are file descriptors again")
+            asyncio.get_running_loop().remove_reader(self._listener)
+        self._refusing = short
+
+    def _refuse(self) -> None:
+        self._look()
+        if not self._refusing:
+            return  # there is room again: the server takes this connection
+        with contextlib.suppress(OSError):  # the client may be gone already
+            connection, _ = self._listener.accept()
+            self._tally.connections_refused += 1
+            # Closing before the request has come would reset the connection, and the client might not see the answer.
+            self._lingering.append(connection)
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, connection.close)
+            connection.setblocking(False)
+            connection.send(self._answer)
+            connection.shutdown(socket.SHUT_WR)
+        if len(self._lingering) > MOST_LINGERING:
+            self._lingering.popleft().close()
+
+
+def _lowest_free_file(any_open: socket.socket) -> int:
+    """The number that the next descriptor would get: all below it are in use."""
+    try:
+        free = os.dup(any_open.fileno())
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            return 0  # the listener is closed: nobody can come
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    os.close(free)
+    return free

@@ -1,0 +1,168 @@
+"""POST /tokenize and /detokenize: what a prompt is to the model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.types import Receive
+
+from penstock.api.models import Models, ServedModel
+from penstock.api.openai.chat import chat_prompt
+from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, Text, Tool
+from penstock.api.pipeline.body import decode_body
+from penstock.api.pipeline.incoming import Incoming, Library
+from penstock.api.pipeline.plan import check_text_length
+from penstock.api.pipeline.response import Response
+from penstock.text.tokenizers.encoding import Steps
+from penstock.text.tokenizers.tokenizer import Tokenizer
+from penstock.wire.errors import RequestError
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Either a `prompt` or `messages`. `model` may be left out where only one is served.
+
+    `add_special_tokens` is of a prompt, and true where it is not said: chat templates write their own.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Token ids, at most as many as the model's context has. `model` may be left out where only one is served."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class TokenizeAnswer(Struct, kw_only=True, omit_defaults=True):
+    """The tokens, and how many a prompt may have at most. `token_strs` with `return_token_strs` only."""
+
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(Struct):
+    """The text of the tokens, special ones included."""
+
+    prompt: str
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+_OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """Answers POST /tokenize."""
+
+    library: Library
+
+    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
+        request = decode_body(incoming.body, _TOKENIZE, frozenset())
+        model = _model(self.library.models, request.model)
+        token_ids = await _encoded(model, request, self.library)
+        texts = [_text(model, token_id) for token_id in token_ids] if request.return_token_strs else None
+        answer = TokenizeAnswer(count=len(token_ids), max_model_len=model.info.context_length, tokens=token_ids, token_strs=texts)
+        await response.send_whole(200, msgspec.json.encode(answer))
+        return "ok"
+
+
+@dataclass(frozen=True)
+class Detokenize:
+    """Answers POST /detokenize."""
+
+    library: Library
+
+    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
+        request = decode_body(incoming.body, _DETOKENIZE, frozenset())
+        model = _model(self.library.models, request.model)
+        _check_ids(model, request.tokens)
+        detokenizer = model.tokenizer.detokenizer(frozenset(), False)
+        text = detokenizer.feed(request.tokens) + detokenizer.finish()
+        await response.send_whole(200, msgspec.json.encode(DetokenizeAnswer(text)))
+        return "ok"
+
+
+def _model(models: Models, name: str | None) -> ServedModel:
+    if name is not None:
+        return models.find(name)
+    served = models.all()
+    if len(served) == 1:
+        return served[0]
+    if not served:
+        raise RequestError("no worker is ready", code="no_worker", status=503)
+    known = ", ".join(f"`{model.info.name}`" for model in served)
+    raise RequestError(f"`model` is required: this server has {known}", param="model", code="missing_field")
+
+
+async def _encoded(model: ServedModel, request: TokenizeRequest, library: Library) -> Sequence[int]:
+    if (request.prompt is None) == (request.messages is None):
+        given = "neither" if request.prompt is None else "both"
+        raise RequestError(f"`prompt` and `messages`: expected one of them, not {given}", param="prompt", code="missing_field")
+    if request.messages is not None:
+        return await _encoded_chat(model, request, request.messages, library)
+    assert request.prompt is not None
+    for name in _OF_MESSAGES:
+        if getattr(request, name) is not None:
+            raise RequestError(f"`{name}` needs `messages`: a `prompt` goes through no chat template", param=name)
+    check_text_length(model, "prompt", request.prompt)
+    if request.add_special_tokens is False:
+        return await library.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt))
+    return await library.transcripts.encode_text(model.tokenizer, request.prompt)
+
+
+def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
+    token_ids: list[int] = []
+    for piece in tokenizer.encode_part_steps(text):
+        token_ids += piece
+        yield
+    return token_ids
+
+
+async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: list[Message], library: Library) -> Sequence[int]:
+    if request.add_special_tokens:
+        message = "`add_special_tokens` is true: expected false with `messages`, whose chat template writes its own"
+        raise RequestError(message, param="add_special_tokens")
+    chat = ChatRequest(
+        model=model.info.name,
+        messages=messages,
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    prompt = chat_prompt(chat)
+    for index, rendered in enumerate(prompt.messages):
+        check_text_length(model, f"messages[{index}]", rendered["content"])
+    return (await library.transcripts.encode_chat(None, model.info.name, model.tokenizer, prompt)).token_ids
+
+
+def _check_ids(model: ServedModel, token_ids: Sequence[int]) -> None:
+    longest, size = model.info.context_length, model.tokenizer.vocab_size
+    if len(token_ids) > longest:
+        raise RequestError(f"`tokens` has {len(token_ids):,}: expected at most the model's context of {longest:,}", param="tokens")
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < size:
+            name = f"tokens[{index}]"
+            raise RequestError(f"`{name}` is {token_id}: expected a token id from 0 to {size - 1}", param=name)
+
+
+def _text(model: ServedModel, token_id: int) -> str:
+    return model.tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,472 @@
+"""An engine that others have made, as a backend: what the engine does not do for itself is done here, the same for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from penstock.backends.external.engine import Chunk, EngineDied, EngineDriver, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
+from penstock.kv.config import EngineConfig
+from penstock.kv.lease import Lease
+from penstock.kv.radix import Node
+from penstock.kv.sessions import Session, Sessions
+from penstock.wire.errors import GrammarError
+from penstock.wire.messages import (
+    Capability,
+    Delta,
+    Fault,
+    Finish,
+    Grammar,
+    KvEvents,
+    ModelInfo,
+    PromptReport,
+    Segment,
+    SessionReport,
+    SessionState,
+    Snapshot,
+    Submit,
+    Terminal,
+    TokenLogprob,
+    WorkerStats,
+)
+from penstock.worker.backend import Emit
+from penstock.worker.refusal import why_not
+
+log = logging.getLogger(__name__)
+
+# While tokens are owed, the engine is asked so often whether it still goes on, and sessions that have run out are ended.
+WATCH_SECONDS = 1.0
+MOST_SEED = 2**63 - 1
+
+
+class Grammars(Protocol):
+    """Makes of a grammar what an engine takes."""
+
+    async def lark(self, grammar: Grammar) -> str:
+        """Raises GrammarError that says what is wrong, and where."""
+
+    def close(self) -> None: ...
+
+
+class EventFeed(Protocol):
+    """What an engine tells of its cached KV."""
+
+    @property
+    def cached(self) -> int: ...
+
+    @property
+    def removed(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    async def close(self) -> None: ...
+
+
+MakeFeed = Callable[[EventEndpoints, int, Callable[[KvEvents], None]], EventFeed]
+"""From where the events are, the block size, and who takes them."""
+
+
+class _EngineKeepsItsOwn:
+    """The KV cache of an engine that leases cannot reach: sessions live and end, and what is cached is the engine's affair."""
+
+    pages = 0
+
+    def retain(self, path: Sequence[Node], lease: Lease) -> None:
+        """There are no nodes here to keep."""
+
+    def end_lease(self, lease: Lease, *, free_exclusive: bool) -> int:  # noqa: ARG002, the protocol's
+        return 0
+
+
+class _Generation:
+    """One generation on its way through the engine.
+
+    `position` is the offset of its next token. `to_skip` is what an engine makes again that was made elsewhere before: that happens
+    under a grammar, which must be followed from its beginning.
+    """
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "has_begun",
+        "position",
+        "prompt_logprobs",
+        "reported",
+        "request",
+        "session",
+        "session_state",
+        "task",
+        "to_skip",
+    )
+
+    def __init__(self, request: Submit, session: Session | None, session_state: SessionState | None) -> None:
+        self.request = request
+        self.session = session
+        self.session_state = session_state
+        self.position = request.offset
+        is_made_again = request.grammar is not None and not self.is_complete
+        self.to_skip = request.token_ids[len(request.token_ids) - request.offset :] if is_made_again else ()
+        self.has_begun = False
+        self.reported = False
+        self.cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.blocks = 0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def only_prompt(self) -> bool:
+        """Nothing is left to make: what is known of its prompt is all that is wanted."""
+        return self.request.max_tokens <= self.request.offset
+
+    @property
+    def is_complete(self) -> bool:
+        """All of it was made elsewhere, and only the end is left to be said. An engine might have no room for one token more."""
+        return self.only_prompt and self.request.offset > 0 and not self.request.prompt_logprobs
+
+
+class DrivenBackend:
+    """See `worker.backend.Backend`. Each generation is a task that takes the engine's chunks; what all of them took until the event loop
+    comes round is emitted at once.
+
+    When the engine dies, every generation gets one fault that another worker can go on from, and `on_failure` is called: the process is
+    to end, and whoever supervises it starts another.
+    """
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        driver: EngineDriver,
+        grammars: Grammars | None,
+        make_feed: MakeFeed,
+        on_failure: Callable[[], None],
+        *,
+        max_sessions: int,
+        session_grace: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._driver = driver
+        self._grammars = grammars
+        self._make_feed = make_feed
+        self._on_failure = on_failure
+        self._clock = clock
+        config = EngineConfig(context_length=model.context_length, kv_pages=0, max_sessions=max_sessions, session_grace=session_grace)
+        self._sessions = Sessions(_EngineKeepsItsOwn(), config)
+        self._engine_sessions: dict[str, str] = {}
+        self._feed: EventFeed | None = None
+        self._facts = EngineFacts(model.context_length, model.block_size)
+        self._open: dict[bytes, _Generation] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._segments: list[Segment] = []
+        self._is_flush_due = False
+        self._last_emit = clock()
+        self._running = 0
+        self._blocks_used = 0
+        self._prompt_tokens = 0
+        self._prompt_tokens_cached = 0
+        self._failure: Fault | None = None
+        self._is_closing = False
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    async def start(self, emit: Emit) -> None:
+        began = time.monotonic()
+        log.info("loading %s with %s", self._model.name, self._model.engine)
+        self._emit, self._loop = emit, asyncio.get_running_loop()
+        facts = self._facts = await self._driver.start(self._fail)
+        if "grammar" not in facts.capabilities:
+            self._grammars = None
+        if facts.events is not None:
+            self._feed = self._make_feed(facts.events, facts.block_size, lambda events: self._emit((), events))
+            try:
+                await self._feed.start()
+            except Exception:
+                await self.close()
+                raise
+        self._model = replace(
+            self._model,
+            context_length=facts.context_length,
+            block_size=facts.block_size,
+            max_batch=facts.max_batch,
+            capabilities=self._capabilities(facts),
+        )
+        self._begin(self._watch(), "engine watch")
+        log.info("%s is loaded after %.1f s", self._model.name, time.monotonic() - began)
+
+    def _capabilities(self, facts: EngineFacts) -> tuple[Capability, ...]:
+        found: list[Capability] = [name for name in facts.capabilities if name != "grammar" or self._grammars is not None]
+        return ("sessions", *found, *(("kv_events",) if self._feed is not None else ()))
+
+    def submit(self, request: Submit) -> None:
+        fault = self._failure or why_not(request, self._model.vocab_size, self._model.context_length)
+        if fault is None and request.grammar is not None and self._grammars is None:
+            fault = Fault("unsupported", f"{self._model.engine} has no grammar here: see the worker's log, or `penstock doctor`")
+        if fault is not None:
+            self._put(Segment(request.id, None, fault))
+            return
+        session, state = self._sessions.begin_turn(request.session) if request.session is not None else (None, None)
+        generation = self._open[request.id] = _Generation(request, session, state)
+        task = generation.task = self._begin(self._run(generation), f"generation {request.id.hex()}")
+        # Not in a `finally` of the task: one that is cancelled before its first step never comes there.
+        task.add_done_callback(partial(self._left, generation))
+
+    def cancel(self, generation: bytes) -> None:
+        self._segments = [segment for segment in self._segments if segment.id != generation]
+        cancelled = self._forget(generation)
+        if cancelled is not None and cancelled.task is not None:
+            cancelled.task.cancel()
+
+    def close_session(self, session_id: str, epoch: int) -> None:
+        self._sessions.close(session_id, epoch)
+        self._end_engine_sessions()
+
+    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+        return self._sessions.describe(session_ids, self._clock())
+
+    async def snapshot(self) -> Snapshot | None:
+        return None if self._feed is None else self._feed.snapshot()
+
+    def stats(self) -> WorkerStats:
+        feed = self._feed
+        return WorkerStats(
+            running=self._running,
+            queued=len(self._open) - self._running,
+            kv_blocks_used=self._blocks_used,
+            kv_blocks_cached=0 if feed is None else feed.cached,
+            kv_blocks_total=self._facts.kv_blocks,
+            sessions=len(self._sessions),
+            kv_blocks_evicted=0 if feed is None else feed.removed,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tokens_cached=self._prompt_tokens_cached,
+        )
+
+    async def close(self) -> None:
+        self._is_closing = True
+        # One that ends may begin another, which tells the engine of a session that was over but for this turn.
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+        if self._feed is not None:
+            await self._feed.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        await self._driver.close()
+
+    async def _run(self, generation: _Generation) -> None:
+        """Takes one generation from the engine, and gives it its terminal."""
+        identity = generation.request.id
+        if generation.is_complete:
+            self._take(generation, Chunk((), finish="length"))
+            return
+        try:
+            request = await self._engine_request(generation)
+            async with contextlib.aclosing(self._driver.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if self._take(generation, chunk):
+                        return
+            terminal = Fault("no_terminal", f"{self._model.engine} ended the generation without saying why", retryable=True)
+        except EngineRefused as refused:
+            terminal = refused.fault
+        except GrammarError as error:
+            terminal = Fault("invalid_grammar", str(error))
+        except EngineDied as error:
+            self._fail(str(error))
+            return
+        except Exception as error:
+            # The engine's own code runs in here: whatever it raises ends this generation and no other.
+            log.exception("generation %s has failed", identity.hex())
+            terminal = Fault("engine_error", f"{self._model.engine}: {type(error).__name__}: {error}")
+        if self._is_open(generation):
+            self._forget(identity)
+            self._put(Segment(identity, None, terminal))
+
+    async def _engine_request(self, generation: _Generation) -> EngineRequest:
+        request, session = generation.request, generation.session
+        lark = None if request.grammar is None or self._grammars is None else await self._grammars.lark(request.grammar)
+        made = request.offset if not generation.to_skip else 0
+        return EngineRequest(
+            id=secrets.token_hex(16),
+            token_ids=request.token_ids[: len(request.token_ids) - len(generation.to_skip)],
+            max_tokens=max(1, request.max_tokens - made),
+            seed=_engine_seed(request, made),
+            min_tokens=max(0, request.min_tokens - made),
+            ignore_eos=request.ignore_eos,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            sampling=request.sampling,
+            stop_ids=request.stop_ids,
+            logit_bias=request.logit_bias,
+            lark=lark,
+            session_id=None if session is None else self._engine_session(session),
+            priority=request.priority,
+            is_retained=session is not None or request.retention_seconds > 0,
+            bootstrap=request.bootstrap,
+        )
+
+    def _take(self, generation: _Generation, chunk: Chunk) -> bool:
+        """What is new goes to whoever reads it. Returns whether that was all."""
+        request = generation.request
+        if not self._is_open(generation):
+            return True
+        chunk = self._skip(generation, chunk)
+        self._note(generation, chunk)
+        token_ids, logprobs = ((), None) if generation.only_prompt else (chunk.token_ids, chunk.logprobs)
+        if not token_ids and chunk.finish is None:
+            return False
+        report = None
+        if not generation.reported:
+            generation.reported = True
+            report = PromptReport(generation.cached_tokens, generation.prompt_logprobs, generation.session_state)
+            self._prompt_tokens += len(request.token_ids)
+            self._prompt_tokens_cached += generation.cached_tokens
+        delta = Delta(generation.position, token_ids, logprobs, report) if token_ids or report is not None else None
+        generation.position += len(token_ids)
+        self._count_blocks(generation)
+        terminal: Terminal | None = None
+        if chunk.finish is not None or generation.only_prompt:
+            terminal = Finish("length" if generation.only_prompt else chunk.finish or "length")
+            self._forget(request.id)
+        self._put(Segment(request.id, delta, terminal))
+        return terminal is not None
+
+    def _note(self, generation: _Generation, chunk: Chunk) -> None:
+        """What comes once, with whichever chunk."""
+        if not generation.has_begun:
+            generation.has_begun = True
+            self._running += 1
+        if chunk.cached_tokens is not None and not generation.reported:
+            generation.cached_tokens = min(chunk.cached_tokens, len(generation.request.token_ids))
+        if chunk.prompt_logprobs is not None:
+            generation.prompt_logprobs = chunk.prompt_logprobs
+
+    def _skip(self, generation: _Generation, chunk: Chunk) -> Chunk:
+        """Leaves out what was made elsewhere, and makes sure that it is the same."""
+        if not generation.to_skip:
+            return chunk
+        expected = generation.to_skip[: len(chunk.token_ids)]
+        if chunk.token_ids[: len(expected)] != expected or (chunk.finish is not None and len(generation.to_skip) > len(expected)):
+            message = f"{self._model.engine} went another way under the grammar than the worker before it, so it cannot go on from there"
+            raise EngineRefused(Fault("grammar_diverged", message))
+        generation.to_skip = generation.to_skip[len(expected) :]
+        logprobs = None if chunk.logprobs is None else chunk.logprobs[len(expected) :]
+        return replace(chunk, token_ids=chunk.token_ids[len(expected) :], logprobs=logprobs)
+
+    def _count_blocks(self, generation: _Generation) -> None:
+        """How much of the cache it takes for itself, as far as one can tell from here."""
+        tokens = len(generation.request.token_ids) + generation.position - generation.request.offset - generation.cached_tokens
+        blocks = -(-tokens // self._model.block_size)
+        self._blocks_used += blocks - generation.blocks
+        generation.blocks = blocks
+
+    def _is_open(self, generation: _Generation) -> bool:
+        """Not when it was cancelled, though its id may have come again since."""
+        return self._open.get(generation.request.id) is generation
+
+    def _forget(self, identity: bytes) -> _Generation | None:
+        generation = self._open.pop(identity, None)
+        if generation is not None:
+            self._running -= generation.has_begun
+            self._blocks_used -= generation.blocks
+        return generation
+
+    def _begin(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _left(self, generation: _Generation, _: asyncio.Task[None]) -> None:
+        """The engine is done with it: its turn is over."""
+        session, request = generation.session, generation.request
+        if session is not None:
+            session.usage.count(len(request.token_ids), generation.cached_tokens, generation.position - request.offset)
+            self._sessions.end_turn(session, self._clock())
+            self._end_engine_sessions()
+
+    def _engine_session(self, session: Session) -> str:
+        """The name that the engine knows it by: of a fixed length, and telling nobody whose it is."""
+        name = self._engine_sessions.get(session.id)
+        if name is None:
+            name = self._engine_sessions[session.id] = hashlib.blake2b(session.id.encode(), digest_size=16).hexdigest()
+        return name
+
+    def _end_engine_sessions(self) -> None:
+        """Tells the engine of those that are over."""
+        over = [session_id for session_id in self._engine_sessions if self._sessions.get(session_id) is None]
+        for session_id in over:
+            self._begin(self._driver.close_session(self._engine_sessions.pop(session_id)), "closing an engine's session")
+
+    async def _watch(self) -> None:
+        """While tokens are owed and none come, says that the engine goes on, if it does: a long prompt is no stall."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            self._sessions.expire(self._clock())
+            self._end_engine_sessions()
+            if self._open and self._clock() - self._last_emit >= WATCH_SECONDS:
+                try:
+                    await self._driver.ping()
+                except EngineDied as error:
+                    self._fail(str(error))
+                    return
+                except Exception:
+                    # No sign of life, and no death: whoever waits for tokens decides how long.
+                    log.exception("%s cannot be asked whether it goes on", self._model.engine)
+                    continue
+                self._flush_soon()
+
+    def _put(self, segment: Segment) -> None:
+        self._segments.append(segment)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        self._last_emit = self._clock()
+        segments, self._segments = self._segments, []
+        self._emit(segments, None)
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is not None or self._is_closing:
+            return
+        log.error("%s has failed: %s", self._model.engine, reason)
+        self._failure = Fault("engine_failed", f"the engine has failed: {reason}", retryable=True)
+        for identity in list(self._open):
+            generation = self._forget(identity)
+            assert generation is not None
+            assert generation.task is not None
+            self._put(Segment(identity, None, self._failure))
+            generation.task.cancel()
+        self._on_failure()
+
+
+def _engine_seed(request: Submit, position: int) -> int | None:
+    """The seed for what an engine makes from this position on. Engines have 64 bits with a sign, and -1 is no seed to them.
+
+    They sample a batch faster where none of it has a seed, so they get those that clients asked for. And one under a grammar, whoever
+    chose it: on another worker, the same must be made again.
+    """
+    if request.is_seed_drawn and request.grammar is None:
+        return None
+    seed = request.seed
+    if position:
+        # The engine counts positions from where it begins: what comes later must not have the noise of the beginning.
+        seed = int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "big")
+    return seed & MOST_SEED

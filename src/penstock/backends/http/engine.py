@@ -1,0 +1,221 @@
+"""An engine that already runs behind HTTP, as a driver: SGLang, vLLM, or whatever speaks OpenAI's language."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Generator
+
+from penstock.backends.external.capabilities import EngineReport
+from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRequest
+from penstock.backends.http.client import Broken, EngineClient, Silent, Stream, Unreachable
+from penstock.backends.http.dialects import Reader, lost, refused
+from penstock.backends.http.probe import Found, find_route
+from penstock.backends.http.settings import HttpEngineSettings
+from penstock.text.tokenizers.tokenizer import Tokenizer
+from penstock.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# How often an engine that nobody asks anything is asked whether it is there, and for how long it may not be.
+WATCH_SECONDS = 5.0
+DEATH_SECONDS = 10.0
+# After so long a question is asked again, lest it was lost on its way.
+PING_SECONDS = 30.0
+AGAIN_SECONDS = 0.5
+ABORT_SECONDS = 10.0
+
+
+async def probe(settings: HttpEngineSettings) -> EngineReport:
+    """What answers at this address, by which route it would be used, and what is possible then."""
+    client = EngineClient(settings)
+    client.open()
+    try:
+        return (await find_route(client, settings)).report
+    except ConfigError as error:
+        return EngineReport("engine over HTTP", "nothing found", "SGLang, vLLM, or OpenAI's completions", problem=str(error))
+    finally:
+        await client.close()
+
+
+class HttpDriver:
+    """See `driver.EngineDriver`. A generation is one POST, and what it streams back; leaving it closes the connection, and tells the engine
+    where there is a way to. The engine is not ours: `close` ends nothing but our connections."""
+
+    def __init__(
+        self,
+        settings: HttpEngineSettings,
+        tokenizer: Tokenizer,
+        *,
+        watch_seconds: float = WATCH_SECONDS,
+        death_seconds: float = DEATH_SECONDS,
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._watch_seconds = watch_seconds
+        self._death_seconds = death_seconds
+        self._client = EngineClient(settings)
+        self._found: Found | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+        # How many come now.
+        self._answers = 0
+
+    @property
+    def report(self) -> EngineReport:
+        """What is possible; known once it has started."""
+        assert self._found is not None
+        return self._found.report
+
+    async def start(self, on_death: Callable[[str], None]) -> EngineFacts:
+        self._client.open()
+        try:
+            found = await self._find()
+            self._dialect = found.make_dialect(self._tokenizer)
+        except BaseException:
+            await self._client.close()
+            raise
+        self._found = found
+        self._tell_of(found)
+        self._watch = asyncio.create_task(self._watch_over(on_death), name="watching the engine's server")
+        return found.facts
+
+    async def _find(self) -> Found:
+        found = await find_route(self._client, self._settings)
+        if not found.facts.context_length:
+            raise ConfigError(f"--url {self._settings.url}: the server does not tell its context length: give --context-length")
+        return found
+
+    def _tell_of(self, found: Found) -> None:
+        report = found.report
+        log.info("%s %s at %s, by %s", report.engine, report.version, self._settings.url, self._dialect.path)
+        for hint in found.hints:
+            log.info("%s", hint)
+        missing = [f"{feature.name} ({feature.detail})" for feature in report.features if not feature.is_available]
+        if missing:
+            log.warning("not possible with this engine as it runs: %s", "; ".join(missing))
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
+        body, reader = self._dialect.body(request), self._dialect.reader(request)
+        try:
+            async with self._client.stream(self._dialect.path, body) as stream:
+                if stream.refusal is not None:
+                    reader.is_over = True
+                    raise refused(stream.refusal.message, stream.refusal.status)
+                with self._answering():
+                    async with contextlib.aclosing(_chunks(stream, reader)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+        except Unreachable as error:
+            reader.is_over = True
+            raise await self._unreachable(error) from error
+        except Broken as error:
+            raise lost(f"the engine was lost: {error}") from error
+        finally:
+            if not reader.is_over:
+                await self._stop(request.id)
+
+    async def ping(self) -> None:
+        """Raises EngineDied when the server has been away, or its engine dead, for some seconds. One that is silent is waited for: that
+        is what a very long step looks like."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while (problem := await self._problem()) is not None:
+            if loop.time() - began >= self._death_seconds:
+                raise self._died(problem)
+            await asyncio.sleep(min(AGAIN_SECONDS, self._death_seconds / 4))
+
+    async def close_session(self, session_id: str) -> None:
+        assert self._found is not None
+        if self._found.session_path is not None:
+            await self._tell(self._found.session_path, {"session_id": session_id})
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        if self._telling:
+            await asyncio.wait(self._telling)
+        await self._client.close()
+
+    async def _watch_over(self, on_death: Callable[[str], None]) -> None:
+        while True:
+            await asyncio.sleep(self._watch_seconds)
+            try:
+                await self.ping()
+            except EngineDied as error:
+                on_death(str(error))
+                return
+
+    async def _problem(self) -> str | None:
+        """What is wrong with the server now. Whatever it answers but that it is broken, it is there."""
+        assert self._found is not None
+        path = self._found.ping_path
+        while True:
+            try:
+                answer = await self._client.get(path, PING_SECONDS)
+                break
+            except Silent:
+                continue
+            except (Unreachable, Broken) as error:
+                return f"GET {path}: {error}"
+        return f"GET {path} answered {answer.status}" if answer.status >= 500 else None
+
+    @contextlib.contextmanager
+    def _answering(self) -> Generator[None, None, None]:
+        self._answers += 1
+        try:
+            yield
+        finally:
+            self._answers -= 1
+
+    async def _unreachable(self, error: Unreachable) -> Exception:
+        """One connection that could not be made is not the end of an engine, least of all while others of it are open."""
+        if not self._answers and await self._problem() is not None:
+            return self._died(str(error))
+        return lost(f"the engine could not be reached: {error}")
+
+    def _died(self, why: str) -> EngineDied:
+        """Clients are told why, and not where it ran."""
+        log.error("the engine at %s is gone: %s", self._settings.url, why)
+        return EngineDied(f"its server is gone: {why}")
+
+    async def _stop(self, request_id: str) -> None:
+        """Tells the engine, where there is a way to, and returns when it knows; who is cancelled meanwhile need not wait."""
+        abort = self._dialect.abort(request_id)
+        if abort is not None:
+            task = asyncio.create_task(self._tell(*abort), name=f"abort {request_id}")
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+            await asyncio.shield(task)
+
+    async def _tell(self, path: str, body: dict[str, object]) -> None:
+        """What the engine would find out by itself, in time: that it cannot be told is no harm."""
+        try:
+            answer = await self._client.post(path, body, ABORT_SECONDS)
+        except (Unreachable, Broken) as error:
+            log.info("POST %s: %s", path, error)
+            return
+        if answer.status >= 400:
+            log.warning("POST %s was answered with %d: %s", path, answer.status, answer.message[:200])
+
+
+async def _chunks(stream: Stream, reader: Reader) -> AsyncGenerator[Chunk, None]:
+    try:
+        async with contextlib.aclosing(stream.events()) as events:
+            async for event in events:
+                chunk = reader.read(event)
+                if chunk is not None:
+                    yield chunk
+                if reader.is_finished:
+                    if not reader.is_over:
+                        # It was ended here, and the engine knows nothing of it.
+                        break
+                    stream.end_soon()
+    except Broken:
+        if not reader.is_finished:
+            raise
+    if not reader.is_finished:
+        raise lost("the engine's answer ended without saying why")
+    yield reader.last()

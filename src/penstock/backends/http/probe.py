@@ -1,0 +1,415 @@
+"""Finds out what answers behind a URL, and which of its routes is the best: SGLang's own, vLLM's with tokens, else OpenAI's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.backends.external.capabilities import EngineReport, Feature
+from penstock.backends.external.engine import EngineFacts, EngineRefused
+from penstock.backends.http.client import Answer, Broken, EngineClient, Unreachable
+from penstock.backends.http.completions import FOR_LLGUIDANCE, ID_MARK, CompletionsDialect, TextDialect, VllmDialect, read_event
+from penstock.backends.http.dialects import Body, Dialect
+from penstock.backends.http.settings import API_KEY_VARIABLE, HttpEngineSettings
+from penstock.backends.http.sglang import SglangDialect, SglangTraits
+from penstock.backends.http.text import byte_tokens
+from penstock.backends.sglang.arguments import MERGES_FROM, numbers
+from penstock.text.tokenizers.tokenizer import Tokenizer
+from penstock.wire.errors import ConfigError
+from penstock.wire.messages import Capability
+
+PROBE_SECONDS = 60.0
+# vLLM's own, on a GPU.
+USUAL_BLOCK_SIZE = 16
+# SGLang keeps these back from a context, for every request.
+SGLANG_RESERVE = 4
+# Every model has it, whatever it stands for.
+ANY_TOKEN = 0
+SOME_GRAMMAR = FOR_LLGUIDANCE + 'start: "a"'
+
+_CACHE_LABELS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+NOT_TOLD = "version not told"
+SGLANG_INFO = ("/server_info", "/get_server_info")
+
+MakeDialect = Callable[[Tokenizer], Dialect]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A route, and what is known of the engine behind it. `ping_path` answers when the engine's own loop has; `session_path` is where the
+    end of a session is told, where there are any. `hints` are for the log."""
+
+    make_dialect: MakeDialect
+    facts: EngineFacts
+    report: EngineReport
+    ping_path: str
+    session_path: str | None = None
+    hints: tuple[str, ...] = ()
+
+
+class _Model(msgspec.Struct):
+    """A model of `/v1/models`, with what some servers say beyond OpenAI's fields."""
+
+    id: str
+    owned_by: str | None = None
+    max_model_len: int | None = None
+    penstock: dict[str, Any] | None = None
+    meta: dict[str, Any] | None = None
+    """llama.cpp's."""
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def find_route(client: EngineClient, settings: HttpEngineSettings) -> Found:
+    """Asks the server what it is and has it make a token or two. Raises ConfigError that says what was tried, and what came back."""
+    probe = _Probe(client, settings)
+    if settings.route in ("auto", "sglang"):
+        info = await _sglang_info(probe)
+        if info is not None:
+            return await _sglang(probe, *info)
+    if settings.route == "sglang":
+        raise probe.failure("no SGLang was found")
+    model = await _model(probe)
+    if settings.route in ("auto", "vllm"):
+        found = await _vllm(probe, model) or await _completions(probe, model)
+        if found is not None:
+            return found
+    if settings.route == "vllm":
+        raise probe.failure("no route was found that tells token ids")
+    return await _text(probe, model)
+
+
+class _Probe:
+    """Asks, and remembers what came back."""
+
+    def __init__(self, client: EngineClient, settings: HttpEngineSettings) -> None:
+        self._client = client
+        self.settings = settings
+        self.tried: list[str] = []
+
+    def failure(self, why: str) -> ConfigError:
+        return ConfigError(f"--url {self.settings.url}: {why}; tried {'; '.join(self.tried)}")
+
+    async def get(self, path: str) -> Answer | None:
+        return await self._ask("GET", path, None)
+
+    async def post(self, path: str, body: Body) -> Answer | None:
+        return await self._ask("POST", path, body)
+
+    async def _ask(self, method: str, path: str, body: Body | None) -> Answer | None:
+        """The answer if it is a good one. Raises ConfigError where nothing answers at all, or the key is wrong."""
+        try:
+            if body is None:
+                answer = await self._client.get(path, PROBE_SECONDS)
+            else:
+                answer = await self._client.post(path, body, PROBE_SECONDS)
+        except Unreachable as error:
+            raise ConfigError(f"--url {self.settings.url}: {method} {path}: {error}") from error
+        except Broken as error:
+            self.tried.append(f"{method} {path}: {error}")
+            return None
+        if answer.status == 200:
+            self.tried.append(f"{method} {path}: 200")
+            return answer
+        self.tried.append(f"{method} {path}: {answer.status} {answer.message[:200]}")
+        if answer.status == 401:
+            what = "needs an API key" if self.settings.api_key is None else "does not take the API key that it was given"
+            raise ConfigError(f"--url {self.settings.url}: the engine {what}, which comes from {API_KEY_VARIABLE}: {answer.message[:200]}")
+        return None
+
+    async def make(self, path: str, body: Body) -> Mapping[str, Any] | None:
+        """Has something generated, and returns the only choice."""
+        answer = await self.post(path, body)
+        if answer is None:
+            return None
+        try:
+            told, raw = read_event(answer.body), answer.json
+        except EngineRefused:
+            told, raw = None, None
+        if told is None or not told.choices or not isinstance(raw, dict):
+            self.tried.append(f"POST {path}: that was no completion")
+            return None
+        return dict(raw["choices"][0])
+
+    def facts(self, context_length: int | None, block_size: int | None, capabilities: tuple[Capability, ...], **known: int) -> EngineFacts:
+        """What the user says counts where the engine says nothing; a context may also be made smaller. One that nobody tells is 0."""
+        said = [length for length in (context_length, self.settings.context_length) if length]
+        return EngineFacts(
+            context_length=min(said, default=0),
+            block_size=block_size or self.settings.block_size or USUAL_BLOCK_SIZE,
+            events=self.settings.events,
+            capabilities=capabilities,
+            **known,
+        )
+
+    def context(self, facts: EngineFacts) -> Feature:
+        known = facts.context_length
+        return Feature(
+            "context length", bool(known), f"{known:,} tokens" if known else "the server does not tell it: give --context-length"
+        )
+
+    def events(self, hint: str = "say where they are with --kv-events, if there are any") -> Feature:
+        known = self.settings.events
+        return Feature("KV events", known is not None, hint if known is None else f"from {known.publisher}")
+
+
+# SGLang.
+
+
+async def _sglang_info(probe: _Probe) -> tuple[str, dict[str, Any]] | None:
+    """Where SGLang tells about itself, and what it tells."""
+    for path in SGLANG_INFO:
+        answer = await probe.get(path)
+        content = None if answer is None else answer.json
+        if isinstance(content, dict) and "max_total_num_tokens" in content:
+            return path, content
+    answer = await probe.get("/model_info")
+    content = None if answer is None else answer.json
+    if isinstance(content, dict) and "is_generation" in content:
+        return "/model_info", content
+    return None
+
+
+async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
+    if not info.get("is_generation", True) or info.get("is_embedding"):
+        raise ConfigError(f"--url {probe.settings.url}: SGLang serves a model for embeddings there, which generates nothing")
+    version = str(info.get("version") or "")
+    is_incremental = await _is_incremental(probe, info, version)
+    mode = str(info.get("disaggregation_mode") or "null")
+    has_tokenizer = not info.get("skip_tokenizer_init")
+    traits = SglangTraits(
+        is_incremental=is_incremental,
+        has_grammar=info.get("grammar_backend") == "llguidance" and has_tokenizer,
+        has_sessions=bool(info.get("enable_session_radix_cache")),
+        has_priority=bool(info.get("enable_priority_scheduling")) or info.get("radix_eviction_policy") == "priority",
+        is_disaggregated=mode != "null",
+    )
+    page_size = info.get("page_size") or None
+    capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", *(("grammar",) if traits.has_grammar else ()))
+    facts = probe.facts(
+        await _sglang_context(probe, info),
+        page_size,
+        capabilities,
+        kv_blocks=info.get("max_total_num_tokens", 0) // (page_size or USUAL_BLOCK_SIZE),
+        max_batch=_sglang_batch(info),
+    )
+    report = EngineReport(
+        "SGLang over HTTP", version or None, "any that has /generate", features=_sglang_features(probe, traits, info, mode)
+    )
+    return Found(
+        lambda _: SglangDialect(traits),
+        facts,
+        report,
+        info_path,
+        "/close_session" if traits.has_sessions else None,
+        () if is_incremental else ("every event repeats all tokens so far: start SGLang with --incremental-streaming-output",),
+    )
+
+
+async def _is_incremental(probe: _Probe, info: Mapping[str, Any], version: str) -> bool:
+    """Whether events have new tokens only. Raises ConfigError for a server that would lose some, or cannot be told."""
+    known = info.get("incremental_streaming_output", info.get("stream_output"))
+    if known is None:
+        known = await _seen_incremental(probe)
+    if known and version and numbers(version) < MERGES_FROM:
+        raise ConfigError(
+            f"--url {probe.settings.url}: SGLang {version} streams new tokens only, and drops those that a busy reader has not taken: "
+            "start it without --stream-output, or install a newer one"
+        )
+    return bool(known)
+
+
+async def _seen_incremental(probe: _Probe) -> bool:
+    """By what it does: the second event has the first token again, or it has not."""
+    count = 8
+    body = {"input_ids": [ANY_TOKEN], "stream": True, "sampling_params": {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}}
+    answer = await probe.post(SglangDialect.path, body)
+    found = re.findall(rb'"output_ids":\s*\[([^\]]*)\]', b"" if answer is None else answer.body)
+    counts = [len(ids.split(b",")) for ids in found]
+    if len(counts) < 2 or (counts[-1] == count) == (sum(counts) == count):
+        raise probe.failure("SGLang does not tell whether its streams repeat themselves, and it could not be seen")
+    return sum(counts) == count
+
+
+async def _sglang_context(probe: _Probe, info: Mapping[str, Any]) -> int | None:
+    """How many tokens a prompt and its answer may have together, so that SGLang shortens neither without a word."""
+    longest = info.get("max_req_input_len")
+    if longest:
+        return int(longest) + (0 if info.get("allow_auto_truncate") else SGLANG_RESERVE)
+    answer = await probe.get("/v1/models")
+    models = _models_in(answer)
+    return models[0].max_model_len - 2 if models and models[0].max_model_len else None
+
+
+def _sglang_batch(info: Mapping[str, Any]) -> int:
+    states = info.get("internal_states") or [{}]
+    return int(info.get("max_running_requests") or states[0].get("effective_max_running_requests_per_dp") or 0)
+
+
+def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any], mode: str) -> tuple[Feature, ...]:
+    events = info.get("kv_events")
+    if isinstance(events, dict):
+        hint = f"published on port {events.get('endpoint_port_base')} there: give it with --kv-events"
+    else:
+        hint = "start SGLang with --kv-events-config, and give the address with --kv-events"
+    return (
+        Feature("exact token ids", True, f"{SglangDialect.path}, {'incremental' if traits.is_incremental else 'cumulative'}"),
+        Feature("logprobs", True),
+        Feature("prompt logprobs", True, "such answers come whole"),
+        Feature("grammar", traits.has_grammar, "llguidance" if traits.has_grammar else "start SGLang with --grammar-backend llguidance"),
+        Feature("sessions", True, "tagged KV" if traits.has_sessions else "as affinity only; SGLang has --enable-session-radix-cache"),
+        Feature("retention", traits.has_priority, "as priority" if traits.has_priority else "SGLang has --radix-eviction-policy priority"),
+        probe.events(hint),
+        Feature("cached tokens", True),
+        Feature("disaggregation", traits.is_disaggregated, mode if traits.is_disaggregated else "the server was not started for it"),
+    )
+
+
+# vLLM, and all others.
+
+
+def _models_in(answer: Answer | None) -> list[_Model]:
+    try:
+        return [] if answer is None else msgspec.json.decode(answer.body, type=_Models).data
+    except (ValueError, RecursionError):
+        return []
+
+
+async def _model(probe: _Probe) -> _Model:
+    """The one that is asked for, or the only one. Servers that list none must be told its name."""
+    models, wanted = _models_in(await probe.get("/v1/models")), probe.settings.model_name
+    if wanted is None and not models:
+        raise probe.failure("the server lists no models: give the name of one with --upstream-model")
+    names = ", ".join(model.id for model in models)[:200]
+    if wanted is None and len(models) > 1:
+        raise ConfigError(f"--url {probe.settings.url}: the server has several models: give one of {names} with --upstream-model")
+    if wanted is None:
+        return models[0]
+    found = next((model for model in models if model.id == wanted), None)
+    if found is None and models:
+        raise ConfigError(f"--url {probe.settings.url}: the server has no --upstream-model {wanted!r}: it has {names}")
+    return found or _Model(wanted)
+
+
+def _one_token(model: _Model, **fields: Any) -> Body:
+    return {"model": model.id, "prompt": [ANY_TOKEN], "max_tokens": 1, "temperature": 0, **fields}
+
+
+async def _vllm(probe: _Probe, model: _Model) -> Found | None:
+    """vLLM's token-level route, where it is switched on."""
+    if model.owned_by != "vllm" and probe.settings.route != "vllm":
+        return None
+    sampling = {"max_tokens": 1, "temperature": 0}
+    body = {"model": model.id, "token_ids": [ANY_TOKEN], "sampling_params": sampling}
+    choice = await probe.make(VllmDialect.path, body)
+    if choice is None or not choice.get("token_ids"):
+        return None
+    grammar = {**body, "sampling_params": sampling | {"structured_outputs": {"grammar": SOME_GRAMMAR}}}
+    has_grammar = await probe.make(VllmDialect.path, grammar) is not None
+    return await _with_tokens(probe, model, VllmDialect(model.id, has_grammar), has_logprobs=True, has_grammar=has_grammar)
+
+
+async def _completions(probe: _Probe, model: _Model) -> Found | None:
+    """Completions that tell the tokens of their text."""
+    marked = _one_token(model, return_token_ids=True, logprobs=1, return_tokens_as_token_ids=True)
+    path = CompletionsDialect.path
+    choice = await probe.make(path, marked) or await probe.make(path, _one_token(model, return_token_ids=True))
+    if choice is None or not choice.get("token_ids"):
+        return None
+    tokens = (choice.get("logprobs") or {}).get("tokens") or [""]
+    tells_ids = str(tokens[0]).startswith(ID_MARK)
+    if model.penstock is not None:
+        has_grammar, prefix = "grammar" in model.penstock.get("capabilities", ()), ""
+    else:
+        prefix = FOR_LLGUIDANCE
+        has_grammar = await probe.make(path, _one_token(model, structured_outputs={"grammar": SOME_GRAMMAR})) is not None
+    dialect = CompletionsDialect(model.id, tells_ids, has_grammar, prefix)
+    return await _with_tokens(probe, model, dialect, has_logprobs=tells_ids, has_grammar=has_grammar)
+
+
+async def _with_tokens(probe: _Probe, model: _Model, dialect: Dialect, *, has_logprobs: bool, has_grammar: bool) -> Found:
+    cache = await _cache_config(probe) if model.owned_by == "vllm" else {}
+    block_size, blocks = (int(value) if value.isdigit() else 0 for value in (cache.get("block_size", ""), cache.get("num_gpu_blocks", "")))
+    capabilities: list[Capability] = [*(("logprobs", "prompt_logprobs") if has_logprobs else ())]
+    capabilities += ["grammar"] if has_grammar else []
+    facts = probe.facts(_told_context(model), block_size or None, tuple(capabilities), kv_blocks=blocks)
+    no_ids = "" if has_logprobs else "the server tells no token ids with them"
+    features = (
+        Feature("exact token ids", True, dialect.path),
+        Feature("logprobs", has_logprobs, no_ids),
+        Feature("prompt logprobs", has_logprobs, no_ids or "such answers come whole"),
+        Feature("grammar", has_grammar, "llguidance" if has_grammar else "the server has no llguidance"),
+        *_of_completions(probe, facts),
+    )
+    report = EngineReport(_name(model), await _version(probe, model), "any that tells token ids", features=features)
+    return Found(lambda _: dialect, facts, report, await _ping_path(probe))
+
+
+async def _text(probe: _Probe, model: _Model) -> Found:
+    path = TextDialect.path
+    if await probe.make(path, _one_token(model)) is None:
+        raise probe.failure("nothing there completes a prompt of token ids")
+    text_only = "the server gives text only, which is tokenized again here"
+    facts = probe.facts(_told_context(model), None, ())
+    features = (
+        Feature("exact token ids", False, text_only),
+        Feature("logprobs", False, text_only),
+        Feature("prompt logprobs", False, text_only),
+        Feature("grammar", False, "the server is not known to follow one"),
+        Feature("stop ids", False, "sent along, but the server may know the model's own end only"),
+        Feature("exact usage", False, "tokens are counted as they are tokenized here"),
+        Feature("going on in mid-answer", True, "with the prompt and the tokens so far, as they are tokenized here"),
+        *_of_completions(probe, facts),
+    )
+    report = EngineReport(_name(model), await _version(probe, model), "any with OpenAI's completions", features=features)
+
+    def make_dialect(tokenizer: Tokenizer) -> Dialect:
+        return TextDialect(model.id, tokenizer, byte_tokens(tokenizer))
+
+    return Found(make_dialect, facts, report, await _ping_path(probe))
+
+
+def _of_completions(probe: _Probe, facts: EngineFacts) -> tuple[Feature, ...]:
+    """What is the same with every server that has no more than completions."""
+    return (
+        Feature("sessions", True, "as affinity only"),
+        Feature("retention", False, "the server has no such thing over HTTP"),
+        probe.events(),
+        Feature("cached tokens", False, "told after the answer, if at all, which is too late"),
+        Feature("disaggregation", False, "not over this route"),
+        probe.context(facts),
+    )
+
+
+def _told_context(model: _Model) -> int | None:
+    return model.max_model_len or (model.penstock or {}).get("context_length") or (model.meta or {}).get("n_ctx")
+
+
+def _name(model: _Model) -> str:
+    names = {"vllm": "vLLM", "penstock": "Penstock", "llamacpp": "llama.cpp", "sglang": "SGLang"}
+    return f"{names.get(model.owned_by or '', model.owned_by or 'OpenAI-compatible server')} over HTTP"
+
+
+async def _version(probe: _Probe, model: _Model) -> str:
+    answer = await probe.get("/version") if model.owned_by == "vllm" else None
+    content = None if answer is None else answer.json
+    return str(content["version"]) if isinstance(content, dict) and "version" in content else NOT_TOLD
+
+
+async def _cache_config(probe: _Probe) -> dict[str, str]:
+    """What vLLM's metrics say of its KV cache: its block size, which nothing else tells."""
+    answer = await probe.get("/metrics")
+    found = None if answer is None else _CACHE_LABELS.search(answer.body.decode("utf-8", "replace"))
+    return {} if found is None else dict(_LABEL.findall(found[1]))
+
+
+async def _ping_path(probe: _Probe) -> str:
+    return "/health" if await probe.get("/health") is not None else "/v1/models"

@@ -1,0 +1,1 @@
+"""The connection between a front end and a worker."""

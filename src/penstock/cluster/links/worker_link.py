@@ -1,0 +1,343 @@
+"""The front end's end of its link to one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.cluster.links.address import Address, UnixAddress
+from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
+from penstock.stream.mailbox import Doorbell, Mailbox
+from penstock.wire.codec import encode_frame
+from penstock.wire.errors import FrameMalformed, GenerationFault, HandshakeRefused, LinkBroken, LinkError, StreamError
+from penstock.wire.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Challenge,
+    CloseSession,
+    Delta,
+    Draining,
+    Fault,
+    Finish,
+    Hello,
+    Message,
+    PromptReport,
+    Ready,
+    Segment,
+    SessionQuery,
+    SessionReport,
+    SessionReports,
+    Snapshot,
+    SnapshotRequest,
+    Step,
+    Submit,
+    Welcome,
+    WorkerStats,
+)
+
+log = logging.getLogger(__name__)
+
+_READY = encode_frame(Ready())
+# A turn of the loop can be long when many requests come at once, and a worker should not wait for its end to begin.
+MESSAGES_A_WRITE = 8
+JUST_NOW_SECONDS = 0.1
+
+
+class LinkObserver(Protocol):
+    """Who wants to know what a worker tells of itself."""
+
+    def stepped(self, step: Step) -> None:
+        """A step has come, and its segments are in their mailboxes."""
+
+    def snapshot_received(self, snapshot: Snapshot) -> None: ...
+
+    def draining(self) -> None:
+        """The worker takes nothing new from now on."""
+
+
+class NoObserver:
+    """Nobody wants to know, yet."""
+
+    def stepped(self, step: Step) -> None:
+        pass
+
+    def snapshot_received(self, snapshot: Snapshot) -> None:
+        pass
+
+    def draining(self) -> None:
+        pass
+
+
+class Generation:
+    """One generation on a link: where its deltas go, and how it ends.
+
+    `done` gets None for a Finish, which is in the mailbox then, or the error that ended it, which is not. `on_report` is called with what
+    the worker tells of the prompt, which comes with the first token.
+    """
+
+    __slots__ = ("done", "has_begun", "mailbox", "on_report")
+
+    def __init__(self, mailbox: Mailbox, done: asyncio.Future[None], on_report: Callable[[PromptReport], None] | None) -> None:
+        self.mailbox = mailbox
+        self.done = done
+        self.on_report = on_report
+        self.has_begun = False
+
+    def begin(self, delta: Delta, report: PromptReport) -> Delta:
+        """The first delta of this worker. The reader hears of the prompt once, however many workers computed it."""
+        if self.on_report is not None:
+            self.on_report(report)
+        if self.mailbox.next_offset == 0:
+            return delta
+        return Delta(delta.offset, delta.token_ids, delta.logprobs)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # whoever awaits it sees it; if nobody does any more, that is no leak to report
+
+
+class WorkerLink(LinkProtocol):
+    """A live link to a worker. Made by `connect`.
+
+    All the deltas of a frame are in their mailboxes before any of their readers runs: one wake-up a generation.
+    Every generation stays known until its terminal has come, also a cancelled one; a segment of an unknown one is a breach.
+    """
+
+    def __init__(self, front_end: str, secret: str) -> None:
+        super().__init__()
+        self._loop = loop = asyncio.get_running_loop()
+        self.welcome: asyncio.Future[Welcome] = loop.create_future()
+        self.lost: asyncio.Future[LinkError] = loop.create_future()
+        self.stats = WorkerStats()
+        self.draining = False
+        self.frames = 0
+        self._front_end = front_end
+        self._secret = secret
+        self._nonce = secrets.token_bytes(32)
+        self._generations: dict[bytes, Generation] = {}
+        self._outgoing: list[bytes] = []
+        self._gathering = False
+        self._queries: dict[int, asyncio.Future[Sequence[SessionReport]]] = {}
+        self._next_query = 0
+        self._silent_ticks = 0
+        self._heard_at = 0.0
+        self.unbegun = 0
+        """Generations of which nothing has come yet: they wait at the worker, or their prompts are being computed."""
+        self.observer: LinkObserver = NoObserver()
+
+    @property
+    def active(self) -> int:
+        """Generations without a terminal, cancelled ones included."""
+        return len(self._generations)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_established and not self.lost.done() and not self.draining
+
+    @property
+    def silent_ticks(self) -> int:
+        """How many looks have found it silent, one after the other, while it owed something."""
+        return self._silent_ticks
+
+    @property
+    def has_just_spoken(self) -> bool:
+        """It lives at this moment, for all that can be known: it has said something just now, or owes nothing."""
+        return not self._generations or self._loop.time() - self._heard_at < JUST_NOW_SECONDS
+
+    def tick(self) -> None:
+        """One look at whether it is silent. Looks are counted and not seconds, so that a front end that was itself busy, or asleep,
+        does not take that for the worker's silence."""
+        if self._generations:
+            self._silent_ticks += 1
+        else:
+            self._silent_ticks = 0
+
+    def give_up(self, error: LinkError) -> None:
+        """Ends the link now for this reason: the worker does not react any more, so that nothing is said to it."""
+        self._error = error
+        self.abort()
+
+    def submit(self, request: Submit, mailbox: Mailbox, on_report: Callable[[PromptReport], None] | None = None) -> Generation:
+        """Begins a generation; its deltas go to the mailbox. Raises LinkError when the link is lost."""
+        if self.lost.done():
+            raise self.lost.result()
+        generation = Generation(mailbox, self._loop.create_future(), on_report)
+        self._write_soon(encode_frame(request))
+        self._generations[request.id] = generation
+        self.unbegun += 1
+        return generation
+
+    def cancel(self, generation_id: bytes) -> None:
+        """Stops a generation that nobody reads any more."""
+        if generation_id in self._generations and not self.lost.done():
+            self._write_soon(encode_frame(Cancel((generation_id,))))
+
+    def close_session(self, session_id: str, epoch: int) -> None:
+        """Ends a session on the worker, now or when its last active turn ends."""
+        if not self.lost.done():
+            self._write_soon(encode_frame(CloseSession(session_id, epoch)))
+
+    def request_snapshot(self) -> None:
+        if not self.lost.done():
+            self._write_soon(encode_frame(SnapshotRequest()))
+
+    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+        """What the worker knows of these; nothing of those that it does not know, and nothing when the link is lost meanwhile."""
+        if self.lost.done():
+            return ()
+        self._next_query += 1
+        number = self._next_query
+        answer: asyncio.Future[Sequence[SessionReport]] = self._loop.create_future()
+        self._queries[number] = answer
+        self._write_soon(encode_frame(SessionQuery(number, tuple(session_ids))))
+        try:
+            return await answer
+        finally:
+            self._queries.pop(number, None)
+
+    def messages_received(self, messages: list[Message]) -> None:
+        self._silent_ticks = 0
+        self._heard_at = self._loop.time()
+        for message in messages:
+            if self.is_established:
+                self._hear(message)
+            else:
+                self._greet(message)
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Step():
+                self._deliver(message)
+                self.observer.stepped(message)
+            case Snapshot():
+                self.observer.snapshot_received(message)
+            case SessionReports():
+                answer = self._queries.get(message.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.reports)
+            case Draining():
+                self.draining = True
+                self.observer.draining()
+            case _:
+                raise unexpected(message, "Step")
+
+    def _greet(self, message: Message) -> None:
+        match message:
+            case Challenge():
+                self._answer(message)
+            case Welcome():
+                self._accept(message)
+            case _:
+                raise unexpected(message, "Challenge or Welcome")
+
+    def link_lost(self, reason: LinkError) -> None:
+        if not self.welcome.done():
+            self.welcome.set_exception(reason)
+            self.welcome.exception()
+        self.lost.set_result(reason)
+        generations, self._generations = self._generations, {}
+        for generation in generations.values():
+            generation.fail(LinkBroken(f"the link to the worker broke: {reason}"))
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_result(())
+
+    def _deliver(self, step: Step) -> None:
+        self.stats = step.stats
+        self.frames += 1
+        generations = self._generations
+        half = len(step.segments) // 2
+        for index, segment in enumerate(step.segments):
+            if index == half:
+                # It runs when half of the readers woken by this step have: so the next step is on its way while the
+                # other half runs, and still holds all that was made while the first half did.
+                self._loop.call_soon(self._write_soon, _READY)
+            generation = generations.get(segment.id)
+            if generation is None:
+                raise FrameMalformed(f"a segment for generation {segment.id.hex()}, which is not open")
+            if not generation.has_begun:
+                generation.has_begun = True
+                self.unbegun -= 1
+            try:
+                delta = segment.delta
+                if delta is not None:
+                    if delta.prompt is not None:
+                        delta = generation.begin(delta, delta.prompt)
+                    generation.mailbox.put(delta)
+                if segment.terminal is not None:
+                    self._end(segment, generation)
+            except StreamError as error:
+                self._breach(segment, generation, error)
+        if not step.segments:
+            self._write_soon(_READY)
+
+    def _end(self, segment: Segment, generation: Generation) -> None:
+        del self._generations[segment.id]
+        match segment.terminal:
+            case Finish() as finish:
+                generation.mailbox.end(finish)
+                if not generation.done.done():
+                    generation.done.set_result(None)
+            case Fault() as fault:
+                generation.fail(GenerationFault(fault))
+
+    def _breach(self, segment: Segment, generation: Generation, error: StreamError) -> None:
+        """One generation's stream is broken: it fails, loudly; the link and the others go on."""
+        log.error("generation %s broke its stream: %s", segment.id.hex(), error)
+        generation.fail(GenerationFault(Fault("stream_breach", f"the stream from the worker broke: {error}")))
+        generation.mailbox = Mailbox(Doorbell())
+        generation.mailbox.cancel()
+        self.cancel(segment.id)
+
+    def _answer(self, challenge: Challenge) -> None:
+        check_version(challenge.version)
+        self.send(Hello(PROTOCOL_VERSION, self._front_end, self._nonce, proof(self._secret, "frontend", challenge.nonce)))
+
+    def _accept(self, welcome: Welcome) -> None:
+        check_proof(self._secret, "worker", self._nonce, welcome.proof)
+        self.established()
+        self.welcome.set_result(welcome)
+
+    def _write_soon(self, frame: bytes) -> None:
+        """The first that is said in a turn of the loop goes out at once, the rest of that turn in few writes."""
+        self._outgoing.append(frame)
+        if not self._gathering:
+            self._gathering = True
+            self._loop.call_soon(self._end_of_turn)
+            self._write()
+        elif len(self._outgoing) == MESSAGES_A_WRITE:
+            self._write()
+
+    def _end_of_turn(self) -> None:
+        self._gathering = False
+        if self._outgoing:
+            self._write()
+
+    def _write(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(outgoing))
+
+
+async def connect(address: Address, front_end: str, secret: str) -> tuple[WorkerLink, Welcome]:
+    """Opens a link and shakes hands. Raises LinkError when that fails; nothing is left open then."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+            if isinstance(address, UnixAddress):
+                _, link = await loop.create_unix_connection(lambda: WorkerLink(front_end, secret), address.path)
+            else:
+                _, link = await loop.create_connection(lambda: WorkerLink(front_end, secret), address.host, address.port)
+            try:
+                return link, await asyncio.shield(link.welcome)
+            except BaseException:
+                link.abort()
+                raise
+    except TimeoutError as error:
+        raise HandshakeRefused(f"{address} did not finish its handshake within {HANDSHAKE_TIMEOUT:g} s") from error
+    except OSError as error:
+        raise LinkBroken(f"cannot connect to {address}: {error.strerror or error}") from error

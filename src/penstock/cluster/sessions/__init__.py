@@ -1,0 +1,1 @@
+"""Sessions of this front end."""

@@ -1,0 +1,1 @@
+"""Model weights, read from files."""

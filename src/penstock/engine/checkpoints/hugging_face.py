@@ -1,0 +1,211 @@
+"""A model directory in Hugging Face's layout: config.json and safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penstock.engine.shape import ModelShape, RopeScaling
+from penstock.text.tokenizers.model_config import CONFIG, read_end_ids, read_settings
+from penstock.text.tokenizers.settings import ModelSettings
+from penstock.wire.errors import ConfigError
+
+LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+# What the architectures' own code assumes where a config is silent.
+SLIDING_WINDOW = 4096
+FULL_LAYERS = 28
+QWEN3_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class HuggingFaceCheckpoint:
+    """See `Checkpoint`."""
+
+    shape: ModelShape
+    end_ids: frozenset[int]
+    files: tuple[Path, ...]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for file in self.files:
+            for name, tensor in _file_tensors(file):
+                if self._is_wanted(name):
+                    yield name, tensor
+
+    def _is_wanted(self, name: str) -> bool:
+        # Old checkpoints store what follows from the config, and some store the embedding twice.
+        return not name.endswith("rotary_emb.inv_freq") and not (self.shape.tied_embeddings and name == "lm_head.weight")
+
+
+def open_hugging_face(directory: Path) -> HuggingFaceCheckpoint:
+    config = read_settings(directory / CONFIG)
+    end_ids = read_end_ids(directory)
+    shape = _shape(config)
+    files = _files(directory)
+    for file in files:
+        _check_readable(file)
+    return HuggingFaceCheckpoint(shape, end_ids, files)
+
+
+def _shape(config: ModelSettings) -> ModelShape:
+    architecture = _architecture(config)
+    heads, layers, hidden_size = config.size("num_attention_heads"), config.size("num_hidden_layers"), config.size("hidden_size")
+    rope_theta, rope = _rope(config)
+    sliding_layers = _sliding_layers(config, architecture, layers)
+    attention_bias = architecture in (LLAMA, QWEN3) and config.flag("attention_bias", False)
+    return ModelShape(
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=heads,
+        kv_heads=_kv_heads(config, heads),
+        head_dim=config.size("head_dim", QWEN3_HEAD_DIM if architecture == QWEN3 else hidden_size // heads),
+        intermediate_size=config.size("intermediate_size"),
+        vocab_size=config.size("vocab_size"),
+        trained_length=config.size("max_position_embeddings"),
+        norm_eps=config.positive("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope=rope,
+        tied_embeddings=config.flag("tie_word_embeddings", False),
+        qkv_bias=attention_bias or architecture == QWEN2,
+        output_bias=attention_bias,
+        mlp_bias=architecture == LLAMA and config.flag("mlp_bias", False),
+        qk_norm=architecture == QWEN3,
+        sliding_window=config.size("sliding_window", SLIDING_WINDOW) if sliding_layers else None,
+        sliding_layers=sliding_layers,
+    )
+
+
+def _architecture(config: ModelSettings) -> str:
+    named = config.strings("architectures")
+    if len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise config.wrong("architectures", f"one of {', '.join(ARCHITECTURES)}")
+    if config.has("quantization_config"):
+        raise config.wrong("quantization_config", "none: weights as float32, float16 or bfloat16, or a GGUF file")
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.wrong("hidden_act", "'silu'")
+    return named[0]
+
+
+def _kv_heads(config: ModelSettings, heads: int) -> int:
+    kv_heads = config.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+    return kv_heads
+
+
+def _sliding_layers(config: ModelSettings, architecture: str, layers: int) -> frozenset[int]:
+    """Mistral slides in every layer unless its window is null; Qwen only if it says so, and where it says so."""
+    is_off = "sliding_window" in config.values and not config.has("sliding_window")
+    if architecture == LLAMA or is_off:
+        return frozenset()
+    if architecture == MISTRAL:
+        return frozenset(range(layers))
+    if not config.flag("use_sliding_window", False):
+        return frozenset()
+    if not config.has("layer_types"):
+        return frozenset(range(config.integer("max_window_layers", FULL_LAYERS), layers))
+    kinds = config.strings("layer_types")
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise config.wrong("layer_types", f"'full_attention' or 'sliding_attention' for each of {layers} layers")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def _rope(config: ModelSettings) -> tuple[float, RopeScaling]:
+    key = "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
+    values = config.values.get(key) or {}
+    if not isinstance(values, Mapping) or any(isinstance(value, Mapping) for value in values.values()):
+        raise config.wrong(key, "one set of parameters for all layers")
+    scaling = ModelSettings(f"{config.source}: {key}", values)
+    for settings in (scaling, config):
+        if settings.number("partial_rotary_factor", 1.0) != 1.0:
+            raise settings.wrong("partial_rotary_factor", "1.0: heads that turn as a whole")
+    return scaling.positive("rope_theta", config.positive("rope_theta", 10_000.0)), _scaling(config, scaling)
+
+
+def _scaling(config: ModelSettings, scaling: ModelSettings) -> RopeScaling:
+    # Where a config has the original length outside, that one counts.
+    original_length = config.integer("original_max_position_embeddings", scaling.integer("original_max_position_embeddings", 0))
+    key = "rope_type" if scaling.has("rope_type") else "type"
+    match scaling.text(key, "default"):
+        case "default":
+            return RopeScaling()
+        case "linear":
+            return RopeScaling("linear", factor=scaling.positive("factor"), original_length=original_length)
+        case "llama3":
+            return _llama3(scaling, original_length)
+        case "yarn":
+            return _yarn(scaling, original_length, config.size("max_position_embeddings"))
+        case _:
+            raise scaling.wrong(key, "'default', 'linear', 'llama3' or 'yarn'")
+
+
+def _llama3(scaling: ModelSettings, original_length: int) -> RopeScaling:
+    low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
+    if high <= low:
+        raise scaling.wrong("high_freq_factor", f"more than low_freq_factor, {low}")
+    factor = scaling.positive("factor")
+    return RopeScaling("llama3", factor=factor, original_length=original_length, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(scaling: ModelSettings, original_length: int, trained_length: int) -> RopeScaling:
+    def optional(key: str) -> float | None:
+        return scaling.number(key) if scaling.has(key) else None
+
+    return RopeScaling(
+        "yarn",
+        factor=scaling.positive("factor", trained_length / (original_length or trained_length)),
+        original_length=original_length,
+        beta_fast=scaling.positive("beta_fast", 32.0),
+        beta_slow=scaling.positive("beta_slow", 1.0),
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _files(directory: Path) -> tuple[Path, ...]:
+    if not (directory / INDEX).exists():
+        return (directory / WEIGHTS,)
+    index = read_settings(directory / INDEX)
+    weight_map = index.values.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
+        raise index.wrong("weight_map", "a file name in the same directory for each weight")
+    return tuple(directory / name for name in sorted(set(weight_map.values())))
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def _check_readable(file: Path) -> None:
+    if not file.is_file():
+        raise ConfigError(f"--model {file.parent}: {file.name} is missing: expected weights in safetensors format")
+    with _opened(file):
+        pass
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"--model {file.parent}: {file.name} cannot be read as safetensors: {error}") from error
+
+
+def _file_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with _opened(file) as weights:
+        for name in weights.keys():  # noqa: SIM118, it is no mapping
+            tensor = weights.get_tensor(name)
+            if tensor.dtype not in DTYPES:
+                expected = ", ".join(str(dtype) for dtype in DTYPES)
+                raise ConfigError(f"--model {file.parent}: {file.name}: {name} has type {tensor.dtype}: expected one of {expected}")
+            yield name, tensor

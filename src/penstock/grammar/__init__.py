@@ -1,0 +1,1 @@
+"""Structured output: schemas and grammars, compiled to token masks."""

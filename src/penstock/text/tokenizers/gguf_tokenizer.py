@@ -1,0 +1,192 @@
+"""The tokenizer and chat template that a GGUF file carries in its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from penstock.text.template import DEFAULT
+from penstock.text.tokenizers.gguf_file import read_gguf
+from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
+from penstock.text.tokenizers.settings import ModelSettings
+from penstock.wire.errors import ConfigError
+
+KEY = "tokenizer.ggml"
+SPACE = "\u2581"
+
+# How Llama 3 and Qwen 2 cut text into words: contractions, letters, digits, punctuation, line ends, spaces.
+# They differ in how many digits make a word.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class TokenKind(IntEnum):
+    """The format's numbers for what a token is."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class ByteLevelStyle:
+    """What distinguishes byte-level tokenizers from each other."""
+
+    words: Callable[[], pre_tokenizers.PreTokenizer]
+    whole_words_first: bool = False
+    """A word that is a token is that token, whatever the merges would make of it."""
+    composed: bool = False
+    """Text is brought into Unicode's composed form."""
+    begins: bool = False
+    """Whether the model expects its first token, if the file does not say."""
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _single_digits() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split_by(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    def words() -> pre_tokenizers.PreTokenizer:
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_only])
+
+    return words
+
+
+_LLAMA3 = ByteLevelStyle(_split_by(_WORDS % r"\p{N}{1,3}"), whole_words_first=True, begins=True)
+_QWEN2 = ByteLevelStyle(_split_by(_WORDS % r"\p{N}"), composed=True)
+
+# The values of `tokenizer.ggml.pre`.
+STYLES: Mapping[str, ByteLevelStyle] = {
+    "default": ByteLevelStyle(_gpt2),
+    "gpt-2": ByteLevelStyle(_gpt2),
+    "smollm": ByteLevelStyle(_single_digits),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def read_gguf_tokenizer(path: Path) -> ModelTokenizer:
+    """Reads the file's header only. Raises ConfigError when it carries no tokenizer that is known here."""
+    metadata = read_gguf(path).metadata
+    tokens = metadata.strings(f"{KEY}.tokens")
+    return ModelTokenizer(_tokenizer(metadata, tokens), _named_tokens(metadata, tokens), _templates(metadata), size=len(tokens))
+
+
+def _templates(metadata: ModelSettings) -> Mapping[str, str]:
+    """The one that the file has, and those that it has by name."""
+    key = "tokenizer.chat_template"
+    names = metadata.strings("tokenizer.chat_templates") if metadata.has("tokenizer.chat_templates") else []
+    named = {name: metadata.text(f"{key}.{name}") for name in names}
+    return {**named, DEFAULT: metadata.text(key)} if metadata.has(key) else named
+
+
+def _tokenizer(metadata: ModelSettings, tokens: Sequence[str]) -> Tokenizer:
+    kinds = _kinds(metadata, tokens)
+    # Unused tokens only fill the model's vocabulary up: no text becomes one.
+    vocabulary = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenKind.UNUSED}
+    match metadata.text(f"{KEY}.model"):
+        case "gpt2":
+            style = _style(metadata)
+            tokenizer, begins = _byte_level(metadata, style, vocabulary), style.begins
+        case "llama":
+            pieces = [token for token, index in vocabulary.items() if kinds[index] == TokenKind.NORMAL]
+            tokenizer, begins = _sentence_piece(metadata, vocabulary, pieces), True
+        case _:
+            raise metadata.wrong(f"{KEY}.model", "'gpt2' (byte-level BPE) or 'llama' (SentencePiece BPE)")
+    tokenizer.add_special_tokens(_added(tokens, kinds, {TokenKind.CONTROL, TokenKind.UNKNOWN}))
+    tokenizer.add_tokens(_added(tokens, kinds, {TokenKind.USER_DEFINED}))
+    if metadata.flag(f"{KEY}.add_bos_token", begins):
+        first = _token(metadata, "bos_token_id", tokens)
+        first_id = metadata.integer(f"{KEY}.bos_token_id")
+        tokenizer.post_processor = processors.TemplateProcessing(single=[first, "$A"], special_tokens=[(first, first_id)])
+    return tokenizer
+
+
+def _kinds(metadata: ModelSettings, tokens: Sequence[str]) -> Sequence[int]:
+    kinds = metadata.integers(f"{KEY}.token_type")
+    if len(kinds) != len(tokens):
+        raise metadata.wrong(f"{KEY}.token_type", f"one for each of the {len(tokens)} tokens")
+    return kinds
+
+
+def _added(tokens: Sequence[str], kinds: Sequence[int], wanted: set[TokenKind]) -> list[AddedToken]:
+    return [AddedToken(token, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind in wanted and token]
+
+
+def _style(metadata: ModelSettings) -> ByteLevelStyle:
+    style = STYLES.get(metadata.text(f"{KEY}.pre", "default"))
+    if style is None:
+        raise metadata.wrong(f"{KEY}.pre", f"one of {', '.join(STYLES)}")
+    return style
+
+
+def _byte_level(metadata: ModelSettings, style: ByteLevelStyle, vocabulary: dict[str, int]) -> Tokenizer:
+    merges = [_pair(metadata, merge, vocabulary) for merge in metadata.strings(f"{KEY}.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=style.whole_words_first))
+    if style.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = style.words()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(metadata: ModelSettings, merge: str, vocabulary: Mapping[str, int]) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
+        raise ConfigError(f"{metadata.source}: {KEY}.merges has {merge!r}: expected two tokens that make a third")
+    return left, right
+
+
+def _sentence_piece(metadata: ModelSettings, vocabulary: dict[str, int], pieces: Iterable[str]) -> Tokenizer:
+    scores = metadata.numbers(f"{KEY}.scores")
+    if len(scores) <= max(vocabulary.values()):
+        raise metadata.wrong(f"{KEY}.scores", "one for each token")
+    unknown_id = metadata.integer(f"{KEY}.unknown_token_id", 0)
+    unknown = next((piece for piece, index in vocabulary.items() if index == unknown_id), None)
+    merges = _merges(vocabulary, sorted(pieces, key=lambda piece: -scores[vocabulary[piece]]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", SPACE)
+    to_text = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.flag(f"{KEY}.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        to_text.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(to_text)
+    return tokenizer
+
+
+def _merges(vocabulary: Mapping[str, int], best_first: Iterable[str]) -> list[tuple[str, str]]:
+    """SentencePiece joins whatever two pieces make the piece of the best score; `tokenizers` wants those pairs in order."""
+    merges = []
+    for piece in best_first:
+        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        merges += [(left, right) for left, right in pairs if left in vocabulary and right in vocabulary]
+    return merges
+
+
+def _named_tokens(metadata: ModelSettings, tokens: Sequence[str]) -> dict[str, str]:
+    keys = {"bos_token": "bos_token_id", "pad_token": "padding_token_id", "unk_token": "unknown_token_id"}
+    found = {name: _token(metadata, key, tokens) for name, key in keys.items() if metadata.has(f"{KEY}.{key}")}
+    return {"eos_token": _token(metadata, "eos_token_id", tokens), **found}
+
+
+def _token(metadata: ModelSettings, key: str, tokens: Sequence[str]) -> str:
+    index = metadata.integer(f"{KEY}.{key}")
+    if not 0 <= index < len(tokens):
+        raise metadata.wrong(f"{KEY}.{key}", f"an id below {len(tokens)}")
+    return tokens[index]

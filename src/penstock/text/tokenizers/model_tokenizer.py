@@ -1,0 +1,176 @@
+"""A model's own tokenizer and chat template, wherever they were read from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import tokenizers
+
+from penstock.text.detokenizer import ByteDetokenizer, ByteTables, Detokenizer, PieceDetokenizer, StepDetokenizer
+from penstock.text.template import DEFAULT, ChatTemplates
+from penstock.text.tokenizers.infill import find_infill_style
+from penstock.text.tokenizers.separators import any_of, by_first_letter, find_all, separators
+from penstock.text.tokenizers.slices import SLICE, can_slice, slices
+from penstock.text.tokenizers.token_ids import as_token_ids
+from penstock.text.tokenizers.tokenizer import Answer, ChatPrompt
+from penstock.text.tokenizers.vocabulary import byte_pieces, is_byte_level, is_sentence_piece, lost_bytes
+from penstock.wire.errors import ConfigError
+
+PROBE = "water"
+
+# Stands for itself, whatever comes after it.
+BARRIER = "\u263a"
+
+
+class ModelTokenizer:
+    """Text by the `tokenizers` library, the chat template rendered in Jinja's immutable sandbox.
+
+    `named_tokens` are those that the template may use by name; `eos_token` must be one of them. `size` is that of the model's
+    vocabulary, where it is known: ids beyond the tokenizer's own are holes.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        named_tokens: Mapping[str, str],
+        template: str | Mapping[str, str] | None = None,
+        size: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._named_tokens = named_tokens
+        sources = {DEFAULT: template} if isinstance(template, str) else template or {}
+        self._templates = ChatTemplates(sources, named_tokens)
+        self.chat_template = self._templates.source
+        self.renders_tools = self._templates.renders_tools
+        definition = tokenizer.to_str()
+        self.definition: str | None = definition
+        described = json.loads(definition)
+        decoder = described["decoder"]
+        self._is_byte_level = is_byte_level(decoder)
+        self._is_sentence_piece = is_sentence_piece(decoder)
+        self._strips = self._is_sentence_piece and any(part["type"] == "Strip" for part in decoder["decoders"])
+        added = tokenizer.get_added_tokens_decoder()
+        special = {description.content: token for token, description in added.items() if description.special}
+        self._special = frozenset(special.values())
+        self._special_texts = any_of(special)
+        # With a fixed length, or special tokens taken for text, the whole is more than its parts.
+        whole_only = tokenizer.truncation is not None or tokenizer.padding is not None or tokenizer.encode_special_tokens
+        self._separators = () if whole_only else separators(added.values())
+        self._cuts = by_first_letter(self._separators)
+        self._lost_bytes = lost_bytes(described)
+        self.vocab_size = max(size, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+        self._pieces = byte_pieces(tokenizer, self.vocab_size, self._is_byte_level)
+        self._tables = ByteTables(self._pieces, special)
+        self.ordinary_ids: Sequence[int] = [index for index, piece in enumerate(self._tables.plain) if piece]
+        self.end_id = self._find_end()
+        self.max_token_bytes = max(map(len, self._pieces))
+        self._can_slice = not whole_only and can_slice(described, self.encode_part)
+        self._leading, self._trailing = self._find_around()
+        self._infill = find_infill_style(tokenizer.token_to_id)
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        return self.encode_part(self.render_chat(prompt))
+
+    def render_chat(self, prompt: ChatPrompt) -> str:
+        return self._templates.render(prompt)
+
+    def parts(self, rendered: str) -> list[str]:
+        edges = [0, *find_all(self._cuts, rendered), len(rendered)]
+        return [rendered[start:stop] for start, stop in pairwise(edges)]
+
+    def begins_part(self, rendered: str, position: int) -> bool:
+        return rendered.startswith(self._separators, position)
+
+    def encode_part(self, part: str) -> list[int]:
+        return self._encode(part, add_special_tokens=False)
+
+    def encode_steps(self, text: str) -> Iterator[Sequence[int]]:
+        if not self._can_slice or len(text) <= SLICE:
+            yield self.encode(text)
+            return
+        yield self._leading
+        yield from map(self.encode_part, slices(text))
+        yield self._trailing
+
+    def encode_part_steps(self, part: str) -> Iterator[Sequence[int]]:
+        return map(self.encode_part, slices(part) if self._can_slice else (part,))
+
+    def encode_infill(self, prefix: str, suffix: str) -> list[int] | None:
+        if self._infill is None:
+            return None
+        return [*self._leading, *self._infill.join(self.encode_part(prefix), self._encode_bare(suffix))]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Not `encode`: that one keeps the interpreter for itself as long as it takes, and finds where each token stands.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return as_token_ids(encoding)
+
+    def _encode_bare(self, text: str) -> list[int]:
+        """Without the space that SentencePiece puts before a text."""
+        if not self._is_sentence_piece:
+            return self.encode_part(text)
+        before, whole = self.encode_part(BARRIER), self.encode_part(BARRIER + text)
+        return whole[len(before) :] if whole[: len(before)] == before else self.encode_part(text)
+
+    def read_answer(self, before: str, token_ids: Sequence[int]) -> Answer | None:
+        if not self._separators:
+            return None
+        if token_ids and token_ids[-1] in self._special:
+            token_ids = token_ids[:-1]
+        try:
+            text = b"".join([self._pieces[token_id] for token_id in token_ids]).decode()
+        except UnicodeDecodeError:
+            return None
+        # What prepends a space to a part would prepend it to this one, too.
+        for candidate in dict.fromkeys((text, text.removeprefix(" "))):
+            if self._is_answer(before, candidate, token_ids):
+                return Answer(candidate, token_ids)
+        return None
+
+    def _is_answer(self, before: str, text: str, token_ids: Sequence[int]) -> bool:
+        if any(found.end() > len(before) for found in self._special_texts.finditer(before + text)):
+            return False
+        if self._lost_bytes is not None:
+            data = text.encode()
+            return len(data.translate(None, self._lost_bytes)) == len(data)
+        if not (self._is_byte_level or self._is_sentence_piece):
+            return False
+        generated = [*self.encode_part(before), *token_ids]
+        return self._joined(generated) == self._joined(self.encode_part(before + text))
+
+    def _joined(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join([self._tables.plain[token_id] for token_id in token_ids])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._pieces[token_id]
+
+    def detokenizer(self, visible: frozenset[str] = frozenset(), skip_special_tokens: bool = True) -> Detokenizer:
+        if self._is_byte_level:
+            return ByteDetokenizer(self._tables.find(visible, skip_special_tokens))
+        if self._is_sentence_piece:
+            return PieceDetokenizer(self._tables.find(visible, skip_special_tokens), self._strips)
+        return StepDetokenizer(self._tokenizer, self._tables.shown(visible, skip_special_tokens))
+
+    def _find_around(self) -> tuple[Sequence[int], Sequence[int]]:
+        """What `encode` puts before and after the tokens of a text."""
+        whole, bare = self.encode(PROBE), self.encode_part(PROBE)
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return whole[:start], whole[start + len(bare) :]
+        self._can_slice = False
+        return (), ()
+
+    def _find_end(self) -> int:
+        token = self._named_tokens.get("eos_token")
+        found = None if token is None else self._tokenizer.token_to_id(token)
+        if found is None:
+            raise ConfigError(f"the tokenizer's eos_token is {token!r}: expected a token of the vocabulary")
+        return int(found)

@@ -1,0 +1,279 @@
+"""What Anthropic's requests say reaches the chat template: nothing is lost, nothing is in a place where templates do not look."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.api.anthropic.conversation import Conversation
+from penstock.api.anthropic.conversion import longest_mark, read_common, read_dialogue
+from penstock.api.anthropic.schema import Message, MessagesRequest, Role
+from penstock.api.anthropic.thinking import sealed, signature_of
+from penstock.api.pipeline.dialogue import Dialogue, ToolChoice
+from penstock.wire.errors import RequestError
+from penstock.wire.messages import Grammar
+
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
+LOOK = {"name": "look", "description": "looks", "input_schema": SCHEMA}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "sea"}}
+MARK = {"type": "ephemeral"}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "blue"}
+
+
+def request(*messages: dict[str, Any], **fields: Any) -> MessagesRequest:
+    body = {"model": "m", "max_tokens": 10, "messages": messages or ({"role": "user", "content": "x"},), **fields}
+    return msgspec.json.decode(msgspec.json.encode(body), type=MessagesRequest)
+
+
+def dialogue(*messages: dict[str, Any], **fields: Any) -> Dialogue:
+    return read_dialogue(request(*messages, **fields))
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content[0] if len(content) == 1 and isinstance(content[0], str) else list(content)}
+
+
+def assistant(*content: Any) -> dict[str, Any]:
+    return {**user(*content), "role": "assistant"}
+
+
+def text(value: str, **rest: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **rest}
+
+
+def test_instructions_come_first_without_the_line_that_changes() -> None:
+    blocks = [
+        text("x-anthropic-billing-header: cc_version=2; cch=1a2b;"),
+        text("Be brief."),
+        text("Be kind.", cache_control=MARK),
+    ]
+    found = dialogue(user("Hello"), system=blocks)
+    assert found.prompt.messages == [{"role": "system", "content": "Be brief.\n\nBe kind."}, {"role": "user", "content": "Hello"}]
+    assert found.fields == ["system", "messages[0]"]
+    assert dialogue(user("Hello"), system="Be brief.").prompt.messages[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_a_tool_loop_becomes_calls_and_results() -> None:
+    other = {**USE, "id": "toolu_2", "input": {}}
+    failed = {"type": "tool_result", "tool_use_id": "toolu_2", "content": [text("no"), text("way")], "is_error": True}
+    found = dialogue(
+        user("Look."),
+        assistant({"type": "thinking", "thinking": "hm", "signature": "s"}, text("I look."), USE, other),
+        user(RESULT, failed, text("Go on.")),
+        tools=[LOOK],
+    )
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
+    assert found.prompt.messages == [
+        {"role": "user", "content": "Look."},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [call, {**call, "id": "toolu_2", "function": {"name": "look", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "blue", "name": "look", "tool_call_id": "toolu_1"},
+        {"role": "tool", "content": "Error: no\n\nway", "name": "look", "tool_call_id": "toolu_2"},
+        {"role": "user", "content": "Go on."},
+    ]
+    assert found.fields == ["messages[0]", "messages[1]", "messages[2].content[0]", "messages[2].content[1]", "messages[2]"]
+    assert found.prompt.tools == [{"type": "function", "function": {"name": "look", "description": "looks", "parameters": SCHEMA}}]
+    assert found.prompt.begins_answer
+
+
+def test_those_who_speak_twice_have_one_turn() -> None:
+    found = dialogue(user("a"), user(text("b"), text("c")), assistant("d"), assistant(text("e"), text("f")), user("g"))
+    assert [(message["role"], message["content"]) for message in found.prompt.messages] == [
+        ("user", "a\n\nb\n\nc"),
+        ("assistant", "d\n\nef"),
+        ("user", "g"),
+    ]
+
+
+def test_instructions_within_a_chat_stay_where_templates_take_them() -> None:
+    note = {"role": "system", "content": "mind the gap"}
+    reminder = "<system-reminder>\nmind the gap\n</system-reminder>"
+    first = dialogue(note, user("a"), system="Be brief.").prompt.messages
+    assert first[0] == {"role": "system", "content": "Be brief.\n\nmind the gap"}
+    after_user = dialogue(user("a"), note).prompt.messages
+    assert after_user == [{"role": "user", "content": f"a\n\n{reminder}"}]
+    after_result = dialogue(user("a"), assistant(USE), user(RESULT), note, tools=[LOOK]).prompt.messages
+    assert [message["role"] for message in after_result] == ["user", "assistant", "tool"]
+    assert after_result[-1]["content"] == f"blue\n\n{reminder}"
+    passing = {**note, "clear_at": "next_user_message"}
+    assert dialogue(user("a"), passing, assistant("b"), user("c")).prompt.messages[0]["content"] == "a"
+    assert dialogue(user("a"), passing).prompt.messages[0]["content"] == f"a\n\n{reminder}"
+
+
+def test_documents_that_are_text_are_text() -> None:
+    plain = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}, "title": "T", "context": "C"}
+    parts = {"type": "document", "source": {"type": "content", "content": [text("E"), text("F")]}}
+    assert dialogue(user(plain, parts, text("?"))).prompt.messages[0]["content"] == "T\n\nC\n\nD\n\nE\n\nF\n\n?"
+
+
+def test_a_last_message_of_the_assistant_begins_the_answer() -> None:
+    found = dialogue(user("a"), assistant("The answer is")).prompt
+    assert (found.continues, found.begins_answer) == (True, False)
+    assert found.messages[-1] == {"role": "assistant", "content": "The answer is"}
+    empty = dialogue(user("a"), assistant("")).prompt
+    assert (empty.continues, empty.begins_answer, len(empty.messages)) == (False, True, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
+        ({"output_config": {"effort": "low"}}, {"enable_thinking": False, "reasoning_effort": "low"}),
+        ({"output_config": {"effort": "max"}}, {"enable_thinking": False, "reasoning_effort": "high"}),
+    ],
+)
+def test_thinking_and_effort_are_arguments_of_the_template(fields: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert dialogue(**fields).prompt.arguments == arguments
+
+
+def test_thinking_that_was_not_shown_comes_back_in_its_signature() -> None:
+    blocks = [{"type": "thinking", "thinking": "", "signature": sealed("so ä\n")}, text("b")]
+    assert dialogue(user("a"), assistant(*blocks), user("c")).prompt.messages[1].get("reasoning_content") == "so ä\n"
+    for signature in ("", "omitted.???", "omitted./w==", signature_of("so")):
+        message = dialogue(user("a"), assistant({**blocks[0], "signature": signature}, text("b")), user("c")).prompt.messages[1]
+        assert "reasoning_content" not in message
+    redacted = {"type": "redacted_thinking", "data": "secret"}
+    assert dialogue(user("a"), assistant(redacted, text("b")), user("c")).prompt.messages[1] == {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ("all", ["one", "two", "three"]),
+        ({"type": "all"}, ["one", "two", "three"]),
+        ({"type": "thinking_turns", "value": 2}, ["one", "two", "three"]),
+        ({"type": "thinking_turns", "value": 1}, ["two", "three"]),
+        (None, ["two", "three"]),
+    ],
+)
+def test_thinking_of_earlier_turns_is_cleared_as_asked(keep: Any, kept: list[str]) -> None:
+    def thinking(value: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": value, "signature": "s"}
+
+    found = dialogue(
+        user("a"),
+        assistant(thinking("one"), text("b")),
+        user("c"),
+        assistant(thinking("two"), USE),
+        user(RESULT),
+        assistant(thinking("three"), text("d")),
+        user("e"),
+        tools=[LOOK],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": keep}]},
+    )
+    assert [message["reasoning_content"] for message in found.prompt.messages if "reasoning_content" in message] == kept
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "parallel"),
+    [
+        (None, ToolChoice("auto"), True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ToolChoice("auto"), False),
+        ({"type": "any"}, ToolChoice("required"), True),
+        ({"type": "tool", "name": "look", "disable_parallel_tool_use": True}, ToolChoice("named", "look"), False),
+        ({"type": "none"}, ToolChoice("none"), True),
+    ],
+)
+def test_tool_choice(choice: Any, expected: ToolChoice, parallel: bool) -> None:
+    found = dialogue(tools=[LOOK], tool_choice=choice)
+    assert (found.tool_choice, found.parallel_calls) == (expected, parallel)
+    assert bool(found.prompt.tools) == (expected.mode != "none")
+
+
+def test_examples_of_a_tool_are_described() -> None:
+    [tool] = dialogue(tools=[{**LOOK, "input_examples": [{"at": "sea"}], "type": "custom", "defer_loading": True}]).prompt.tools
+    assert tool["function"]["description"] == 'looks\nExamples of its input:\n{"at":"sea"}'
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_structured_output_is_a_grammar(field: str) -> None:
+    wanted = {"type": "json_schema", "schema": SCHEMA}
+    found = dialogue(**{field: {"format": wanted} if field == "output_config" else wanted})
+    assert found.grammar == Grammar("json_schema", '{"type":"object","properties":{"at":{"type":"string"}}}')
+    assert found.grammar_field == ("output_config.format.schema" if field == "output_config" else "output_format.schema")
+
+
+@pytest.mark.parametrize(
+    ("marked", "ttl"),
+    [
+        ({}, None),
+        ({"cache_control": MARK}, "5m"),
+        ({"system": [text("a", cache_control={"type": "ephemeral", "ttl": "1h", "scope": "global"})]}, "1h"),
+        ({"tools": [{**LOOK, "cache_control": MARK}]}, "5m"),
+        (
+            {"messages": [user(text("a", cache_control={"type": "ephemeral", "ttl": "1h"}), text("b", cache_control=MARK))]},
+            "1h",
+        ),
+        ({"messages": [assistant(USE), user({**RESULT, "content": [text("a", cache_control=MARK)]})]}, "5m"),
+    ],
+)
+def test_the_longest_mark_counts(marked: dict[str, Any], ttl: str | None) -> None:
+    mark = longest_mark(request(**marked))
+    assert (mark and mark.ttl) == ttl
+    assert read_common(request(**marked)).cache_control == mark
+
+
+def test_settings_are_taken_over() -> None:
+    found = read_common(request(stop_sequences=["a", "b"], temperature=0.5, top_p=0.9, top_k=7, stream=True))
+    assert (found.stops, found.temperature, found.top_p, found.top_k, found.stream) == (["a", "b"], 0.5, 0.9, 7, True)
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1]", "not supported yet"),
+        ({"messages": [assistant(USE), user({**RESULT, "content": [IMAGE]})]}, "messages[1].content[0].content[0]", "not supported yet"),
+        ({"messages": [user({"type": "document", "source": {"type": "url", "url": "u"}})]}, "messages[0].content[0].source.type", "url"),
+        ({"messages": [user(RESULT)]}, "messages[0].content[0].tool_use_id", "toolu_1"),
+        ({"messages": [user(USE)]}, "messages[0].content[0].type", "tool_use"),
+        ({"messages": [assistant(RESULT)]}, "messages[0].content[0].type", "tool_result"),
+        ({"messages": [user("a"), assistant("b \n")]}, "messages[1].content", "whitespace"),
+        ({"messages": [user("a"), assistant(text("b"), USE)]}, "messages[1]", "tool_result"),
+        ({"messages": [{"role": "system", "content": ""}]}, "messages", "nothing to answer"),
+        ({"messages": [assistant("")]}, "messages", "nothing to answer"),
+        ({"messages": [{**user("a"), "clear_at": "never"}]}, "messages.clear_at", "role system"),
+        ({"messages": [user("a"), assistant("b")], "output_format": FORMAT}, "output_format.schema", "continues"),
+        ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "output_format", "exclude"),
+        ({"tools": [LOOK, LOOK]}, "tools[1].name", "look"),
+        ({"tools": [{**LOOK, "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers", "direct"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "no `tools`"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError, match="`") as caught:
+        read_dialogue(request(**fields))
+    assert caught.value.param == param
+    assert words in caught.value.message
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_messages_of_one_role_are_joined_in_a_time_that_grows_with_their_number(role: Role) -> None:
+    texts = [f"{number} " + "x" * 1000 for number in range(16_000)]
+    messages = [Message(role="user", content="Hi"), *(Message(role=role, content=text) for text in texts)]
+    begun = time.process_time()
+    conversation = Conversation(MessagesRequest(model="m", max_tokens=1, messages=messages))
+    assert time.process_time() - begun < 5
+    assert sum(message["content"].count("x" * 1000) for message in conversation.messages) == len(texts)
+
+
+def test_a_note_is_cleared_where_the_user_speaks_after_it() -> None:
+    note = Message(role="system", content="note", clear_at="next_user_message")
+    asked, said = Message(role="user", content="Hi"), Message(role="assistant", content="Yes?")
+    for messages, is_there in (([asked, note], True), ([asked, note, said], True), ([asked, note, said, asked], False)):
+        conversation = Conversation(MessagesRequest(model="m", max_tokens=1, messages=messages))
+        assert ("note" in str(conversation.messages)) is is_there

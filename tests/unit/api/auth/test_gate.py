@@ -1,0 +1,270 @@
+"""Who may come in, and which web pages may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.api.auth import gate
+from penstock.api.auth.gate import OPEN_PATHS, TENANT, Gate, check_origin
+from penstock.api.auth.keys import Keyring, KeySettings, given_keys
+from penstock.api.pipeline.hints import NOBODY, owner
+from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
+from penstock.wire.errors import ConfigError
+
+KEY = "psk-the-right-one"
+BEARER = {"authorization": f"Bearer {KEY}"}
+PAGE = "https://chat.example.org"
+PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+STREAM_HEADERS = [(b"content-type", b"text/event-stream")]
+
+
+class Answer:
+    def __init__(self, messages: list[Message]) -> None:
+        start, *bodies = messages
+        assert start["type"] == "http.response.start"
+        self.status: int = start["status"]
+        self.pairs = [(name.decode(), value.decode()) for name, value in start["headers"]]
+        self.headers = dict(self.pairs)
+        self.bodies = [body["body"] for body in bodies]
+        assert [body.get("more_body", False) for body in bodies] == [True] * (len(bodies) - 1) + [False]
+
+    @property
+    def json(self) -> Any:
+        (body,) = self.bodies
+        assert self.headers["content-length"] == str(len(body))
+        return json.loads(body)
+
+
+class Front:
+    """A gate before an application that streams, and remembers whom it has seen."""
+
+    def __init__(self, *keys: str, cors: Iterable[str] = ()) -> None:
+        self.tally = Tally()
+        self.seen: list[Any] = []
+        self.received = 0
+        self.body_megabytes = 1
+        self._gate = Gate(self._app, Keyring(KeySettings(given_keys(keys)), self.tally), self.tally, cors)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.seen.append(scope[TENANT])
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await send({"type": "http.response.body", "body": b"two", "more_body": False})
+
+    async def ask(self, headers: dict[str, str] | None = None, path: str = "/v1/models", method: str = "GET") -> Answer:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            self.received += 1
+            return {"type": "http.request", "body": b"x" * 1_000_000, "more_body": self.received < self.body_megabytes}
+
+        pairs = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        await self._gate({"type": "http", "method": method, "path": path, "headers": pairs}, receive, send)
+        return Answer(sent)
+
+
+@pytest.mark.parametrize("headers", [BEARER, {"authorization": f"bearer  {KEY}"}, {"x-api-key": KEY}])
+async def test_a_known_key_comes_in_however_it_is_sent(headers: dict[str, str]) -> None:
+    front = Front("another", KEY)
+    answer = await front.ask(headers)
+    assert (answer.status, answer.bodies) == (200, [b"one", b"two"])
+    (tenant,) = front.seen
+    assert tenant.name == "api-key-2"
+    assert tenant.owner == owner([(name.encode(), value.encode()) for name, value in headers.items()])
+    assert not front.tally.failed_authentications
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({}, "missing"),
+        ({"authorization": "Bearer "}, "missing"),
+        ({"x-api-key": ""}, "missing"),
+        ({"authorization": "Bearer psk-wrong"}, "unknown"),
+        ({"authorization": f"Basic {KEY}"}, "unknown"),
+        ({"authorization": f"Bearer {KEY}x"}, "unknown"),
+        ({"x-api-key": KEY[:-1]}, "unknown"),
+        ({"authorization": "Bearer psk-wrong", "x-api-key": KEY}, "unknown"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/messages", "/", "/metrics/", "//metrics", "/v1/../metrics"])
+async def test_without_a_known_key_nobody_comes_in(headers: dict[str, str], reason: str, path: str) -> None:
+    front = Front(KEY)
+    answer = await front.ask(headers, path, "POST")
+    assert answer.status == 401
+    assert not front.seen
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert front.tally.failed_authentications == {(reason,): 1}
+    assert "psk-" not in json.dumps(answer.json)
+    assert "psk-" not in str(answer.pairs)
+
+
+@pytest.mark.parametrize(("megabytes", "received"), [(3, 3), (10**9, 9)])
+async def test_a_body_is_taken_within_bounds_so_that_its_sender_reads_the_answer(megabytes: int, received: int) -> None:
+    front = Front(KEY)
+    front.body_megabytes = megabytes
+    assert (await front.ask({}, method="POST")).status == 401
+    assert front.received == received
+    assert (await front.ask(BEARER)).status == 200
+    assert front.received == received, "what is let in is the application's to read"
+
+
+async def test_a_body_that_does_not_come_does_not_keep_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "DISCARD_SECONDS", 0.01)
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    door = Gate(Front()._app, Keyring(KeySettings(given_keys([KEY])), Tally()), Tally())
+    await door({"type": "http", "method": "POST", "path": "/v1/models", "headers": []}, receive, send)
+    assert Answer(sent).status == 401
+
+
+async def test_the_shape_of_openai() -> None:
+    answer = await Front(KEY).ask({"x-api-key": "psk-wrong"})
+    assert answer.json == {
+        "error": {
+            "message": "the API key is not known here: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
+    }
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_the_shape_of_anthropic(path: str) -> None:
+    front = Front(KEY)
+    answer = await front.ask({}, path, "POST")
+    message = "an API key is needed: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+    assert answer.json == {
+        "type": "error",
+        "error": {"type": "authentication_error", "message": message},
+        "request_id": answer.headers["request-id"],
+    }
+    assert answer.headers["x-request-id"] == answer.headers["request-id"]
+    assert (await front.ask({}, path)).headers["request-id"] != answer.headers["request-id"]
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+async def test_probes_need_no_key(path: str) -> None:
+    front = Front(KEY)
+    assert (await front.ask({}, path)).status == 200
+    assert front.seen[0].name == NOBODY
+
+
+async def test_without_keys_everyone_comes_in() -> None:
+    front = Front()
+    assert (await front.ask()).status == 200
+    assert (await front.ask(BEARER)).status == 200
+    assert [tenant.owner for tenant in front.seen] == [NOBODY, owner([(b"x-api-key", KEY.encode())])]
+
+
+async def test_failures_and_usage_are_metrics_without_secrets() -> None:
+    front = Front(KEY)
+    metrics = FrontEndMetrics(front.tally)
+    metrics.observe(ClusterReading)
+    await front.ask({"x-api-key": "psk-wrong"})
+    await front.ask(BEARER)
+    with front.seen[0].quota.admit(1, 5) as charge:
+        charge.spend(7)
+    front.tally.quota_refusals["api-key-1", "concurrency"] += 1
+    text = metrics.render().decode()
+    assert 'penstock_failed_authentications_total{reason="unknown"} 1.0' in text
+    assert 'penstock_key_requests_total{key="api-key-1"} 1.0' in text
+    assert 'penstock_key_tokens_total{key="api-key-1",kind="prompt"} 5.0' in text
+    assert 'penstock_key_tokens_total{key="api-key-1",kind="completion"} 7.0' in text
+    assert 'penstock_quota_refusals_total{key="api-key-1",limit="concurrency"} 1.0' in text
+    assert "psk-" not in text
+
+
+# Web pages.
+
+
+async def test_without_origins_there_is_no_cors() -> None:
+    front = Front(KEY)
+    answer = await front.ask({**BEARER, "origin": PAGE})
+    assert answer.pairs == [("content-type", "text/event-stream")]
+    answer = await front.ask(PREFLIGHT, "/v1/chat/completions", "OPTIONS")
+    assert (answer.status, answer.json["error"]["code"]) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == "GET, HEAD, POST, DELETE"
+    assert not [name for name in answer.headers if name.startswith("access-control") or name == "vary"]
+    assert not front.tally.failed_authentications
+
+
+@pytest.mark.parametrize(("cors", "allowed"), [([PAGE], PAGE), (["*"], "*"), (["https://other.example.org", PAGE], PAGE)])
+async def test_a_page_of_a_named_origin_may_ask(cors: list[str], allowed: str) -> None:
+    front = Front(KEY, cors=cors)
+    answer = await front.ask(PREFLIGHT, "/v1/chat/completions", "OPTIONS")
+    assert (answer.status, answer.bodies) == (204, [b""])
+    assert answer.headers["access-control-allow-origin"] == allowed
+    assert answer.headers["access-control-allow-methods"] == "GET, HEAD, POST, DELETE"
+    assert answer.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+    assert answer.headers["access-control-max-age"] == "600"
+    assert ("vary", "origin") in answer.pairs
+    assert not front.seen
+    answer = await front.ask({**BEARER, "origin": PAGE})
+    assert answer.bodies == [b"one", b"two"]
+    assert answer.headers["access-control-allow-origin"] == allowed
+    assert "x-ratelimit-remaining-tokens" in answer.headers["access-control-expose-headers"]
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert ("vary", "origin") in answer.pairs
+    assert "access-control-allow-credentials" not in answer.headers
+    assert STREAM_HEADERS == [(b"content-type", b"text/event-stream")], "the application's list is its own"
+
+
+async def test_a_page_may_see_that_its_key_is_wrong() -> None:
+    answer = await Front(KEY, cors=[PAGE]).ask({"origin": PAGE})
+    assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example.org", PAGE + ".evil.org", "null", PAGE.upper(), PAGE + "/", "*"])
+async def test_a_page_of_another_origin_may_not(origin: str) -> None:
+    front = Front(KEY, cors=[PAGE])
+    for answer in (
+        await front.ask({**PREFLIGHT, "origin": origin}, "/v1/chat/completions", "OPTIONS"),
+        await front.ask({**BEARER, "origin": origin}),
+    ):
+        assert "access-control-allow-origin" not in answer.headers
+        assert ("vary", "origin") in answer.pairs
+
+
+async def test_what_is_no_page_is_answered_as_ever() -> None:
+    answer = await Front(KEY, cors=["*"]).ask(BEARER)
+    assert answer.pairs == [("content-type", "text/event-stream")]
+
+
+@pytest.mark.parametrize("names", ["x\r\nset-cookie: a=b", "x: y", "ä", "a" * 5000])
+async def test_a_preflight_cannot_make_headers(names: str) -> None:
+    answer = await Front(KEY, cors=[PAGE]).ask({**PREFLIGHT, "access-control-request-headers": names}, method="OPTIONS")
+    assert answer.status == 204
+    assert "access-control-allow-headers" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["*", PAGE, "http://localhost:3000", "http://[::1]:8080", "tauri://localhost", "app.x+y://host_1"])
+def test_origins(origin: str) -> None:
+    assert check_origin(origin) == origin
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "chat.example.org", PAGE + "/", PAGE + "/x", PAGE.upper(), "https://a,https://b", "null", "https://a b"]
+)
+def test_what_is_no_origin(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--cors-origin is"):
+        check_origin(origin)

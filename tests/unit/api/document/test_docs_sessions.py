@@ -1,0 +1,108 @@
+"""docs/sessions.md says what the code does, and its examples are programs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.api.openai.schema import (
+    CHOICES,
+    HIGHEST_PRIORITY,
+    LONGEST_SECONDS,
+    LOWEST_PRIORITY,
+    UNSUPPORTED_NVEXT,
+    AgentHints,
+    CacheControl,
+    Nvext,
+    NvextCacheControl,
+    PromptCacheBreakpoint,
+    PromptCacheOptions,
+    SessionControl,
+)
+from penstock.api.pipeline.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
+from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT, SessionDescription
+from penstock.kv.config import EngineConfig
+from penstock.router.policy import POLICIES
+from penstock.wire.messages import DEFAULT_SESSION_SECONDS
+
+TEXT = (Path(__file__).parents[4] / "docs" / "sessions.md").read_text(encoding="utf-8")
+PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+BASH = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+WORDS = {word for span in re.findall(r"`([^`\n]+)`", PROSE) for word in re.findall(r"[\w.-]+", span)}
+
+
+def stated(pattern: str) -> float:
+    found = re.findall(pattern, PROSE)
+    assert len(found) == 1, f"{pattern} is there {len(found)} times"
+    return float(found[0])
+
+
+def test_figures() -> None:
+    assert stated(r"default timeout is (\d+) seconds") == DEFAULT_SESSION_SECONDS
+    assert stated(r"A timeout is above 0 and at most (\d+) seconds") == LONGEST_SECONDS
+    assert stated(r"A session id is 1 to (\d+) bytes") == MAX_ID_BYTES
+    assert stated(r"`limit` is 1 to (\d+)") == MAX_LIMIT
+    assert stated(r"/v1/sessions\?limit=(\d+)") == DEFAULT_LIMIT
+    assert stated(r"from (-\d+) to \d+, 0 by default") == LOWEST_PRIORITY
+    assert stated(r"from -\d+ to (\d+), 0 by default") == HIGHEST_PRIORITY
+
+
+def test_quotas() -> None:
+    config = EngineConfig(context_length=64, kv_pages=8)
+    assert stated(r"`--max-sessions` \| (\d+)") == config.max_sessions
+    assert stated(r"`--lease-share` \| ([\d.]+)") == config.lease_share
+    assert stated(r"by itself (\d+) seconds after its timeout") == config.session_grace
+
+
+def test_every_header_is_named() -> None:
+    headers = {name for names in SESSION_HEADERS for name in names if name} | {AFFINITY_HEADER, ROUTER_HEADER}
+    assert {name.decode() for name in headers} <= WORDS
+    assert set(POLICIES) <= WORDS
+
+
+def test_headers_are_named_in_the_order_in_which_they_count() -> None:
+    table = PROSE[PROSE.index("| 2 | `x-session-id`") : PROSE.index("### Affinity alone")]
+    places = [table.index(f"`{names.session.decode()}`") for names in SESSION_HEADERS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Nvext, AgentHints, SessionControl, NvextCacheControl, CacheControl, PromptCacheOptions, PromptCacheBreakpoint, SessionDescription],
+)
+def test_every_field_is_named(kind: type[msgspec.Struct]) -> None:
+    parts = {part for word in WORDS for part in word.split(".")}
+    assert set(kind.__struct_fields__) <= parts
+
+
+def test_every_choice_is_named() -> None:
+    paths = [path for path in CHOICES if path.startswith(("nvext", "prompt_cache", "cache_control"))]
+    assert paths
+    # `implicit` is what one gets without a mode.
+    assert {choice for path in paths for choice in CHOICES[path]} - {"implicit"} <= WORDS
+
+
+def test_what_is_refused_is_named_as_refused() -> None:
+    refused = PROSE[PROSE.index("Refused, for") : PROSE.index("Refused as everywhere")]
+    assert {f"nvext.{name}" for name in re.findall(r"`(\w+)`", refused)} == UNSUPPORTED_NVEXT
+
+
+def test_examples_are_programs_that_can_be_pointed_anywhere() -> None:
+    assert len(PYTHON) == 2
+    assert len(BASH) == 1
+    for source in PYTHON:
+        compile(source, "docs/sessions.md", "exec")
+    for source in PYTHON + BASH:
+        assert "PENSTOCK_URL" in source
+        assert "http://localhost:8000" in source
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_shell_example_is_a_program() -> None:
+    subprocess.run(["bash", "-n"], input=BASH[0], text=True, check=True)

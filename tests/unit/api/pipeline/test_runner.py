@@ -1,0 +1,197 @@
+"""What a request costs its key, and that everything is given back, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from front_end import FrontEnd, Produce, request, says
+from penstock.api.anthropic.messages import CountTokens, parse_messages
+from penstock.api.auth.gate import Gate
+from penstock.api.auth.keys import Keyring, KeySettings, given_keys
+from penstock.api.auth.quota import Quota, QuotaLimits
+from penstock.api.openai.chat import parse_chat
+from penstock.api.pipeline.admission import Limits
+from penstock.api.pipeline.incoming import Library
+from penstock.api.pipeline.response import Response
+from penstock.metrics.frontend import Tally
+from penstock.stream.mailbox import Mailbox
+from penstock.text.transcript import Transcripts
+from penstock.wire.errors import GenerationFault
+from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Submit
+
+KEY = "psk-test"
+
+
+def limited(produce: Produce, **limits: int) -> tuple[FrontEnd, Quota]:
+    """A front end that knows one key, and what that may use."""
+    front_end = FrontEnd(produce)
+    keyring = Keyring(KeySettings(given=given_keys([KEY]), defaults=QuotaLimits(**limits)), front_end.tally)
+    front_end.app = Gate(front_end.application, keyring, front_end.tally)
+    tenant = keyring.tenant_of(KEY.encode())
+    assert tenant is not None
+    return front_end, tenant.quota
+
+
+async def complete(front_end: FrontEnd, **fields: Any) -> None:
+    body = json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
+    await front_end.send("POST", "/v1/completions", body, {"authorization": f"Bearer {KEY}"})
+
+
+async def never_ends(_: Submit, mailbox: Mailbox) -> None:
+    mailbox.put(Delta(0, tuple(b"abc")))
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "stream_options": {"resumable": True}}])
+async def test_the_tokens_of_prompt_and_answer_are_booked(fields: dict[str, Any]) -> None:
+    front_end, quota = limited(says("hel", "lo"), tokens_per_minute=1000)
+    await complete(front_end, n=2, **fields)
+    assert front_end.status == 200
+    assert front_end.tally.key_tokens["api-key-1", "prompt"] == 2
+    assert front_end.tally.key_tokens["api-key-1", "completion"] == 10
+    remaining = dict(quota.headers())[b"x-ratelimit-remaining-tokens"]
+    assert remaining == b"988"
+    await front_end.detached.close()
+
+
+async def test_tokens_that_came_before_the_client_left_are_booked() -> None:
+    front_end, quota = limited(never_ends, tokens_per_minute=1000, concurrency=1)
+    connection = asyncio.create_task(complete(front_end, stream=True))
+    async with asyncio.timeout(10):
+        while len(front_end.sent) < 2:
+            await asyncio.sleep(0)
+    front_end.gone.set()
+    await connection
+    assert front_end.tally.key_tokens["api-key-1", "completion"] == 3
+    assert quota.running == 0
+
+
+async def test_every_generation_counts_against_the_concurrency() -> None:
+    front_end, quota = limited(never_ends, concurrency=3)
+    connection = asyncio.create_task(complete(front_end, stream=True, n=2))
+    async with asyncio.timeout(10):
+        while quota.running < 2:
+            await asyncio.sleep(0)
+    sent = front_end.sent
+    await complete(front_end, n=2)
+    assert front_end.status == 429
+    assert quota.running == 2
+    front_end.sent = sent
+    front_end.gone.set()
+    await connection
+    assert quota.running == 0
+
+
+async def test_a_fault_gives_everything_back() -> None:
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        raise GenerationFault(Fault("worker_lost", "gone"))
+
+    front_end, quota = limited(produce, concurrency=1)
+    for _ in range(2):
+        await complete(front_end)
+        assert front_end.status == 503
+        assert quota.running == 0
+        assert front_end.admission.idle.is_set()
+
+
+async def test_a_session_s_turn_ends_with_its_request() -> None:
+    front_end, _ = limited(says("x"))
+    await complete(front_end, nvext={"session_control": {"session_id": "s", "action": "open"}})
+    assert front_end.status == 200
+    assert front_end.turn.session is not None
+    assert front_end.turn.session.active == 0
+    async with asyncio.timeout(10):
+        while len(asyncio.all_tasks()) > 1:
+            # The session is bound to no worker, and is closed.
+            await asyncio.sleep(0)
+
+
+async def test_generations_that_are_over_make_room() -> None:
+    front_end = FrontEnd(says("x"), limits=Limits(max_generations=2))
+    for _ in range(3):
+        await front_end.post(n=2)
+        assert front_end.status == 200
+    await front_end.post(n=3)
+    assert front_end.status == 429
+
+
+async def test_what_a_stop_string_has_ended_is_not_generated_on() -> None:
+    stopped, may_end = asyncio.Event(), asyncio.Event()
+    begun = 0
+
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        nonlocal begun
+        begun += 1
+        is_first = begun == 1
+        mailbox.put(Delta(0, tuple(b"a." if is_first else b"a")))
+        try:
+            await may_end.wait()
+        except asyncio.CancelledError:
+            stopped.set()
+            raise
+        mailbox.end(Finish("stop"))
+
+    front_end = FrontEnd(produce)
+    connection = asyncio.create_task(front_end.post(n=2, stop=".", stream=True))
+    async with asyncio.timeout(10):
+        await stopped.wait()
+        may_end.set()
+        await connection
+    assert {event["choices"][0]["index"] for event in front_end.events if event["choices"][0]["finish_reason"]} == {0, 1}
+
+
+async def test_the_cached_part_of_a_prompt_is_counted_once() -> None:
+    async def produce(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, tuple(b"ab"), prompt=PromptReport(4)))
+        mailbox.end(Finish("stop"))
+
+    front_end = FrontEnd(produce)
+    await front_end.post(prompt=["12345678", "12345678"], n=3)
+    usage = front_end.json["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]) == (16, 8, 12)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    await front_end.post(prompt=["12345678", "12345678"], n=3, stream=True, stream_options=options)
+    assert front_end.events[-1]["usage"] == usage
+    assert front_end.events[-2]["usage"]["completion_tokens"] == 12
+
+
+async def test_a_client_that_leaves_while_its_socket_is_full() -> None:
+    front_end = FrontEnd(never_ends)
+    front_end.socket_open.clear()
+    connection = asyncio.create_task(front_end.post(stream=True))
+    async with asyncio.timeout(10):
+        while front_end.tally.writes == 0:
+            await asyncio.sleep(0)
+        front_end.gone.set()
+        await connection
+    assert front_end.tally.clients_left == 1
+    assert front_end.admission.idle.is_set()
+
+
+async def test_sessions_of_one_name_are_remembered_apart_for_every_key() -> None:
+    """What one key has said, another neither reads nor overwrites."""
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    incoming, made = await request(body)
+    keyring = Keyring(KeySettings(), Tally())
+
+    async def send(_: object) -> None:
+        pass
+
+    for parse in (parse_chat, parse_messages, CountTokens):
+        library = Library(made.models, Transcripts(2**20))
+        for count, key in enumerate((b"ann", b"bob"), 1):
+            tenant = keyring.tenant_of(key)
+            assert tenant is not None
+            asked = replace(incoming, headers=[(b"x-session-id", b"s")], tenant=tenant)
+            if parse is CountTokens:
+                await CountTokens(library)(asked, send, Response(send, Tally()))  # type: ignore[arg-type]
+            elif parse is parse_chat:
+                await parse_chat(asked, library)
+            else:
+                await parse_messages(asked, library)
+            assert len(library.transcripts) == count

@@ -1,0 +1,162 @@
+"""What comes in as items, and what the model gets to see of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.api.responses.items import MAX_DEPTH, check_outputs, marked_parts, read_items
+from penstock.api.responses.messages import Messages, cuts
+from penstock.text.tokenizers.tokenizer import ChatMessage
+from penstock.wire.errors import RequestError
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "seen"}
+
+
+def messages(*items: dict[str, Any], instructions: str | None = None) -> list[ChatMessage]:
+    chat = Messages(instructions)
+    read = read_items("input", items)
+    chat.add(read, [f"input[{index}]" for index in range(len(read))])
+    assert len(chat.fields) == len(chat.messages)
+    return chat.messages
+
+
+def test_a_string_is_a_message_of_the_user() -> None:
+    (item,) = read_items("input", "Hello")
+    assert item.pop("id").startswith("msg_")
+    assert item == {"type": "message", "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "Hello"}]}
+
+
+@pytest.mark.parametrize("kind", [None, "message"])
+@pytest.mark.parametrize(("role", "spoken"), [("user", "input_text"), ("assistant", "output_text"), ("developer", "input_text")])
+def test_easy_messages_get_the_full_form(kind: str | None, role: str, spoken: str) -> None:
+    given = {"role": role, "content": "Hi", **({} if kind is None else {"type": kind})}
+    (item,) = read_items("input", [given])
+    assert item["content"][0]["type"] == spoken
+    assert item["content"][0]["text"] == "Hi"
+
+
+def test_what_an_answer_had_comes_back_as_it_was() -> None:
+    answer = {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}],
+    }
+    reasoning = {
+        "id": "rs_1",
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "Hm"}],
+        "status": "completed",
+        "encrypted_content": "x",
+    }
+    call = {**CALL, "id": "fc_1", "status": "completed"}
+    custom = {"id": "ctc_1", "type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "***", "status": "completed"}
+    given: list[dict[str, Any]] = [reasoning, answer, call, custom]
+    assert read_items("input", given) == given
+
+
+def test_one_answer_is_one_message() -> None:
+    first, output, last = messages(
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"role": "assistant", "content": "Let me see."},
+        CALL,
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "***"},
+        OUTPUT,
+        {"role": "user", "content": "Well?"},
+    )
+    assert first["role"] == "assistant"
+    assert first["reasoning_content"] == "Hm"
+    assert first["content"] == "Let me see."
+    assert [(call["id"], call["function"]) for call in first["tool_calls"]] == [
+        ("c1", {"name": "look", "arguments": {"at": 1}}),
+        ("c2", {"name": "patch", "arguments": {"input": "***"}}),
+    ]
+    assert output == {"role": "tool", "content": "seen", "tool_call_id": "c1"}
+    assert last == {"role": "user", "content": "Well?"}
+
+
+def test_what_follows_a_call_is_another_message() -> None:
+    roles = [message["role"] for message in messages(CALL, {"role": "assistant", "content": "Done."})]
+    assert roles == ["assistant", "assistant"]
+
+
+def test_encrypted_reasoning_says_nothing() -> None:
+    assert messages({"type": "reasoning", "summary": [], "encrypted_content": "x"}, {"role": "user", "content": "a"}) == [
+        {"role": "user", "content": "a"}
+    ]
+
+
+def test_instructions_come_first() -> None:
+    assert messages({"role": "user", "content": "a"}, instructions="Be brief.")[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_the_parts_of_an_output_are_joined() -> None:
+    output = {**OUTPUT, "output": [{"type": "input_text", "text": "se"}, {"type": "input_text", "text": "en"}]}
+    assert messages(CALL, output)[1]["content"] == "seen"
+
+
+@pytest.mark.parametrize(
+    ("item", "param", "says"),
+    [
+        ({"role": "robot", "content": ""}, "input[0].role", "expected one of user, assistant, system, developer"),
+        ({"role": "user"}, "input[0].content", "required"),
+        ({"role": "user", "content": "", "mood": 1}, "input[0].mood", "unknown field"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": ""}]}, "input[0].content[0].type", "input_image"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, None, ""),
+        ({"type": "web_search_call", "id": "x"}, "input[0].type", "no such tool"),
+        ({"type": "magic"}, "input[0].type", "expected one of message, function_call"),
+        ({"type": 7}, "input[0].type", "no string"),
+        ({"type": "function_call", "call_id": "a", "name": "b"}, "input[0].arguments", "required"),
+        ({"type": "function_call", "call_id": "", "name": "b", "arguments": ""}, "input[0].call_id", "length >= 1"),
+        ({"type": "item_reference"}, "input[0].id", "required"),
+        ({"role": "user", "content": "", "id": "x" * 300}, "input[0].id", "length <= 256"),
+    ],
+)
+def test_what_is_wrong_is_named(item: dict[str, Any], param: str | None, says: str) -> None:
+    if param is None:
+        assert read_items("input", [item])[0]["content"] == [{"type": "input_text", "text": ""}]
+        return
+    with pytest.raises(RequestError) as caught:
+        read_items("input", [item])
+    assert caught.value.param == param
+    assert f"`{param}`" in caught.value.message
+    assert says in caught.value.message
+    assert caught.value.status == 400
+
+
+def test_depth() -> None:
+    deep: Any = []
+    for _ in range(MAX_DEPTH):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested more than 64 levels"):
+        read_items("input", [{"role": "assistant", "content": [{"type": "output_text", "text": "", "annotations": deep}]}])
+
+
+def test_an_output_needs_its_call() -> None:
+    items = read_items("input", [OUTPUT, CALL])
+    with pytest.raises(RequestError, match=r"`input\[0\]\.call_id` is 'c1': no function_call before it"):
+        check_outputs(items, ["input[0]", "input[1]"])
+    check_outputs(reversed(items), ["input[0]", "input[1]"])
+
+
+def test_marks_for_the_cache() -> None:
+    part = {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
+    items = [{"role": "user", "content": [part, {"type": "input_text", "text": "b"}]}]
+    read_items("input", items)
+    (mark,) = marked_parts(items)
+    assert mark.prompt_cache_breakpoint is not None
+    assert mark.prompt_cache_breakpoint.ttl == "12h"
+
+
+def test_cuts_keep_calls_and_outputs_together() -> None:
+    chat = Messages("Be brief.")
+    read = read_items("input", [{"role": "user", "content": "a"}, CALL, OUTPUT, {"role": "user", "content": "b"}])
+    chat.add(read, [f"input[{index}]" for index in range(len(read))])
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool", "user"]
+    assert cuts(chat.messages, chat.fields) == [slice(1, 2), slice(1, 4)]
+    assert cuts(chat.messages[1:], chat.fields[1:]) == [slice(0, 1), slice(0, 3)], "without instructions, the first may go, too"

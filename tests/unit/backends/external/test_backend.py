@@ -1,0 +1,591 @@
+"""What the backend around an engine of others adds to it. The engine here is a driver by hand: it says what a test has it say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from penstock.backends.external import backend as driven
+from penstock.backends.external.backend import DrivenBackend
+from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
+from penstock.wire.errors import GrammarError
+from penstock.wire.messages import (
+    BlocksStored,
+    Bootstrap,
+    Delta,
+    Fault,
+    Finish,
+    Grammar,
+    KvEvents,
+    ModelInfo,
+    PromptReport,
+    Segment,
+    SessionTurn,
+    Snapshot,
+    Submit,
+    Terminal,
+    TokenLogprob,
+    WorkerStats,
+)
+
+MODEL = ModelInfo("tiny", "byhand", "words", 100, 1, 1)
+FACTS = EngineFacts(context_length=64, block_size=4, kv_blocks=32, max_batch=8)
+
+
+class Driver:
+    """Every generation has a queue of what it says; `ended` tells those that were closed or cancelled."""
+
+    def __init__(self, facts: EngineFacts = FACTS) -> None:
+        self.facts = facts
+        self.requests: list[EngineRequest] = []
+        self.queues: dict[str, asyncio.Queue[Chunk | Exception | None]] = {}
+        self.begun = asyncio.Event()
+        self.stopped: list[str] = []
+        self.closed_sessions: list[str] = []
+        self.may_close_sessions = asyncio.Event()
+        self.may_close_sessions.set()
+        self.pings = 0
+        self.ping_error: Exception | None = None
+        self.is_closed = False
+        self.when_cancelled: Chunk | Exception | None = None
+        self.on_death: Callable[[str], None] = lambda reason: None
+
+    async def start(self, on_death: Callable[[str], None]) -> EngineFacts:
+        self.on_death = on_death
+        return self.facts
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        queue = self.queues[request.id] = asyncio.Queue()
+        self.begun.set()
+        try:
+            while (said := await queue.get()) is not None:
+                if isinstance(said, Exception):
+                    raise said
+                yield said
+        except asyncio.CancelledError:
+            if isinstance(self.when_cancelled, Exception):
+                raise self.when_cancelled from None
+            if self.when_cancelled is not None:
+                yield self.when_cancelled
+            raise
+        finally:
+            self.stopped.append(request.id)
+
+    async def ping(self) -> None:
+        self.pings += 1
+        if self.ping_error is not None:
+            raise self.ping_error
+
+    async def close_session(self, session_id: str) -> None:
+        await self.may_close_sessions.wait()
+        self.closed_sessions.append(session_id)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Grammars:
+    async def lark(self, grammar: Grammar) -> str:
+        if grammar.source == "wrong":
+            raise GrammarError("`$.type`: wrong")
+        return f"start: /{grammar.source}/"
+
+    def close(self) -> None: ...
+
+
+class Feed:
+    """An engine's events by hand."""
+
+    cached = 3
+    removed = 2
+
+    def __init__(self, endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> None:
+        self.made_with = endpoints, block_size
+        self.on_events = on_events
+        self.is_open = False
+
+    async def start(self) -> None:
+        self.is_open = True
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(1, ())
+
+    async def close(self) -> None:
+        self.is_open = False
+
+
+class Rig:
+    """A backend on a driver by hand, and all that it emitted."""
+
+    def __init__(self, facts: EngineFacts = FACTS, **settings: Any) -> None:
+        self.driver = Driver(facts)
+        self.failures = 0
+        self.segments: list[Segment] = []
+        self.events: list[KvEvents] = []
+        self.emits = 0
+        self.feeds: list[Feed] = []
+        self.make_feed = Feed
+        self._emitted = asyncio.Event()
+        options: dict[str, Any] = {"max_sessions": 2, "session_grace": 0.0, **settings}
+        self.backend = DrivenBackend(MODEL, self.driver, Grammars(), self._make_feed, self._fail, **options)
+
+    def _make_feed(self, endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> Feed:
+        self.feeds.append(self.make_feed(endpoints, block_size, on_events))
+        return self.feeds[-1]
+
+    def _fail(self) -> None:
+        self.failures += 1
+
+    def emit(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
+        self.emits += 1
+        self.segments += segments
+        if events is not None:
+            self.events.append(events)
+        self._emitted.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                self._emitted.clear()
+                await self._emitted.wait()
+
+    async def begin(self, request: Submit) -> EngineRequest:
+        """Submits it and waits until the engine has it."""
+        self.driver.begun.clear()
+        self.backend.submit(request)
+        async with asyncio.timeout(5):
+            await self.driver.begun.wait()
+        return self.driver.requests[-1]
+
+    def say(self, request: EngineRequest, *said: Chunk | Exception | None) -> None:
+        for each in said:
+            self.driver.queues[request.id].put_nowait(each)
+
+    def deltas(self, number: int) -> list[Delta]:
+        return [segment.delta for segment in self.segments if segment.id == name(number) and segment.delta is not None]
+
+    def terminals(self, number: int) -> list[Terminal]:
+        return [segment.terminal for segment in self.segments if segment.id == name(number) and segment.terminal is not None]
+
+
+@contextlib.asynccontextmanager
+async def running(facts: EngineFacts = FACTS, **settings: Any) -> AsyncIterator[Rig]:
+    rig = Rig(facts, **settings)
+    await rig.backend.start(rig.emit)
+    try:
+        yield rig
+    finally:
+        await rig.backend.close()
+        assert rig.driver.is_closed
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def submit(number: int, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 8, **fields: Any) -> Submit:
+    return Submit(name(number), tuple(prompt), max_tokens, **{"seed": 7, **fields})
+
+
+def chunk(*token_ids: int, **fields: Any) -> Chunk:
+    return Chunk(token_ids, **fields)
+
+
+async def test_what_the_engine_says_comes_as_disjoint_deltas() -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1))
+        assert (request.token_ids, request.max_tokens, request.seed, len(request.id)) == ((1, 2, 3), 8, 7, 32)
+        rig.say(request, chunk(5, cached_tokens=2), chunk(6, 7), chunk(8, finish="stop"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.deltas(1) == [Delta(0, (5,), None, PromptReport(2)), Delta(1, (6, 7)), Delta(3, (8,))]
+        assert rig.terminals(1) == [Finish("stop")]
+        assert rig.backend.stats() == WorkerStats(kv_blocks_total=32, prompt_tokens=3, prompt_tokens_cached=2)
+
+
+async def test_what_comes_in_one_turn_of_the_loop_is_emitted_at_once() -> None:
+    async with running() as rig:
+        requests = [await rig.begin(submit(number)) for number in range(10)]
+        rig.emits = 0
+        for request in requests:
+            rig.say(request, chunk(5))
+        await rig.until(lambda: len(rig.segments) == 10)
+        assert rig.emits == 1
+        assert rig.backend.stats().running == 10
+        assert rig.backend.stats().kv_blocks_used == 10
+
+
+async def test_what_is_known_when_the_engine_runs_is_in_the_model() -> None:
+    facts = EngineFacts(64, 4, 32, 8, EventEndpoints("ipc://here"), ("logprobs", "grammar"))
+    async with running(facts) as rig:
+        model = rig.backend.model
+        assert (model.context_length, model.block_size, model.max_batch) == (64, 4, 8)
+        assert model.capabilities == ("sessions", "logprobs", "grammar", "kv_events")
+        assert rig.feeds[0].made_with == (EventEndpoints("ipc://here"), 4)
+        rig.feeds[0].on_events(KvEvents(0, (BlocksStored(b"", (b"12345678",)),)))
+        assert rig.events == [KvEvents(0, (BlocksStored(b"", (b"12345678",)),))]
+        assert await rig.backend.snapshot() == Snapshot(1, ())
+        assert (rig.backend.stats().kv_blocks_cached, rig.backend.stats().kv_blocks_evicted) == (3, 2)
+    assert not rig.feeds[0].is_open
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (submit(1, []), "empty_prompt"),
+        (submit(1, [1, 100]), "invalid_token"),
+        (submit(1, [-1]), "invalid_token"),
+        (submit(1, [1], stop_ids=(100,)), "invalid_token"),
+        (submit(1, [1], logit_bias=((100, 1.0),)), "invalid_token"),
+        (submit(1, [1] * 60, 5), "context_length_exceeded"),
+        (submit(1, [1], 5, offset=2), "invalid_offset"),
+    ],
+)
+async def test_what_can_never_run_does_not_reach_the_engine(request_: Submit, code: str) -> None:
+    async with running() as rig:
+        rig.backend.submit(request_)
+        await rig.until(lambda: bool(rig.terminals(1)))
+        (fault,) = rig.terminals(1)
+        assert isinstance(fault, Fault)
+        assert fault.code == code
+        assert not rig.driver.requests
+
+
+async def test_without_grammar_in_the_engine_it_is_refused_and_not_promised() -> None:
+    async with running(EngineFacts(64, 4, capabilities=("logprobs",))) as rig:
+        assert "grammar" not in rig.backend.model.capabilities
+        rig.backend.submit(submit(1, grammar=Grammar("regex", "a+")))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        (fault,) = rig.terminals(1)
+        assert isinstance(fault, Fault)
+        assert fault.code == "unsupported"
+        assert not rig.driver.requests
+
+
+async def test_going_on_from_the_middle_counts_what_was_made() -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1, [1, 2, 3, 8, 9], 6, offset=2, min_tokens=3))
+        assert (request.token_ids, request.max_tokens, request.min_tokens) == ((1, 2, 3, 8, 9), 4, 1)
+        assert request.seed != 7
+        rig.say(request, chunk(5), chunk(6, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert [delta.offset for delta in rig.deltas(1)] == [2, 3]
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**64 - 1, 2**63 - 1), (-1, 2**63 - 1), (2**63, 0)])
+async def test_every_seed_is_one_for_the_engine(seed: int, expected: int) -> None:
+    async with running() as rig:
+        assert (await rig.begin(submit(1, seed=seed))).seed == expected
+        behind = await rig.begin(submit(2, [1, 2, 3, 8, 9], 6, offset=2, seed=seed))
+        assert behind.seed is not None
+        assert 0 <= behind.seed < 2**63
+        assert behind.seed != expected
+
+
+async def test_a_seed_that_nobody_asked_for_is_the_engines_own_affair() -> None:
+    async with running() as rig:
+        assert (await rig.begin(submit(1, is_seed_drawn=True))).seed is None
+        assert (await rig.begin(submit(2, [1, 2, 3, 8, 9], 6, offset=2, is_seed_drawn=True))).seed is None
+
+
+async def test_under_a_grammar_the_same_can_be_made_again_though_nobody_asked_for_the_seed() -> None:
+    drawn: dict[str, Any] = {"is_seed_drawn": True, "grammar": Grammar("regex", "a+")}
+    async with running() as rig:
+        first = await rig.begin(submit(1, **drawn))
+        again = await rig.begin(submit(2, [1, 2, 3, 8, 9], offset=2, **drawn))
+        assert (first.seed, again.seed) == (7, 7)
+
+
+async def test_only_the_prompt_is_wanted() -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1, max_tokens=0, prompt_logprobs=True))
+        assert (request.max_tokens, request.prompt_logprobs) == (1, True)
+        known = (None, TokenLogprob(-1.0), TokenLogprob(-2.0))
+        rig.say(request, chunk(5, finish="length", prompt_logprobs=known, cached_tokens=0))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.deltas(1) == [Delta(0, (), None, PromptReport(0, known))]
+        assert rig.terminals(1) == [Finish("length")]
+
+
+@pytest.mark.parametrize("grammar", [None, Grammar("regex", "a+")])
+async def test_what_was_made_elsewhere_to_the_last_token_needs_no_engine(grammar: Grammar | None) -> None:
+    async with running() as rig:
+        turn = SessionTurn("s", "open", epoch=1)
+        rig.backend.submit(submit(1, [1] * 64, 4, offset=4, grammar=grammar, session=turn))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.deltas(1) == [Delta(4, (), None, PromptReport(0, None, "open"))]
+        assert rig.terminals(1) == [Finish("length")]
+        assert not rig.driver.requests
+        assert (rig.backend.stats().running, rig.backend.stats().kv_blocks_used) == (0, 0)
+
+
+async def test_all_that_was_asked_for_reaches_the_engine() -> None:
+    asked: dict[str, Any] = {
+        "stop_ids": (4,),
+        "logit_bias": ((3, 1.5),),
+        "logprobs": 2,
+        "ignore_eos": True,
+        "priority": 3,
+        "bootstrap": Bootstrap("prefill", 8998, 42),
+    }
+    async with running() as rig:
+        request = await rig.begin(submit(1, retention_seconds=5.0, **asked))
+        assert {field: getattr(request, field) for field in asked} == asked
+        assert request.is_retained
+        assert request.session_id is None
+
+
+async def test_cancelled_before_its_task_has_begun() -> None:
+    async with running() as rig:
+        rig.backend.submit(submit(1, session=SessionTurn("s", "open", epoch=1)))
+        rig.backend.cancel(name(1))
+        following = await rig.begin(submit(2))
+        rig.say(following, chunk(5, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(2)))
+        assert len(rig.driver.requests) == 1
+        (report,) = await rig.backend.describe_sessions(["s"])
+        assert report.active_turns == 0
+        assert not rig.deltas(1) + rig.terminals(1)
+
+
+async def test_cancelled_in_mid_stream_stops_in_the_engine_and_says_nothing_more() -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1))
+        rig.say(request, chunk(5))
+        await rig.until(lambda: bool(rig.deltas(1)))
+        rig.say(request, chunk(6), chunk(7, finish="length"))
+        rig.backend.cancel(name(1))
+        rig.backend.cancel(name(1))
+        assert (rig.backend.stats().running, rig.backend.stats().queued, rig.backend.stats().kv_blocks_used) == (0, 0, 0)
+        following = await rig.begin(submit(2))
+        assert rig.driver.stopped == [request.id]
+        rig.say(following, chunk(5, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(2)))
+        assert (len(rig.deltas(1)), rig.terminals(1)) == (1, [])
+
+
+async def test_cancelled_between_a_chunk_and_its_emission() -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1))
+        rig.say(request, chunk(5))
+        # The task takes it in this turn of the loop, and it is emitted in the next.
+        await asyncio.sleep(0)
+        rig.backend.cancel(name(1))
+        following = await rig.begin(submit(2))
+        rig.say(following, chunk(5, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(2)))
+        assert not rig.deltas(1) + rig.terminals(1)
+
+
+async def test_an_id_may_come_again_while_the_engine_still_ends_the_first() -> None:
+    async with running() as rig:
+        first = await rig.begin(submit(1))
+        rig.backend.cancel(name(1))
+        second = await rig.begin(submit(1))
+        assert first.id != second.id
+        rig.say(second, chunk(5, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert [delta.token_ids for delta in rig.deltas(1)] == [(5,)]
+
+
+@pytest.mark.parametrize("said", [chunk(9), chunk(9, finish="length"), EngineRefused(Fault("aborted", "as you asked"))])
+async def test_what_an_engine_says_to_its_cancellation_goes_to_nobody(said: Chunk | Exception) -> None:
+    async with running() as rig:
+        rig.driver.when_cancelled = said
+        first = await rig.begin(submit(1))
+        rig.backend.cancel(name(1))
+        second = await rig.begin(submit(1))
+        while rig.driver.stopped != [first.id]:
+            await asyncio.sleep(0)
+        rig.say(second, chunk(5, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert ([delta.token_ids for delta in rig.deltas(1)], rig.terminals(1)) == ([(5,)], [Finish("length")])
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "retryable"),
+    [
+        (EngineRefused(Fault("queue_full", "later", retryable=True)), "queue_full", True),
+        (ValueError("odd"), "engine_error", False),
+        (None, "no_terminal", True),
+    ],
+)
+async def test_one_that_fails_hurts_no_other(said: Exception | None, code: str, retryable: bool) -> None:
+    async with running() as rig:
+        request, other = await rig.begin(submit(1)), await rig.begin(submit(2))
+        rig.say(request, chunk(5), said)
+        await rig.until(lambda: bool(rig.terminals(1)))
+        (fault,) = rig.terminals(1)
+        assert isinstance(fault, Fault)
+        assert (fault.code, fault.retryable) == (code, retryable)
+        rig.say(other, chunk(6, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(2)))
+        assert rig.terminals(2) == [Finish("length")]
+        assert rig.failures == 0
+
+
+@pytest.mark.parametrize("by", ["callback", "generation", "ping"])
+async def test_the_engines_death_is_one_fault_a_generation(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    async with running() as rig:
+        requests = [await rig.begin(submit(number)) for number in range(5)]
+        for request in requests[:3]:
+            rig.say(request, chunk(5))
+        await rig.until(lambda: len(rig.segments) >= 3)
+        if by == "callback":
+            rig.driver.on_death("killed")
+        elif by == "generation":
+            for request in requests:
+                rig.say(request, EngineDied("killed"))
+        else:
+            rig.driver.ping_error = EngineDied("killed")
+        await rig.until(lambda: rig.failures > 0 and all(rig.terminals(number) for number in range(5)))
+        rig.driver.on_death("again")
+        rig.backend.submit(submit(9))
+        await rig.until(lambda: bool(rig.terminals(9)))
+        assert rig.failures == 1
+        fault = Fault("engine_failed", "the engine has failed: killed", retryable=True)
+        assert [rig.terminals(number) for number in (0, 1, 2, 3, 4, 9)] == [[fault]] * 6
+        assert (rig.backend.stats().running, rig.backend.stats().queued) == (0, 0)
+
+
+async def test_while_tokens_are_owed_the_engine_is_asked_whether_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    async with running() as rig:
+        await rig.begin(submit(1))
+        await rig.until(lambda: rig.emits >= 3)
+        assert rig.driver.pings >= 2
+        rig.backend.cancel(name(1))
+
+
+async def test_an_engine_that_cannot_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """That gives no sign of life, and it is no death either: whoever waits for tokens decides."""
+    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    async with running() as rig:
+        rig.driver.ping_error = RuntimeError("odd")
+        await rig.begin(submit(1))
+        async with asyncio.timeout(5):
+            while rig.driver.pings < 3:
+                await asyncio.sleep(0)
+        assert (rig.emits, rig.failures) == (0, 0)
+        assert "byhand cannot be asked whether it goes on" in caplog.text
+        rig.driver.ping_error = None
+        await rig.until(lambda: rig.emits > 0)
+
+
+async def test_a_grammar_goes_to_the_engine_in_lark() -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1, grammar=Grammar("regex", "a+")))
+        assert request.lark == "start: /a+/"
+
+
+async def test_a_wrong_grammar_is_refused() -> None:
+    async with running() as rig:
+        rig.backend.submit(submit(1, grammar=Grammar("regex", "wrong")))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.terminals(1) == [Fault("invalid_grammar", "`$.type`: wrong")]
+
+
+@pytest.mark.parametrize("sizes", [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 1, 1)])
+async def test_under_a_grammar_what_was_made_elsewhere_is_made_again_and_left_out(sizes: tuple[int, ...]) -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1, [1, 2, 3, 8, 9], 6, offset=2, grammar=Grammar("regex", "a+"), logprobs=0))
+        assert (request.token_ids, request.max_tokens, request.seed) == ((1, 2, 3), 6, 7)
+        made, start = (8, 9, 10, 11), 0
+        for size in sizes:
+            tokens = made[start : start + size]
+            start += size
+            entries = tuple(TokenLogprob(-float(token)) for token in tokens)
+            rig.say(request, chunk(*tokens, logprobs=entries, finish="stop" if start == 4 else None))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        deltas = rig.deltas(1)
+        assert deltas[0].offset == 2
+        assert [token for delta in deltas for token in delta.token_ids] == [10, 11]
+        assert [entry.logprob for delta in deltas for entry in delta.logprobs or ()] == [-10.0, -11.0]
+        assert rig.terminals(1) == [Finish("stop")]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [[chunk(8, 7, finish="stop")], [chunk(8, finish="stop")], [chunk(8), chunk(finish="stop")], [chunk(finish="stop")]],
+    ids=["another token", "an end before", "an end behind", "an end alone"],
+)
+async def test_an_engine_that_goes_another_way_under_the_grammar_is_not_believed(said: list[Chunk]) -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1, [1, 2, 3, 8, 9], 6, offset=2, grammar=Grammar("regex", "a+")))
+        rig.say(request, *said)
+        await rig.until(lambda: bool(rig.terminals(1)))
+        (fault,) = rig.terminals(1)
+        assert isinstance(fault, Fault)
+        assert fault.code == "grammar_diverged"
+        assert not rig.deltas(1)
+
+
+async def test_sessions_are_kept_here_and_told_to_the_engine_by_another_name() -> None:
+    async with running() as rig:
+        turn = SessionTurn("tenant/agent", "open", 300.0, 1)
+        request = await rig.begin(submit(1, session=turn))
+        assert request.session_id is not None
+        assert len(request.session_id) == 32
+        assert "agent" not in request.session_id
+        assert request.is_retained
+        rig.backend.close_session("tenant/agent", 1)
+        assert not rig.driver.closed_sessions
+        rig.say(request, chunk(5, 6, cached_tokens=1, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.deltas(1)[0].prompt == PromptReport(1, None, "open")
+        second = await rig.begin(submit(2, session=SessionTurn("tenant/agent", "continue", 300.0, 1)))
+        assert second.session_id is None
+        assert rig.driver.closed_sessions == [request.session_id]
+        assert rig.backend.stats().sessions == 0
+
+
+async def test_a_session_runs_out_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    now = 100.0
+    async with running(clock=lambda: now) as rig:
+        request = await rig.begin(submit(1, session=SessionTurn("s", "open", 30.0, 1)))
+        rig.say(request, chunk(5, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        while not (await rig.backend.describe_sessions(["s"]))[0].expires_in:
+            await asyncio.sleep(0)
+        (report,) = await rig.backend.describe_sessions(["s"])
+        assert (report.expires_in, report.turns, report.prompt_tokens, report.generated_tokens) == (30.0, 1, 3, 1)
+        now = 131.0
+        async with asyncio.timeout(5):
+            while not rig.driver.closed_sessions:
+                await asyncio.sleep(0.005)
+        assert not await rig.backend.describe_sessions(["s"])
+
+
+async def test_closing_awaits_what_comes_of_it() -> None:
+    """The last turn of a session that is over ends with the backend, and then the engine is told of the session."""
+    async with running() as rig:
+        rig.driver.may_close_sessions.clear()
+        await rig.begin(submit(1, session=SessionTurn("s", "open", epoch=1)))
+        rig.backend.close_session("s", 1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_what_fails_once_the_engine_runs_ends_the_engine() -> None:
+    class NoFeed(Feed):
+        async def start(self) -> None:
+            raise OSError("no such address")
+
+    rig = Rig(EngineFacts(64, 4, events=EventEndpoints("ipc://nowhere")))
+    rig.make_feed = NoFeed
+    with pytest.raises(OSError, match="no such address"):
+        await rig.backend.start(rig.emit)
+    assert rig.driver.is_closed
+
+
+async def test_closing_awaits_what_runs() -> None:
+    async with running() as rig:
+        requests = [await rig.begin(submit(number)) for number in range(3)]
+    assert sorted(rig.driver.stopped) == sorted(request.id for request in requests)
+    rig.driver.on_death("after the end")
+    assert rig.failures == 0

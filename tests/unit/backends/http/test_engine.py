@@ -1,0 +1,798 @@
+"""The driver for engines behind HTTP, against servers that do what no right server does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.http.client import Broken, EngineClient
+from penstock.backends.http.engine import HttpDriver, probe
+from penstock.backends.http.settings import HttpEngineSettings, Route, api_key_from, checked_url
+from penstock.text.tokenizers.words import WordTokenizer
+from penstock.wire.errors import ConfigError
+from penstock.wire.messages import Fault
+
+TOKENIZER = WordTokenizer()
+SECONDS = 20.0
+
+Reply = Callable[["Asked"], Awaitable[None]]
+
+
+class Asked:
+    """One request to the server, and the way to answer it."""
+
+    def __init__(self, path: str, headers: dict[str, str], body: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.path = path
+        self.headers = headers
+        self.body = body
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self, status: int, content: Any, kind: str = "application/json", headers: str = "") -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\nconnection: close\r\n{headers}\r\n"
+        await self.send(head.encode() + data)
+
+    async def stream(self, *events: Any, ends: bool = True) -> None:
+        """Begins an answer of events; without its end, the connection breaks."""
+        await self.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+        for event in events:
+            await self.event(event)
+        if ends:
+            await self.event("[DONE]")
+            await self.send(b"0\r\n\r\n")
+
+    async def event(self, event: Any) -> None:
+        data = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+        await self.send(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    async def until_left(self) -> None:
+        """Waits until the other side closes the connection."""
+        assert await self._reader.read() == b""
+
+
+class Upstream:
+    """A server whose every answer is the test's own. What it was asked is kept."""
+
+    def __init__(self, replies: dict[str, Reply]) -> None:
+        self._replies = replies
+        self.asked: list[Asked] = []
+        self.errors: list[BaseException] = []
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def stop_listening(self) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+        if self._serving:
+            await asyncio.wait(self._serving)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            first, *lines = head.strip().split("\r\n")
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            asked = Asked(first.split()[1], headers, json.loads(body) if body else None, reader, writer)
+            self.asked.append(asked)
+            await self._replies.get(asked.path, not_found)(asked)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        except AssertionError as error:
+            self.errors.append(error)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def posts(self, path: str) -> list[Any]:
+        return [asked.body for asked in self.asked if asked.path == path and asked.body is not None]
+
+
+def saying(status: int, content: Any, kind: str = "application/json", headers: str = "") -> Reply:
+    async def reply(asked: Asked) -> None:
+        await asked.answer(status, content, kind, headers)
+
+    return reply
+
+
+not_found = saying(404, {"detail": "Not Found"})
+healthy = saying(200, b"")
+
+MODELS = {"data": [{"id": "model", "max_model_len": 1000}]}
+SGLANG_INFO = {
+    "version": "0.5.23",
+    "max_total_num_tokens": 4096,
+    "max_req_input_len": 994,
+    "page_size": 32,
+    "max_running_requests": 8,
+    "incremental_streaming_output": True,
+    "internal_states": [],
+}
+
+
+def text(value: str, finish: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": value, "finish_reason": finish}]}
+
+
+def completions(streamed: Reply, whole: Any = None) -> Reply:
+    """Answers the driver's own question at the start, and streams as the test says."""
+
+    async def reply(asked: Asked) -> None:
+        if asked.body.get("stream"):
+            await streamed(asked)
+        else:
+            await asked.answer(200, whole or text(" water", "length"))
+
+    return reply
+
+
+def openai(streamed: Reply, **more: Reply) -> dict[str, Reply]:
+    return {"/v1/models": saying(200, MODELS), "/health": healthy, "/v1/completions": completions(streamed), **more}
+
+
+def sglang(generate: Reply, **info: Any) -> dict[str, Reply]:
+    return {
+        "/server_info": saying(200, SGLANG_INFO | info),
+        "/generate": generate,
+        "/abort_request": healthy,
+        "/close_session": healthy,
+    }
+
+
+@contextlib.asynccontextmanager
+async def upstream(replies: dict[str, Reply]) -> AsyncIterator[Upstream]:
+    server = Upstream(replies)
+    await server.start()
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield server
+    finally:
+        await server.stop()
+        assert not server.errors, server.errors
+
+
+@contextlib.asynccontextmanager
+async def started(server: Upstream, deaths: list[str] | None = None, **settings: Any) -> AsyncIterator[HttpDriver]:
+    watch, death = settings.pop("watch_seconds", 60.0), settings.pop("death_seconds", 0.2)
+    driver = HttpDriver(HttpEngineSettings(server.url, **settings), TOKENIZER, watch_seconds=watch, death_seconds=death)
+    await driver.start((deaths if deaths is not None else []).append)
+    try:
+        yield driver
+    finally:
+        await driver.close()
+
+
+def request(**fields: Any) -> EngineRequest:
+    return EngineRequest(**{"id": "a" * 32, "token_ids": (300, 301), "max_tokens": 5, "seed": 1, **fields})
+
+
+async def read_into(seen: list[Chunk], driver: HttpDriver) -> None:
+    """So that what came before an error is seen."""
+    async for chunk in driver.generate(request()):
+        seen.append(chunk)  # noqa: PERF401, a list that is made at the end would not be made
+
+
+async def read_all(driver: HttpDriver, **fields: Any) -> list[Chunk]:
+    return [chunk async for chunk in driver.generate(request(**fields))]
+
+
+async def fault_of(driver: HttpDriver, **fields: Any) -> Fault:
+    with pytest.raises(EngineRefused) as caught:
+        await read_all(driver, **fields)
+    return caught.value.fault
+
+
+def shown(chunks: list[Chunk]) -> str:
+    return TOKENIZER.detokenizer().feed([token for chunk in chunks for token in chunk.token_ids])
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("url", "right"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://host:8000/", "http://host:8000"),
+        ("https://host/v1/", "https://host"),
+        ("http://host/behind/proxy/v1", "http://host/behind/proxy"),
+        ("http://[::1]:30000", "http://[::1]:30000"),
+    ],
+)
+def test_an_address_is_taken_with_or_without_the_api(url: str, right: str) -> None:
+    assert checked_url(url) == right
+    assert HttpEngineSettings(url).url == right
+
+
+@pytest.mark.parametrize(
+    "url", ["", "host:8000", "ftp://host", "unix:/a", "http://", "http://host:99999", "http://h/?a=1", "http://h#x", "http://h\n"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--url"):
+        HttpEngineSettings(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://user:geheim@host", "user:geheim@host:80", "http:user:geheim@host", "http://user:geheim#1@host"),
+        *("http://host/v1?key=geheim", "http://host/#geheim"),
+    ],
+)
+def test_a_password_is_never_shown(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HttpEngineSettings(url)
+    assert "geheim" not in str(caught.value)
+    assert "PENSTOCK_ENGINE_API_KEY" in str(caught.value)
+
+
+def test_the_key_is_never_shown() -> None:
+    assert "geheim" not in repr(HttpEngineSettings("http://host", api_key="geheim"))
+    assert api_key_from({"PENSTOCK_ENGINE_API_KEY": "geheim"}) == "geheim"
+    assert api_key_from({"PENSTOCK_ENGINE_API_KEY": ""}) is api_key_from({}) is None
+    with pytest.raises(ConfigError) as caught:
+        api_key_from({"PENSTOCK_ENGINE_API_KEY": "geheim\r\nx: y"})
+    assert "geheim" not in str(caught.value)
+
+
+async def test_the_key_goes_with_every_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def reply(asked: Asked) -> None:
+        await asked.stream(text(" water", "length"))
+
+    async with upstream(openai(reply)) as server, started(server, api_key="geheim") as driver:
+        await read_all(driver)
+        assert {asked.headers.get("authorization") for asked in server.asked} == {"Bearer geheim"}
+    assert "geheim" not in caplog.text
+
+
+# Finding out what is there.
+
+
+async def test_nobody_there() -> None:
+    async with upstream({}) as server:
+        url = server.url
+    with pytest.raises(ConfigError, match=f"{url}: GET /server_info: cannot connect: Connection refused"):
+        await HttpDriver(HttpEngineSettings(url), TOKENIZER).start(print)
+    assert "cannot connect" in ((await probe(HttpEngineSettings(url))).problem or "")
+
+
+@pytest.mark.parametrize("route", ["auto", "vllm", "openai", "sglang"])
+async def test_a_server_of_another_kind(route: Route) -> None:
+    async with upstream({"/v1/models": saying(200, b"<html>hello</html>", "text/html")}) as server:
+        with pytest.raises(ConfigError) as caught:
+            await HttpDriver(HttpEngineSettings(server.url, route=route, model_name="model"), TOKENIZER).start(print)
+        assert "404 Not Found" in str(caught.value)
+        assert server.url in str(caught.value)
+        report = await probe(HttpEngineSettings(server.url, route=route, model_name="model"))
+        assert report.problem is not None
+
+
+async def test_one_that_fails_is_no_engine_yet() -> None:
+    replies = {"/v1/models": saying(200, MODELS), "/v1/completions": saying(500, b"kaputt", "text/plain")}
+    async with upstream(replies) as server:
+        with pytest.raises(ConfigError, match="POST /v1/completions: 500 kaputt"):
+            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    async with upstream({}) as elsewhere, upstream({}) as server:
+        moved = saying(307, b"", headers=f"location: {elsewhere.url}/server_info\r\n")
+        server._replies.update(dict.fromkeys(("/server_info", "/v1/models", "/v1/completions"), moved))
+        with pytest.raises(ConfigError, match="GET /server_info: 307"):
+            await HttpDriver(HttpEngineSettings(server.url, model_name="x"), TOKENIZER).start(print)
+        assert not elsewhere.asked
+
+
+async def test_a_wrong_key_is_named() -> None:
+    denied = saying(401, {"error": "Unauthorized"})
+    async with upstream({"/server_info": denied}) as server:
+        with pytest.raises(ConfigError, match=r"needs an API key, which comes from PENSTOCK_ENGINE_API_KEY"):
+            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+        with pytest.raises(ConfigError, match="does not take the API key") as caught:
+            await HttpDriver(HttpEngineSettings(server.url, api_key="geheim"), TOKENIZER).start(print)
+        assert "geheim" not in str(caught.value)
+
+
+async def test_sglang_is_known_by_what_it_tells() -> None:
+    async with upstream(sglang(not_found, kv_events={"endpoint_port_base": 5557})) as server:
+        driver = HttpDriver(HttpEngineSettings(server.url, events=EventEndpoints("tcp://x:1")), TOKENIZER)
+        facts = await driver.start(print)
+        await driver.close()
+        assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (998, 32, 128, 8)
+        assert facts.capabilities == ("logprobs", "prompt_logprobs")
+        assert facts.events == EventEndpoints("tcp://x:1")
+        report = await probe(HttpEngineSettings(server.url))
+    assert (report.engine, report.version, report.problem) == ("SGLang over HTTP", "0.5.23", None)
+    features = {feature.name: feature for feature in report.features}
+    assert features["exact token ids"].is_available
+    assert not features["grammar"].is_available
+    assert "port 5557" in features["KV events"].detail
+
+
+async def test_an_sglang_that_would_lose_tokens_is_refused() -> None:
+    async with upstream(sglang(not_found, version="0.5.9")) as server:
+        with pytest.raises(ConfigError, match=r"0\.5\.9 streams new tokens only, and drops"):
+            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+async def test_a_mode_that_is_not_told_is_found_out(is_incremental: bool) -> None:
+    async def generate(asked: Asked) -> None:
+        made = [1] * asked.body["sampling_params"]["max_new_tokens"]
+        cut = {"output_ids": made[:3], "meta_info": {"finish_reason": None, "completion_tokens": 3}}
+        rest = made[3:] if is_incremental else made
+        await asked.stream(cut, {"output_ids": rest, "meta_info": {"finish_reason": {"type": "length"}, "completion_tokens": len(made)}})
+
+    replies = sglang(generate) | {"/server_info": not_found, "/model_info": saying(200, {"is_generation": True})}
+    async with upstream(replies | {"/v1/models": saying(200, MODELS)}) as server, started(server) as driver:
+        chunks = await read_all(driver, max_tokens=5)
+        assert [chunk.token_ids for chunk in chunks] == [(1, 1, 1), (1, 1)]
+
+
+async def test_a_mode_that_cannot_be_found_out_is_refused() -> None:
+    async def generate(asked: Asked) -> None:
+        await asked.stream({"output_ids": [1] * 8, "meta_info": {}})
+
+    replies = sglang(generate) | {"/server_info": not_found, "/model_info": saying(200, {"is_generation": True})}
+    async with upstream(replies) as server:
+        with pytest.raises(ConfigError, match="whether its streams repeat themselves"):
+            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+
+
+async def test_what_is_not_possible_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with upstream(openai(not_found)) as server, started(server) as driver:
+        missing = {feature.name for feature in driver.report.features if not feature.is_available}
+        assert missing >= {"exact token ids", "logprobs", "prompt logprobs", "KV events", "stop ids", "exact usage", "grammar"}
+        (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert all(name in line for name in missing)
+
+
+async def test_a_context_that_nobody_tells_must_be_given() -> None:
+    replies = openai(not_found) | {"/v1/models": saying(200, {"data": [{"id": "model"}]})}
+    async with upstream(replies) as server:
+        with pytest.raises(ConfigError, match="--context-length"):
+            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+        driver = HttpDriver(HttpEngineSettings(server.url, context_length=77, block_size=8), TOKENIZER)
+        facts = await driver.start(print)
+        await driver.close()
+        assert (facts.context_length, facts.block_size) == (77, 8)
+        with pytest.raises(ConfigError, match="no --upstream-model 'other': it has model"):
+            await HttpDriver(HttpEngineSettings(server.url, model_name="other"), TOKENIZER).start(print)
+
+
+async def test_llama_cpp_tells_its_context() -> None:
+    model = {"id": "model", "owned_by": "llamacpp", "meta": {"n_ctx": 512, "n_ctx_train": 8192}}
+    async with upstream(openai(not_found) | {"/v1/models": saying(200, {"data": [model]})}) as server:
+        driver = HttpDriver(HttpEngineSettings(server.url), TOKENIZER)
+        facts = await driver.start(print)
+        await driver.close()
+        assert (facts.context_length, driver.report.engine) == (512, "llama.cpp over HTTP")
+
+
+async def test_one_of_several_models_must_be_named() -> None:
+    models = [{"id": name, "max_model_len": length} for name, length in (("base", 100), ("fine", 200))]
+    async with upstream(openai(not_found) | {"/v1/models": saying(200, {"data": models})}) as server:
+        with pytest.raises(ConfigError, match="the server has several models: give one of base, fine with --upstream-model"):
+            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+        driver = HttpDriver(HttpEngineSettings(server.url, model_name="fine"), TOKENIZER)
+        facts = await driver.start(print)
+        await driver.close()
+        assert facts.context_length == 200
+
+
+# Generating.
+
+
+async def test_events_cut_anywhere_lose_nothing() -> None:
+    events = [text(value) for value in (" wa", "ter", " grö", "ßer", " 😀")]
+    body = b": hello\r\n\r\n" + b"".join(f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode() for event in events)
+    body += f"data: {json.dumps(text('', 'stop'))}\n\ndata: [DONE]\n\n".encode()
+
+    async def reply(asked: Asked) -> None:
+        await asked.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nconnection: close\r\n\r\n")
+        for start in range(0, len(body), 3):
+            await asked.send(body[start : start + 3])
+            await asyncio.sleep(0)
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        chunks = await read_all(driver)
+        assert shown(chunks) == " water größer 😀"
+        assert [chunk.finish for chunk in chunks if chunk.finish] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "retryable"),
+    [
+        (400, "engine_refused", False),
+        (404, "engine_refused", False),
+        (307, "engine_failed", True),
+        (401, "engine_failed", True),
+        (429, "queue_full", True),
+        (503, "engine_failed", True),
+        (500, "engine_failed", True),
+    ],
+)
+async def test_a_refusal_is_told_in_the_engines_words(status: int, code: str, retryable: bool) -> None:
+    refusing = saying(status, {"error": {"message": "so nicht", "code": status}})
+    async with upstream(openai(refusing)) as server, started(server) as driver:
+        assert await fault_of(driver) == Fault(code, f"the engine answered {status}: so nicht", retryable)
+
+
+async def test_a_refusal_that_repeats_the_request_is_one_all_the_same() -> None:
+    async with upstream(openai(saying(400, {"detail": "so nicht" + 100_000 * "x"}))) as server, started(server) as driver:
+        fault = await fault_of(driver)
+        assert (fault.code, fault.retryable) == ("engine_refused", False)
+        assert "so nicht" in fault.message
+
+
+@pytest.mark.parametrize("body", [b'{"detail": "\xe4"}', b"[" * 10_000], ids=["no UTF-8", "too deep"])
+async def test_a_refusal_that_cannot_be_read_is_one_all_the_same(body: bytes) -> None:
+    async with upstream(openai(saying(400, body))) as server, started(server) as driver:
+        assert (await fault_of(driver)).code == "engine_refused"
+
+
+async def test_an_error_in_mid_answer() -> None:
+    async def reply(asked: Asked) -> None:
+        await asked.stream(text(" water"), {"error": {"message": "out of memory", "code": 500}})
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        seen: list[Chunk] = []
+        with pytest.raises(EngineRefused, match="out of memory") as caught:
+            await read_into(seen, driver)
+        assert shown(seen) == " water"
+        assert caught.value.fault.retryable
+
+
+@pytest.mark.parametrize("value", [b'"\xe4"', b"[" * 10_000], ids=["no UTF-8", "too deep"])
+@pytest.mark.parametrize("route", ["sglang", "openai"])
+async def test_an_event_that_cannot_be_read_is_a_loss_that_can_be_mended(route: Route, value: bytes) -> None:
+    async def reply(asked: Asked) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+        await asked.send(head + b'data: {"error": ' + value + b"}\n\n")
+
+    async with upstream(openai(reply) | sglang(reply)) as server, started(server, route=route) as driver:
+        fault = await fault_of(driver)
+        assert (fault.code, fault.retryable) == ("engine_lost", True)
+
+
+@pytest.mark.parametrize("ending", ["broken", "closed", "done"])
+async def test_an_answer_that_breaks_off_can_go_on_elsewhere(ending: str) -> None:
+    async def reply(asked: Asked) -> None:
+        if ending == "done":
+            await asked.stream(text(" water"))
+        elif ending == "broken":
+            await asked.stream(text(" water"), ends=False)
+        else:
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+            await asked.send(head + f"data: {json.dumps(text(' water'))}\n\ndata: {{".encode())
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        seen: list[Chunk] = []
+        with pytest.raises(EngineRefused) as caught:
+            await read_into(seen, driver)
+        assert shown(seen) == " water"
+        assert (caught.value.fault.code, caught.value.fault.retryable) == ("engine_lost", True)
+
+
+async def test_a_silent_server_is_given_up() -> None:
+    async def reply(asked: Asked) -> None:
+        await asked.stream(text(" water"), ends=False)
+        await asked.until_left()
+
+    async with upstream(openai(reply)) as server, started(server, idle_seconds=0.2) as driver:
+        fault = await fault_of(driver)
+        assert (fault.code, fault.retryable) == ("engine_lost", True)
+        assert "silent" in fault.message
+
+
+async def test_what_comes_after_the_finish_does_not_hold_it_up() -> None:
+    """The server never ends its answer."""
+
+    async def reply(asked: Asked) -> None:
+        await asked.stream(text(" water", "length"), ends=False)
+        await asked.until_left()
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        assert [chunk.finish for chunk in await read_all(driver)] == ["length"]
+
+
+@pytest.mark.parametrize("finish", ["length", None])
+async def test_nor_does_an_answer_that_never_falls_silent(finish: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the finish, or after the server has said that there is no more."""
+    monkeypatch.setattr("penstock.backends.http.client.ENDING_SECONDS", 0.1)
+
+    async def reply(asked: Asked) -> None:
+        await asked.stream(text(" water", finish), *([] if finish else ["[DONE]"]), ends=False)
+        while True:
+            # Until nobody listens any more.
+            await asked.send(b"3\r\n:\n\n\r\n")
+            await asyncio.sleep(0.01)
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        if finish:
+            assert [chunk.finish for chunk in await read_all(driver)] == [finish]
+        else:
+            assert (await fault_of(driver)).code == "engine_lost"
+
+
+async def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backends.http.client.MOST_ANSWER_BYTES", 10_000)
+
+    async def reply(asked: Asked) -> None:
+        await asked.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\ndata: ")
+        while True:
+            await asked.send(b"x" * 1000)
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        assert "longer than 10,000 bytes" in (await fault_of(driver)).message
+
+
+@pytest.mark.parametrize("answered", [0, 1], ids=["new", "kept"])
+async def test_only_what_nobody_has_read_is_sent_again(answered: int) -> None:
+    """The server ends its first connection after so many answers, with a request before it; a later one it answers."""
+    asked_on: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = len(set(asked_on))
+        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+            while True:
+                await reader.readuntil(b"\r\n\r\n{}")
+                asked_on.append(connection)
+                if connection == 0 and asked_on.count(0) > answered:
+                    return
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = EngineClient(HttpEngineSettings(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    client.open()
+    async with server, contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        if answered:
+            await client.post("/", {}, SECONDS)
+            assert (await client.post("/", {}, SECONDS)).status == 200
+            assert asked_on == [0, 0, 1]
+        else:
+            with pytest.raises(Broken, match="closed before the answer"):
+                await client.post("/", {}, SECONDS)
+            assert asked_on == [0]
+
+
+@pytest.mark.parametrize("phase", ["unanswered", "begun", "streaming"])
+async def test_leaving_closes_the_connection_and_tells_the_engine(phase: str) -> None:
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    async def generate(asked: Asked) -> None:
+        if phase != "unanswered":
+            told = {"output_ids": [300], "meta_info": {"finish_reason": None, "completion_tokens": 1}}
+            await asked.stream(*([told] if phase == "streaming" else []), ends=False)
+        arrived.set()
+        await asked.until_left()
+        left.set()
+
+    async with upstream(sglang(generate)) as server, started(server) as driver:
+        chunks = driver.generate(request())
+        if phase == "streaming":
+            assert (await anext(chunks)).token_ids == (300,)
+            await chunks.aclose()
+        else:
+            waiting = asyncio.ensure_future(anext(chunks))
+            await arrived.wait()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert server.posts("/abort_request") == [{"rid": "a" * 32}]
+        await left.wait()
+
+
+async def test_who_is_cancelled_twice_does_not_wait_and_the_engine_is_told_all_the_same() -> None:
+    asked_to_abort, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def generate(asked: Asked) -> None:
+        await asked.stream(ends=False)
+        await asked.until_left()
+
+    async def abort(asked: Asked) -> None:
+        asked_to_abort.set()
+        await may_answer.wait()
+        await asked.answer(200, b"")
+
+    async with upstream(sglang(generate) | {"/abort_request": abort}) as server:
+        driver = HttpDriver(HttpEngineSettings(server.url), TOKENIZER)
+        await driver.start(print)
+        waiting = asyncio.ensure_future(anext(driver.generate(request())))
+        while not server.posts("/generate"):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asked_to_abort.wait()
+        assert not waiting.done()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        closing = asyncio.ensure_future(driver.close())
+        for _ in range(200):
+            # As long as it would take if nothing were waited for.
+            await asyncio.sleep(0)
+        assert not closing.done()
+        may_answer.set()
+        await closing
+
+
+async def test_nothing_is_aborted_that_is_over() -> None:
+    async def generate(asked: Asked) -> None:
+        if asked.body["sampling_params"]["max_new_tokens"] == 4:
+            await asked.answer(400, {"error": {"message": "no"}})
+            return
+        await asked.stream({"output_ids": [300], "meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 1}})
+
+    async with upstream(sglang(generate)) as server, started(server) as driver:
+        await read_all(driver, max_tokens=1)
+        assert (await fault_of(driver, max_tokens=4)).code == "engine_refused"
+        assert not server.posts("/abort_request")
+
+
+async def test_what_is_ended_here_is_ended_there() -> None:
+    async def generate(asked: Asked) -> None:
+        first, second = (
+            {"output_ids": [300 + count], "meta_info": {"finish_reason": None, "completion_tokens": 1 + count}} for count in range(2)
+        )
+        await asked.stream(first, second, ends=False)
+        await asked.until_left()
+
+    async with upstream(sglang(generate)) as server, started(server) as driver:
+        chunks = await read_all(driver, ignore_eos=True, stop_ids=(300,))
+        assert chunks == [Chunk((300,), finish="stop")]
+        assert server.posts("/abort_request") == [{"rid": "a" * 32}]
+
+
+async def test_sessions_are_closed_where_there_are_any() -> None:
+    async with upstream(sglang(not_found, enable_session_radix_cache=True)) as server, started(server) as driver:
+        await driver.close_session("s")
+        assert server.posts("/close_session") == [{"session_id": "s"}]
+    async with upstream(sglang(not_found)) as server, started(server) as driver:
+        await driver.close_session("s")
+        assert not server.posts("/close_session")
+
+
+async def test_a_hundred_and_more_at_once() -> None:
+    """Each has a connection, and none waits for another."""
+    count, here, all_here = 150, 0, asyncio.Event()
+
+    async def reply(asked: Asked) -> None:
+        nonlocal here
+        here += 1
+        if here == count:
+            all_here.set()
+        await all_here.wait()
+        await asked.stream(text(" water", "length"))
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        answers = await asyncio.gather(*[read_all(driver, id=f"{number:032}") for number in range(count)])
+        assert {shown(chunks) for chunks in answers} == {" water"}
+
+
+# Death.
+
+
+async def test_a_server_that_is_gone_is_dead() -> None:
+    async with upstream(openai(not_found)) as server, started(server) as driver:
+        await driver.ping()
+        await server.stop()
+        with pytest.raises(EngineDied, match="cannot connect: Connection refused"):
+            await read_all(driver)
+        with pytest.raises(EngineDied, match="GET /health: cannot connect"):
+            await driver.ping()
+
+
+async def test_who_still_answers_is_not_dead() -> None:
+    """It takes no more connections, nor can any be made where too many files are open; those that it has go on."""
+    may_end = asyncio.Event()
+
+    async def reply(asked: Asked) -> None:
+        await asked.stream(text(" water"), ends=False)
+        await may_end.wait()
+        await asked.event(text(" flows", "length"))
+
+    async with upstream(openai(reply)) as server, started(server) as driver:
+        chunks = driver.generate(request())
+        seen = [await anext(chunks)]
+        server.stop_listening()
+        fault = await fault_of(driver)
+        assert (fault.code, fault.retryable) == ("engine_lost", True)
+        may_end.set()
+        seen += [chunk async for chunk in chunks]
+        assert shown(seen) == " water flows"
+        with pytest.raises(EngineDied):
+            await read_all(driver)
+
+
+async def test_a_server_that_is_gone_is_noticed_while_nobody_asks(caplog: pytest.LogCaptureFixture) -> None:
+    """Where it ran is for the log alone: what is said of the death reaches clients."""
+    died = asyncio.Event()
+    deaths: list[str] = []
+
+    async with upstream(openai(not_found)) as server:
+        driver = HttpDriver(HttpEngineSettings(server.url), TOKENIZER, watch_seconds=0.02, death_seconds=0.1)
+
+        def on_death(reason: str) -> None:
+            deaths.append(reason)
+            died.set()
+
+        await driver.start(on_death)
+        await server.stop()
+        await died.wait()
+        await driver.close()
+        assert deaths == ["its server is gone: GET /health: cannot connect: Connection refused"]
+        assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+            f"the engine at {server.url} is gone: GET /health: cannot connect: Connection refused"
+        ]
+
+
+async def test_a_server_that_says_it_is_broken_is_dead_if_it_stays_so() -> None:
+    answers = [saying(200, b""), saying(503, b""), saying(200, b"")]
+
+    async def health(asked: Asked) -> None:
+        await (answers.pop(0) if answers else saying(503, b""))(asked)
+
+    async with upstream(openai(not_found) | {"/health": health}) as server, started(server) as driver:
+        # The first answer was for the start.
+        await driver.ping()
+        with pytest.raises(EngineDied, match="GET /health answered 503"):
+            await driver.ping()
+
+
+async def test_a_server_that_is_silent_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in a very long step."""
+    monkeypatch.setattr("penstock.backends.http.engine.PING_SECONDS", 0.05)
+    asked_again, count = asyncio.Event(), 0
+
+    async def health(asked: Asked) -> None:
+        nonlocal count
+        count += 1
+        if count in (2, 3, 4, 5, 6, 7):
+            await asked.until_left()
+            return
+        await asked.answer(200, b"")
+        asked_again.set()
+
+    async with upstream(openai(not_found) | {"/health": health}) as server, started(server, death_seconds=0.05) as driver:
+        await driver.ping()
+        assert count == 8
+
+
+async def test_a_dead_server_is_no_matter_once_it_is_closed() -> None:
+    deaths: list[str] = []
+    async with upstream(openai(not_found)) as server:
+        async with started(server, deaths, watch_seconds=0.01, death_seconds=0.01):
+            pass
+        await server.stop()
+        await asyncio.sleep(0)
+    assert not deaths

@@ -1,0 +1,518 @@
+"""The parts of the SGLang driver that need no SGLang. The rest is in `tests/contract/backends`, against the real one."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging.config
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, EngineSettings, EventEndpoints
+from penstock.backends.external.errors import first_error, forget_directory, write_logging_config
+from penstock.backends.sglang import report as sglang_report
+from penstock.backends.sglang.arguments import DEFAULT_PAGE_SIZE, check_version, make_arguments
+from penstock.backends.sglang.chunks import ChunkReader
+from penstock.backends.sglang.engine import FAILURES, LOGGER, SglangDriver
+from penstock.backends.sglang.requests import as_ebnf, as_parameters, engine_priority, sampling_parameters
+from penstock.backends.sglang.sessions import StreamingSessions
+from penstock.wire.errors import ConfigError
+from penstock.wire.messages import Bootstrap, Sampling, TokenLogprob
+
+PROMPT = (5, 6, 7)
+LENGTH = {"type": "length", "length": 3}
+HERE = EventEndpoints("ipc:///run/here/events", "ipc:///run/here/replay")
+
+
+def asked(**settings: Any) -> EngineRequest:
+    return EngineRequest("0" * 32, **{"token_ids": PROMPT, "max_tokens": 3, "seed": 1, **settings})
+
+
+def raw(token_ids: list[int], count: int, finish: dict[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
+    return {"text": "…", "output_ids": token_ids, "meta_info": {"finish_reason": finish, "completion_tokens": count, **meta}}
+
+
+def breach(reader: ChunkReader, chunk: dict[str, Any]) -> str:
+    with pytest.raises(EngineRefused) as refused:
+        reader.read(chunk)
+    assert refused.value.fault.code == "stream_breach"
+    assert not refused.value.fault.retryable
+    return refused.value.fault.message
+
+
+class TestIncrementalChunks:
+    def test_each_has_what_is_new(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=True)
+        assert reader.read(raw([1], 1, cached_tokens=2)) == Chunk((1,), cached_tokens=2)
+        assert reader.read(raw([2, 3], 3, LENGTH)) == Chunk((2, 3), finish="length")
+
+    def test_an_engine_that_repeats_itself_is_caught_at_its_second_chunk(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=True)
+        reader.read(raw([1], 1))
+        assert "3 tokens where it has made 2" in breach(reader, raw([1, 2], 2))
+
+    def test_a_lost_token_is_caught(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=True)
+        reader.read(raw([1], 1))
+        assert "2 tokens where it has made 3" in breach(reader, raw([3], 3))
+
+    def test_logprobs_are_those_of_the_chunk(self) -> None:
+        reader = ChunkReader(asked(logprobs=1), is_incremental=True)
+        first = reader.read(raw([1], 1, output_token_logprobs=[(-0.1, 1, None)], output_top_logprobs=[[(-0.1, 1, None)]]))
+        assert first.logprobs == (TokenLogprob(-0.1, ((1, -0.1),)),)
+        two = {
+            "output_token_logprobs": [(-0.2, 2, None), (-0.3, 3, None)],
+            "output_top_logprobs": [[(-0.2, 2, None)], [(-0.25, 9, None)]],
+        }
+        assert reader.read(raw([2, 3], 3, LENGTH, **two)).logprobs == (TokenLogprob(-0.2, ((2, -0.2),)), TokenLogprob(-0.3, ((9, -0.25),)))
+
+
+class TestCumulativeChunks:
+    def test_they_are_made_disjoint(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=False)
+        assert reader.read(raw([1], 1)).token_ids == (1,)
+        assert reader.read(raw([1, 2, 3], 3, LENGTH)) == Chunk((2, 3), finish="length")
+
+    def test_a_list_that_grew_since_its_chunk_was_made_is_read_once(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=False)
+        live = [1]
+        first, second = raw(live, 1), raw(live, 2)
+        live += [2, 3]
+        taken = reader.read(first).token_ids
+        live.append(4)
+        assert taken == (1, 2, 3)
+        assert reader.read(second).token_ids == (4,)
+
+    def test_an_engine_that_does_not_repeat_itself_is_caught_at_its_second_chunk(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=False)
+        reader.read(raw([1], 1))
+        assert "1 tokens where it has made 2" in breach(reader, raw([1], 2))
+
+    def test_another_token_at_the_seam_is_caught(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=False)
+        reader.read(raw([1], 1))
+        assert "has token 2 where 1 came before" in breach(reader, raw([2], 2))
+
+    def test_at_the_end_nothing_more_may_be_there(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=False)
+        assert "4 tokens where it has made 3" in breach(reader, raw([1, 2, 3, 4], 3, LENGTH))
+
+    def test_only_new_logprobs_are_read(self) -> None:
+        reader = ChunkReader(asked(logprobs=0), is_incremental=False)
+        entries = [(-0.1, 1, None)]
+        assert reader.read(raw([1], 1, output_token_logprobs=entries)).logprobs == (TokenLogprob(-0.1),)
+        entries += [(-0.2, 2, None), (-0.3, 3, None)]
+        last = reader.read(raw([1, 2, 3], 3, LENGTH, output_token_logprobs=entries))
+        assert last.logprobs == (TokenLogprob(-0.2), TokenLogprob(-0.3))
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+class TestEveryChunk:
+    def test_an_abort_is_read_for_its_reason_alone(self, is_incremental: bool) -> None:
+        """It repeats its last token, has all of the text, or the one made-up token of a refused turn; and it may lack all counts."""
+        reader = ChunkReader(asked(), is_incremental=is_incremental)
+        reader.read(raw([1], 1))
+        abort = {"output_ids": [1, 1], "text": "all of it", "meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}
+        with pytest.raises(EngineRefused) as refused:
+            reader.read(abort)
+        assert refused.value.fault.code == "engine_aborted"
+        assert refused.value.fault.retryable
+
+    @pytest.mark.parametrize(
+        ("message", "code"),
+        [("Failed to compile ebnf grammar: …", "invalid_grammar"), ("Input length (9 tokens) exceeds …", "engine_refused")],
+    )
+    def test_what_is_wrong_with_the_request_is_wrong_elsewhere_too(self, is_incremental: bool, message: str, code: str) -> None:
+        finish = {"type": "abort", "message": message, "status_code": 400}
+        with pytest.raises(EngineRefused) as refused:
+            ChunkReader(asked(), is_incremental=is_incremental).read(raw([0], 1, finish))
+        assert (refused.value.fault.code, refused.value.fault.retryable) == (code, False)
+
+    def test_an_end_for_length_before_that_is_caught(self, is_incremental: bool) -> None:
+        reader = ChunkReader(asked(max_tokens=9), is_incremental=is_incremental)
+        assert "2 of 9 tokens" in breach(reader, raw([1, 2], 2, LENGTH))
+
+    def test_an_end_of_an_unknown_kind_is_caught(self, is_incremental: bool) -> None:
+        assert "tired" in breach(ChunkReader(asked(), is_incremental=is_incremental), raw([1], 1, {"type": "tired"}))
+
+    def test_the_token_that_ended_the_text_is_among_the_tokens(self, is_incremental: bool) -> None:
+        chunk = ChunkReader(asked(), is_incremental=is_incremental).read(raw([4, 2], 2, {"type": "stop", "matched": 2}))
+        assert chunk == Chunk((4, 2), finish="stop")
+
+    def test_stop_ids_count_also_where_the_models_own_end_does_not(self, is_incremental: bool) -> None:
+        """SGLang would ignore both."""
+        reader = ChunkReader(asked(stop_ids=(8,), ignore_eos=True, max_tokens=9, logprobs=0), is_incremental=is_incremental)
+        entries = [(-0.1, 1, None), (-0.2, 8, None), (-0.3, 3, None)]
+        chunk = reader.read(raw([1, 8, 3], 3, output_token_logprobs=entries))
+        assert chunk == Chunk((1, 8), (TokenLogprob(-0.1), TokenLogprob(-0.2)), "stop")
+
+    def test_logprobs_that_are_not_one_a_token_are_caught(self, is_incremental: bool) -> None:
+        reader = ChunkReader(asked(logprobs=0), is_incremental=is_incremental)
+        assert "logprobs of 1 tokens" in breach(reader, raw([1, 2], 2, output_token_logprobs=[(-0.1, 1, None)]))
+        reader = ChunkReader(asked(logprobs=0), is_incremental=is_incremental)
+        breach(reader, raw([1], 1, output_token_logprobs=[(-0.1, 9, None)]))
+
+    def test_prompt_logprobs_come_once_with_none_for_the_first(self, is_incremental: bool) -> None:
+        reader = ChunkReader(asked(prompt_logprobs=True, logprobs=1), is_incremental=is_incremental)
+        meta: dict[str, Any] = {
+            "input_token_logprobs": [(None, 5, None), (-0.5, 6, None), (-0.6, 7, None)],
+            "input_top_logprobs": [None, [(-0.5, 6, None)], [(-0.1, 9, None)]],
+            "output_token_logprobs": [(-0.1, 1, None)],
+            "output_top_logprobs": [[(-0.1, 1, None)]],
+        }
+        chunk = reader.read(raw([1], 1, **meta))
+        assert chunk.prompt_logprobs == (None, TokenLogprob(-0.5, ((6, -0.5),)), TokenLogprob(-0.6, ((9, -0.1),)))
+        assert reader.read(raw([] if is_incremental else [1], 1, **{**meta, "output_token_logprobs": []})).prompt_logprobs is None
+
+    def test_prompt_logprobs_of_part_of_the_prompt_are_caught(self, is_incremental: bool) -> None:
+        reader = ChunkReader(asked(prompt_logprobs=True), is_incremental=is_incremental)
+        assert "for a prompt of 3" in breach(reader, raw([1], 1, input_token_logprobs=[(-0.5, 7, None)]))
+
+
+class TestParameters:
+    def test_all_of_a_request_arrives(self) -> None:
+        sampling = Sampling(
+            temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.2
+        )
+        request = asked(sampling=sampling, min_tokens=2, ignore_eos=True, stop_ids=(8, 9), logit_bias=((4, -2.0),), seed=2**63 - 1)
+        assert sampling_parameters(request) == {
+            "max_new_tokens": 3,
+            "min_new_tokens": 2,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 40,
+            "min_p": 0.1,
+            "presence_penalty": 1.0,
+            "frequency_penalty": -1.0,
+            "repetition_penalty": 1.2,
+            "ignore_eos": True,
+            "sampling_seed": 2**63 - 1,
+            "stop_token_ids": [8, 9],
+            "logit_bias": {"4": -2.0},
+        }
+
+    def test_without_a_seed_every_answer_has_its_own(self) -> None:
+        seeds = {sampling_parameters(asked(seed=None))["sampling_seed"] for _ in range(8)}
+        assert len(seeds) == 8
+        assert all(0 <= seed < 2**63 for seed in seeds)
+
+    def test_the_whole_vocabulary_is_minus_one(self) -> None:
+        assert sampling_parameters(asked())["top_k"] == -1
+
+    def test_a_grammar_may_end_before_the_least_number_of_tokens(self) -> None:
+        parameters = sampling_parameters(asked(lark='start: "a"', min_tokens=2))
+        assert (parameters["ebnf"], parameters["min_new_tokens"]) == ('start: "a"', 0)
+
+    @pytest.mark.parametrize("lark", ['start: "a"', '%llguidance {}\nstart[stop="b"]: /a*/', "x: /a/\n  start : x"])
+    def test_what_sglang_knows_for_lark_is_left_alone(self, lark: str) -> None:
+        assert as_ebnf(lark) == lark
+
+    def test_what_it_would_take_for_the_other_dialect_is_marked(self) -> None:
+        assert as_ebnf('start[stop="b"]: /a*/') == '%llguidance {}\nstart[stop="b"]: /a*/'
+
+    def test_logprobs_and_those_of_the_prompt(self) -> None:
+        def logprobs(request: EngineRequest) -> tuple[Any, ...]:
+            parameters = as_parameters(request, None, tags_sessions=False, has_priority=False)
+            return tuple(parameters.get(name) for name in ("return_logprob", "top_logprobs_num", "logprob_start_len"))
+
+        assert logprobs(asked()) == (None, None, None)
+        assert logprobs(asked(logprobs=0)) == (True, 0, -1)
+        assert logprobs(asked(logprobs=4, prompt_logprobs=True)) == (True, 4, 0)
+        assert logprobs(asked(prompt_logprobs=True)) == (True, 0, 0)
+
+    def test_a_session_and_a_priority_only_where_they_mean_something(self) -> None:
+        request = asked(session_id="s", priority=4, is_retained=True)
+        without = as_parameters(request, None, tags_sessions=False, has_priority=False)
+        assert not {"session_id", "session_params", "priority"} & without.keys()
+        with_both = as_parameters(request, None, tags_sessions=True, has_priority=True)
+        assert with_both["session_id"] == "s"
+        assert with_both["priority"] == engine_priority(request)
+
+    def test_what_is_to_be_kept_comes_before_every_priority_of_what_is_not(self) -> None:
+        assert engine_priority(asked(priority=1000)) < engine_priority(asked(is_retained=True))
+        assert engine_priority(asked(is_retained=True)) < engine_priority(asked(is_retained=True, priority=1))
+        assert engine_priority(asked(priority=2**70)) < 2**63
+
+    def test_where_two_workers_meet(self) -> None:
+        parameters = as_parameters(asked(bootstrap=Bootstrap("10.0.0.9", 8998, 7)), None, tags_sessions=True, has_priority=True)
+        assert [parameters[f"bootstrap_{name}"] for name in ("host", "port", "room")] == ["10.0.0.9", 8998, 7]
+
+
+class Arguments:
+    """Stands for SGLang's class of server arguments: a few of its flags, declared as SGLang declares them."""
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model-path", "--model", required=True)
+        for name, default in (("context-length", None), ("page-size", None), ("max-running-requests", None), ("max-total-tokens", None)):
+            parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument("--tokenizer-worker-num", type=int, default=1)
+        parser.add_argument("--data-parallel-size", "--dp-size", dest="dp_size", type=int, default=1)
+        parser.add_argument("--grammar-backend", choices=["xgrammar", "llguidance"], default=None)
+        parser.add_argument("--radix-eviction-policy", default="lru")
+        parser.add_argument("--kv-events-config", default=None)
+        parser.add_argument("--log-level", default="info")
+        parser.add_argument("--config")
+        for name in ("incremental-streaming-output", "disable-radix-cache", "enable-session-radix-cache", "allow-auto-truncate"):
+            parser.add_argument(f"--{name}", action="store_true")
+        parser.add_argument("--enable-streaming-session", action="store_true")
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Any:
+        if args.context_length == 13:
+            raise ValueError("13 brings bad luck")
+        return args
+
+
+def made(words: str = "", *, version: str = "0.5.23", **settings: Any) -> tuple[Any, EventEndpoints | None]:
+    return make_arguments(EngineSettings("/models/m", tuple(words.split()), **settings), Arguments, HERE, version)
+
+
+class TestArguments:
+    def test_what_penstock_sets_where_nobody_says_otherwise(self) -> None:
+        arguments, endpoints = made()
+        assert (arguments.model_path, arguments.page_size, arguments.grammar_backend) == ("/models/m", DEFAULT_PAGE_SIZE, "llguidance")
+        assert (arguments.radix_eviction_policy, arguments.enable_session_radix_cache) == ("priority", True)
+        assert not arguments.incremental_streaming_output
+        assert json.loads(arguments.kv_events_config)["replay_endpoint"] == HERE.replay
+        assert endpoints == HERE
+
+    def test_the_users_words_come_first(self) -> None:
+        arguments, _ = made("--page-size 32 --grammar-backend xgrammar --radix-eviction-policy lfu --log-level info")
+        assert (arguments.page_size, arguments.grammar_backend, arguments.radix_eviction_policy) == (32, "xgrammar", "lfu")
+        assert arguments.log_level == "info"
+
+    def test_penstocks_flags_are_handed_on(self) -> None:
+        arguments, _ = made("--page-size 32", context_length=4096, max_batch=8, kv_blocks=100, streaming_sessions=True)
+        assert (arguments.context_length, arguments.max_running_requests, arguments.max_total_tokens) == (4096, 8, 3200)
+        assert arguments.enable_streaming_session
+        arguments, _ = made(block_size=64, kv_blocks=100)
+        assert (arguments.page_size, arguments.max_total_tokens) == (64, 6400)
+
+    @pytest.mark.parametrize(
+        ("words", "settings", "flag"),
+        [
+            ("--context-length 1", {"context_length": 2}, "--context-length"),
+            ("--max-running-requests 1", {"max_batch": 2}, "--max-batch"),
+            ("--max-total-tokens 1", {"kv_blocks": 2}, "--kv-blocks"),
+            ("--page-size 32", {"block_size": 64}, "--block-size"),
+            ("--model /other", {}, "--model"),
+        ],
+    )
+    def test_what_is_said_twice_is_refused(self, words: str, settings: dict[str, Any], flag: str) -> None:
+        with pytest.raises(ConfigError, match=f"^{flag} and --engine-args both set"):
+            made(words, **settings)
+
+    @pytest.mark.parametrize(
+        ("words", "named"),
+        [
+            ("--tokenizer-worker-num 2", "--tokenizer-worker-num 2"),
+            ("--dp-size 2", "--dp-size 2"),
+            ("--allow-auto-truncate", "--allow-auto-truncate"),
+            ("--config flags.yaml", "--config flags.yaml"),
+        ],
+    )
+    def test_what_could_lose_tokens_is_refused_by_name(self, words: str, named: str) -> None:
+        with pytest.raises(ConfigError, match=named):
+            made(words)
+
+    def test_incremental_chunks_of_a_version_that_drops_them_are_refused(self) -> None:
+        assert made("--incremental-streaming-output", version="0.5.10.post1")[0].incremental_streaming_output
+        with pytest.raises(ConfigError, match=r"0\.5\.9 drops chunks"):
+            made("--incremental-streaming-output", version="0.5.9")
+
+    @pytest.mark.parametrize("words", ["--no-such-flag", "--page-size many", "--grammar-backend own", "--help"])
+    def test_what_sglang_does_not_take_never_ends_the_process(self, words: str) -> None:
+        with pytest.raises(ConfigError, match="--engine-args: SGLang does not take this"):
+            made(words)
+
+    def test_nor_does_what_it_finds_out_later(self) -> None:
+        with pytest.raises(ConfigError, match="13 brings bad luck"):
+            made("--context-length 13")
+
+    def test_memory_is_refused_with_what_to_use(self) -> None:
+        with pytest.raises(ConfigError, match="--kv-memory is 2, which SGLang cannot be told: use --kv-blocks"):
+            made(kv_memory=2.0)
+
+    def test_without_a_cache_there_are_no_events_and_no_sessions(self) -> None:
+        arguments, endpoints = made("--disable-radix-cache")
+        assert (arguments.kv_events_config, arguments.enable_session_radix_cache, endpoints) == (None, False, None)
+
+    @pytest.mark.parametrize(
+        ("config", "expected"),
+        [
+            ('{"publisher":"zmq","endpoint":"tcp://*:9","topic":"t"}', EventEndpoints("tcp://127.0.0.1:9", None, "t")),
+            (
+                '{"publisher":"zmq","endpoint":"tcp://0.0.0.0:9","replay_endpoint":"tcp://*:8"}',
+                EventEndpoints("tcp://127.0.0.1:9", "tcp://127.0.0.1:8"),
+            ),
+            ('{"publisher":"zmq","endpoint":"tcp://collector:9"}', None),
+            ('{"publisher":"null"}', None),
+        ],
+    )
+    def test_events_where_the_user_wants_them(self, config: str, expected: EventEndpoints | None) -> None:
+        assert make_arguments(EngineSettings("/m", ("--kv-events-config", config)), Arguments, HERE, "0.5.23")[1] == expected
+
+
+class TestVersions:
+    @pytest.mark.parametrize("version", ["0.5.21", "0.5.22.post1", "0.5.23", "0.5.23+cpu"])
+    def test_known_ones(self, version: str) -> None:
+        check_version(version)
+
+    @pytest.mark.parametrize("version", ["0.4.10", "0.5.9", "0.5.20.post1", "0.5.24", "0.6.0"])
+    def test_others_are_refused_with_the_range(self, version: str) -> None:
+        with pytest.raises(ConfigError, match=f"SGLang {version} is installed.*0.5.21 up to, but not including, 0.5.24"):
+            check_version(version)
+        check_version(version, any_version=True)
+
+    async def test_without_the_package_that_is_said(self) -> None:
+        with pytest.raises(ConfigError, match="needs the package sglang: pip install"):
+            await SglangDriver(EngineSettings("/m")).start(lambda _: None)
+
+    def test_the_report_says_so_too(self) -> None:
+        report = sglang_report.report()
+        assert (report.engine, report.version, report.features) == ("sglang", None, ())
+        assert "pip install" in str(report.problem)
+
+
+class SpreadEngine:
+    """SGLang's Engine once it runs, with a process for each of two devices: only the first of them answers."""
+
+    def __init__(self) -> None:
+        ranks = [{"max_req_input_len": 2042, "max_total_num_tokens": 8192} for _ in range(2)]
+        self._scheduler_init_result = SimpleNamespace(scheduler_infos=ranks)
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        switches = {"incremental_streaming_output": True, "enable_session_radix_cache": True, "skip_tokenizer_init": False}
+        words = {"radix_eviction_policy": "priority", "disaggregation_mode": "null", "grammar_backend": "llguidance"}
+        return [{**switches, **words, "page_size": 32, "dcp_size": None, "effective_max_running_requests_per_dp": 8}]
+
+
+async def test_what_is_known_of_a_model_on_several_devices() -> None:
+    driver = SglangDriver(EngineSettings("/m"))
+    driver._engine = driver._manager = SpreadEngine()
+    driver._died = asyncio.get_running_loop().create_future()
+    facts = await driver._establish(None)
+    assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (2042, 32, 256, 8)
+
+
+class Engine:
+    """What a streaming session is asked of: which are open, and whether more may be."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.is_full = False
+        self.asked = asyncio.Event()
+
+    async def open_session(self, session_id: str) -> bool:
+        self.asked.set()
+        await asyncio.sleep(0)
+        is_new = not self.is_full and session_id not in self.open
+        if is_new:
+            self.open.append(session_id)
+        return is_new
+
+    async def close_session(self, session_id: str) -> None:
+        self.open.remove(session_id)
+
+
+class TestStreamingSessions:
+    def setup_method(self) -> None:
+        self.engine = Engine()
+        self.sessions = StreamingSessions(self.engine.open_session, self.engine.close_session, start_id=1)
+
+    async def new(self, *token_ids: int, generated: tuple[int, ...] = (), is_last: bool = True) -> tuple[int, ...] | None:
+        turn = await self.sessions.begin(asked(session_id="s", token_ids=token_ids))
+        if turn is None:
+            return None
+        turn.take(generated, is_last=is_last)
+        turn.end()
+        return turn.new
+
+    async def test_only_what_is_new_is_sent(self) -> None:
+        assert await self.new(1, 2, 3, generated=(4, 5)) == (1, 2, 3)
+        assert await self.new(1, 2, 3, 4, 5, 6, generated=(7,)) == (6,)
+        assert await self.new(1, 2, 3, 4, 5, 6, 7, 8) == (8,)
+        assert self.engine.open == ["s"]
+
+    async def test_after_a_turn_whose_end_nobody_read_it_begins_anew(self) -> None:
+        """The engine has dropped it if it was aborted, and has kept it if it had ended before it heard of that."""
+        await self.new(2, 3, generated=(4,))
+        assert await self.new(2, 3, 4, 5, generated=(6,), is_last=False) == (5,)
+        assert await self.new(2, 3, 4, 5, 9, generated=(7,)) == (2, 3, 4, 5, 9)
+        assert await self.new(2, 3, 4, 5, 9, 7, 8) == (8,)
+        assert self.engine.open == ["s"]
+
+    async def test_one_that_is_opened_for_nobody_is_opened_again(self) -> None:
+        opening = asyncio.create_task(self.sessions.begin(asked(session_id="s")))
+        await self.engine.asked.wait()
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        self.engine.open.append("s")
+        assert await self.new(2, 3, generated=(4,)) == (2, 3)
+        assert await self.new(2, 3, 4, 5) == (5,)
+        await self.sessions.close_session("s")
+        assert self.engine.open == []
+
+    async def test_a_turn_that_is_cut_here_runs_without(self) -> None:
+        """The engine goes on behind a token that it was told to ignore."""
+        await self.new(2, 3, generated=(4,))
+        assert await self.sessions.begin(asked(session_id="s", token_ids=(2, 3, 4, 5), ignore_eos=True, stop_ids=(6,))) is None
+        assert await self.new(2, 3, 4, 5, 6, 7) == (5, 6, 7)
+
+    @pytest.mark.parametrize("token_ids", [(2, 9, 4, 5), (2, 3), (2, 3, 4), (2, 3, 4, 1, 5)])
+    async def test_another_story_begins_anew(self, token_ids: tuple[int, ...]) -> None:
+        """One that differs, is shorter, has nothing new, or goes on with the token that SGLang would leave out."""
+        await self.new(2, 3, generated=(4,))
+        assert await self.new(*token_ids) == token_ids
+        assert self.engine.open == ["s"]
+
+    async def test_a_second_turn_beside_the_first_runs_without(self) -> None:
+        first = await self.sessions.begin(asked(session_id="s"))
+        assert first is not None
+        assert await self.sessions.begin(asked(session_id="s")) is None
+        first.end()
+        assert await self.sessions.begin(asked(session_id="s")) is not None
+
+    async def test_two_that_come_at_once_do_not_both_open_it(self) -> None:
+        turns = await asyncio.gather(*(self.sessions.begin(asked(session_id="s")) for _ in range(2)))
+        assert turns.count(None) == 1
+        assert self.engine.open == ["s"]
+
+    async def test_where_the_engine_opens_none_it_runs_without(self) -> None:
+        self.engine.is_full = True
+        assert await self.new(2, 3) is None
+        self.engine.is_full = False
+        assert await self.new(2, 3) == (2, 3)
+
+    async def test_without_a_session_or_with_what_sessions_cannot_tell(self) -> None:
+        for request in (asked(), asked(session_id="s", prompt_logprobs=True), asked(session_id="s", bootstrap=Bootstrap("h", 1, 2))):
+            assert await self.sessions.begin(request) is None
+        assert self.engine.open == []
+
+    async def test_the_end_of_one_is_told_once(self) -> None:
+        await self.new(2, 3)
+        await self.sessions.close_session("s")
+        await self.sessions.close_session("s")
+        await self.sessions.close_session("unknown")
+        assert self.engine.open == []
+
+
+def test_what_is_kept_of_its_log_is_why_it_failed(tmp_path: Path) -> None:
+    with write_logging_config(tmp_path, LOGGER, "ERROR", FAILURES).open(encoding="utf-8") as config:
+        logging.config.dictConfig(json.load(config))
+    try:
+        logging.getLogger("sglang.srt.constrained.llguidance_backend").error("Hit invalid grammar: Traceback (most recent call last):\nno")
+        logging.getLogger(FAILURES).error(
+            'Scheduler hit an exception: Traceback (most recent call last):\n  File "x"\nRuntimeError: no room\n'
+        )
+        assert first_error(tmp_path) == "RuntimeError: no room"
+    finally:
+        forget_directory(tmp_path, LOGGER)
+        logging.getLogger(LOGGER).handlers.clear()
+        logging.getLogger(LOGGER).propagate = True

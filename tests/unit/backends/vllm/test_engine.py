@@ -1,0 +1,340 @@
+"""What vLLM is asked for, what its answers are in our words, and with which arguments it runs. The engine itself is tested where it is
+installed, by `tests/contract/backends`; what stands in for it here are records of its, no behaviour."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.backends.external.capabilities import Feature
+from penstock.backends.external.engine import EngineRefused, EngineRequest, EngineSettings, EventEndpoints
+from penstock.backends.vllm.arguments import check_version, event_endpoints, merge_flags, one_line, why_no_events
+from penstock.backends.vllm.engine import VllmDriver
+from penstock.backends.vllm.report import features_in, report
+from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
+from penstock.wire.errors import ConfigError
+from penstock.wire.messages import Sampling, TokenLogprob
+
+SETTINGS = EngineSettings("/models/tiny")
+
+PYDANTIC = """1 validation error for ModelConfig
+  Value error, no such model. [type=value_error, input_value=ArgsKwargs((), {'m': [1]}), input_type=ArgsKwargs]
+    For further information visit https://errors.pydantic.dev/2/v/value_error"""
+
+
+def request(**fields: Any) -> EngineRequest:
+    usual: dict[str, Any] = {"id": "a" * 32, "token_ids": (5, 6), "max_tokens": 10, "seed": 7}
+    return EngineRequest(**(usual | fields))
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.1", "0.32.0", "0.32.0+cpu", "0.32.1rc2", "0.32.0.post1"])
+def test_versions_that_work(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.29.9", "0.33.0", "0.3.2", "1.32.0", "dev", ""])
+def test_versions_that_are_not_known(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"is installed, and 0\.30 to below 0\.33 is supported: pip install"):
+        check_version(version)
+
+
+def test_no_vllm() -> None:
+    with pytest.raises(ConfigError, match="--engine vllm needs the package vllm: pip install"):
+        check_version(None)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="it is installed here")
+async def test_without_vllm_the_start_says_what_to_install() -> None:
+    driver = VllmDriver(SETTINGS)
+    with pytest.raises(ConfigError, match="needs the package vllm"):
+        await driver.start(lambda _: None)
+    await driver.close()
+    found = report()
+    assert found.version is None
+    assert found.problem is not None
+    assert "needs the package vllm" in found.problem
+    assert not found.features
+
+
+def test_our_flags_are_handed_on() -> None:
+    settings = EngineSettings("/models/tiny", context_length=4096, max_batch=8, kv_memory=0.5, kv_blocks=100, block_size=32)
+    assert merge_flags(settings, {}) == {
+        "model": "/models/tiny",
+        "disable_log_stats": True,
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 2**29,
+        "num_gpu_blocks_override": 100,
+        "block_size": 32,
+    }
+
+
+def test_what_is_not_given_is_left_to_vllm() -> None:
+    assert merge_flags(SETTINGS, {"max_num_seqs": 8}) == {"model": "/models/tiny", "disable_log_stats": True}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ({"context_length": 100}, "max_model_len", "--context-length is 100 and --engine-args has --max-model-len: give one of them"),
+        ({"max_batch": 8}, "max_num_seqs", "--max-batch is 8 and --engine-args has --max-num-seqs"),
+        ({"kv_memory": 0.5}, "kv_cache_memory_bytes", "--kv-memory is 0.5 and --engine-args has --kv-cache-memory-bytes"),
+        ({"kv_blocks": 9}, "num_gpu_blocks_override", "--kv-blocks is 9 and --engine-args has --num-gpu-blocks-override"),
+    ],
+)
+def test_the_same_in_two_words_is_a_mistake(ours: dict[str, Any], theirs: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        merge_flags(EngineSettings("/models/tiny", **ours), {theirs: 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": "other"}, "--engine-args has --model: "),
+        ({"reasoning_parser": "qwen3"}, "--engine-args has --reasoning-parser: "),
+        ({"structured_outputs_config": SimpleNamespace(backend="xgrammar")}, "the grammars of 'xgrammar'"),
+    ],
+)
+def test_what_goes_against_the_adapter_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        merge_flags(SETTINGS, given)
+
+
+@pytest.mark.parametrize("backend", ["auto", "guidance"])
+def test_its_other_settings_for_grammars_are_allowed(backend: str) -> None:
+    given = {"structured_outputs_config": SimpleNamespace(backend=backend)}
+    assert merge_flags(SETTINGS, given) == merge_flags(SETTINGS, {})
+
+
+def events_config(**fields: Any) -> SimpleNamespace:
+    usual = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": None, "topic": ""}
+    return SimpleNamespace(**(usual | fields))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (events_config(), EventEndpoints("tcp://127.0.0.1:5557")),
+        (
+            events_config(replay_endpoint="tcp://*:5558", topic="kv"),
+            EventEndpoints("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558", "kv"),
+        ),
+        (
+            events_config(endpoint="ipc:///run/events", replay_endpoint="ipc:///run/replay"),
+            EventEndpoints("ipc:///run/events", "ipc:///run/replay"),
+        ),
+        # There, vLLM connects to who listens.
+        (events_config(endpoint="tcp://collector:5557"), None),
+        (events_config(publisher="null"), None),
+        (events_config(enable_kv_cache_events=False), None),
+        (None, None),
+    ],
+)
+def test_where_its_events_are(config: Any, expected: EventEndpoints | None) -> None:
+    assert event_endpoints(config) == expected
+
+
+def test_why_there_are_no_events() -> None:
+    assert why_no_events({}) is None
+    assert why_no_events({"enable_prefix_caching": True, "kv_events_config": events_config()}) is None
+    assert "prefix caching is off" in (why_no_events({"enable_prefix_caching": False}) or "")
+    assert "--data-parallel-size" in (why_no_events({"data_parallel_size": 2}) or "")
+    assert "--kv-events-config" in (why_no_events({"kv_events_config": events_config(publisher="null")}) or "")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("two\n  lines."), "two lines"),
+        (ValueError(), "ValueError"),
+        (PYDANTIC, "no such model"),
+    ],
+)
+def test_errors_in_one_line(error: object, expected: str) -> None:
+    assert one_line(error) == expected
+
+
+def test_greedy_asks_for_nothing_else() -> None:
+    asked = sampling_arguments(request(sampling=Sampling(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1)))
+    assert asked["temperature"] == 0.0
+    assert not {"top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs", "stop_token_ids", "logit_bias"} & asked.keys()
+
+
+def test_without_a_seed_vllm_samples_the_batch_at_once() -> None:
+    asked = sampling_arguments(request(seed=None, sampling=Sampling(temperature=1.0)))
+    assert "seed" not in asked
+    assert {"top_p", "top_k", "min_p"} <= asked.keys()
+
+
+def test_all_that_can_be_asked_for() -> None:
+    sampling = Sampling(0.7, 0.9, 40, 0.05, 0.1, 0.2, 1.3)
+    asked = sampling_arguments(
+        request(
+            sampling=sampling,
+            min_tokens=3,
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=True,
+            stop_ids=(8, 9),
+            logit_bias=((4, -100.0), (5, 1.5)),
+        )
+    )
+    assert asked == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "seed": 7,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.3,
+        "max_tokens": 10,
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "stop_token_ids": [8, 9],
+        "logit_bias": {4: -100.0, 5: 1.5},
+        "logprobs": 2,
+        "prompt_logprobs": 2,
+    }
+
+
+@pytest.mark.parametrize(("logprobs", "expected"), [(None, 0), (0, 0), (4, 4)])
+def test_prompt_logprobs_have_as_many_alternatives(logprobs: int | None, expected: int) -> None:
+    assert sampling_arguments(request(prompt_logprobs=True, logprobs=logprobs))["prompt_logprobs"] == expected
+
+
+def test_a_grammar_alone_says_when_it_ends() -> None:
+    asked = sampling_arguments(request(lark='start: "a"', min_tokens=5, ignore_eos=True))
+    assert "min_tokens" not in asked
+    assert asked["ignore_eos"] is False
+
+
+def test_no_more_tokens_are_demanded_than_allowed() -> None:
+    assert sampling_arguments(request(min_tokens=50))["min_tokens"] == 10
+
+
+def flat(*positions: list[tuple[int, float, int]]) -> SimpleNamespace:
+    """vLLM's table of (token, logprob, rank) a position."""
+    starts, ends = [], []
+    entries: list[tuple[int, float, int]] = []
+    for position in positions:
+        starts.append(len(entries))
+        entries += position
+        ends.append(len(entries))
+    ids, values, ranks = ([entry[index] for entry in entries] for index in range(3))
+    return SimpleNamespace(start_indices=starts, end_indices=ends, token_ids=ids, logprobs=values, ranks=ranks)
+
+
+def output(token_ids: Any, *, logprobs: Any = None, finish: str | None = None, cached: int | None = 0, prompt: Any = None) -> Any:
+    completion = SimpleNamespace(token_ids=token_ids, logprobs=logprobs, finish_reason=finish)
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=cached, prompt_logprobs=prompt)
+
+
+def test_tokens_are_copied() -> None:
+    growing = [1, 2]
+    chunk = chunk_of(output(growing, cached=32), None)
+    growing.append(3)
+    assert chunk.token_ids == (1, 2)
+    assert (chunk.logprobs, chunk.finish, chunk.cached_tokens, chunk.prompt_logprobs) == (None, None, 32, None)
+
+
+@pytest.mark.parametrize(("reason", "finish"), [(None, None), ("stop", "stop"), ("length", "length"), ("repetition", "stop")])
+def test_ends_as_they_should_be(reason: str | None, finish: str | None) -> None:
+    ended = output([1], finish=reason)
+    assert chunk_of(ended, None).finish == finish
+    if reason is not None:
+        check_end(ended)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_ends_that_nobody_asked_for_can_be_retried(reason: str) -> None:
+    ended = output([1, 2], finish=reason)
+    chunk = chunk_of(ended, None)
+    assert (chunk.token_ids, chunk.finish) == ((1, 2), None)
+    with pytest.raises(EngineRefused, match=reason) as refused:
+        check_end(ended)
+    assert refused.value.fault.retryable
+
+
+def test_the_chosen_token_alone() -> None:
+    chunk = chunk_of(output([7, 8], logprobs=flat([(7, -0.5, 1)], [(8, -2.0, 4)])), 0)
+    assert chunk.logprobs == (TokenLogprob(-0.5), TokenLogprob(-2.0))
+
+
+def test_alternatives_of_one_step() -> None:
+    table = flat([(7, -0.5, 1), (7, -0.5, 1), (9, -1.0, 2)], [(8, -3.0, 5), (1, -0.1, 1), (2, -0.2, 2)])
+    chunk = chunk_of(output([7, 8], logprobs=table), 2)
+    assert chunk.logprobs == (TokenLogprob(-0.5, ((7, -0.5), (9, -1.0))), TokenLogprob(-3.0, ((1, -0.1), (2, -0.2))))
+
+
+def test_alternatives_of_merged_steps() -> None:
+    """vLLM merges by token id: the chosen one is there once, with its rank among the likeliest, or beside them."""
+    table = flat(
+        [(9, -1.0, 2), (7, -0.5, 1), (5, -2.0, 3)],
+        [(7, -0.5, 1), (9, -1.0, 2), (5, -2.0, 3)],
+        [(8, -9.0, 60), (1, -0.1, 1), (2, -0.2, 2), (3, -0.3, 3)],
+    )
+    chunk = chunk_of(output([9, 7, 8], logprobs=table), 3)
+    likeliest = ((7, -0.5), (9, -1.0), (5, -2.0))
+    assert chunk.logprobs == (
+        TokenLogprob(-1.0, likeliest),
+        TokenLogprob(-0.5, likeliest),
+        TokenLogprob(-9.0, ((1, -0.1), (2, -0.2), (3, -0.3))),
+    )
+
+
+def test_the_prompt_has_an_entry_a_token_and_the_first_is_none() -> None:
+    table = flat([], [(6, -1.5, 3), (2, -0.5, 1)])
+    chunk = chunk_of(output([1], logprobs=flat([(1, -0.1, 1), (1, -0.1, 1)]), prompt=table), 1)
+    assert chunk.prompt_logprobs == (None, TokenLogprob(-1.5, ((2, -0.5),)))
+
+
+def test_after_the_first_output_nothing_is_said_of_the_prompt() -> None:
+    assert chunk_of(output([1], prompt=[]), None).prompt_logprobs is None
+
+
+@pytest.mark.parametrize("table", [None, flat([(7, -0.5, 1)])])
+def test_a_logprob_that_is_missing_is_no_stream(table: Any) -> None:
+    with pytest.raises(EngineRefused, match="logprobs for 2 tokens"):
+        chunk_of(output([7, 8], logprobs=table), 0)
+
+
+def source_of(directory: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = directory / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return directory
+
+
+def available(features: tuple[Feature, ...]) -> set[str]:
+    return {feature.name for feature in features if feature.is_available}
+
+
+def test_the_report_tells_what_the_package_has(tmp_path: Path) -> None:
+    source = source_of(
+        tmp_path,
+        v1__engine__async_llm="class AsyncLLM:\n    async def generate(self, prompt, *, priority=0, session_id=None): ...\n",
+        sampling_params="class SamplingParams:\n    logprobs: int\n    prompt_logprobs: int\n    flat_logprobs: bool\n",
+        distributed__kv_events="class ZmqEventPublisher: ...\n",
+        v1__structured_output__backend_guidance="class GuidanceBackend: ...\n",
+    )
+    assert available(features_in(source, has_llguidance=True)) == {
+        "sessions",
+        "KV events",
+        "logprobs",
+        "prompt logprobs",
+        "grammar",
+        "priority",
+    }
+    assert "grammar" not in available(features_in(source, has_llguidance=False))
+
+
+def test_the_report_of_a_package_that_lacks_it(tmp_path: Path) -> None:
+    features = features_in(tmp_path, has_llguidance=True)
+    assert available(features) == {"sessions"}
+    assert all(feature.detail for feature in features)

@@ -1,0 +1,319 @@
+"""Sessions in the engine: every row of the table in docs, each against a model that really computes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from penstock.engine.engine import Engine
+from penstock.kv.cache import KVCache
+from penstock.kv.config import EngineConfig
+from penstock.kv.sessions import Sessions
+from penstock.wire.messages import SessionAction, SessionReport, SessionTurn, Submit
+from tiny_models import Collected, generation_id, make_engine, make_submit, random_prompt, reference_tokens, run
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def turn(number: int, prompt: list[int], session: str, action: SessionAction = "continue", *, epoch: int = 1, **fields: Any) -> Submit:
+    timeout = fields.pop("timeout", 300.0)
+    return make_submit(number, prompt, fields.pop("max_tokens", 4), session=SessionTurn(session, action, timeout, epoch), **fields)
+
+
+def state(collected: Collected, number: int) -> str | None:
+    report = collected.deltas[generation_id(number)][0].prompt
+    assert report is not None
+    return report.session
+
+
+def cached(collected: Collected, number: int) -> int:
+    report = collected.deltas[generation_id(number)][0].prompt
+    assert report is not None
+    return report.cached_tokens
+
+
+PROMPT = random_prompt(1, 64)
+# A prompt of 64 tokens and 4 generated ones, of which the last has no KV: four full pages and a tail.
+PAGES = 4
+
+
+def test_open_continue_close() -> None:
+    engine = make_engine()
+    first = run(engine, [turn(0, PROMPT, "a", "open")])
+    assert state(first, 0) == "open"
+    assert engine.stats().kv_blocks_leased == PAGES
+    longer = [*PROMPT, *first.tokens[generation_id(0)], *random_prompt(2, 30)]
+    second = run(engine, [turn(1, longer, "a")])
+    assert (state(second, 1), cached(second, 1)) == ("open", 64)
+    session = engine.sessions.get("a")
+    assert session is not None
+    assert (session.usage.turns, session.usage.prompt_tokens, session.usage.cached_tokens) == (2, 64 + 98, 64)
+    assert (session.usage.generated_tokens, session.pages) == (8, 6)
+    assert engine.close_session("a", 1)
+    assert (engine.stats().kv_blocks_cached, engine.stats().sessions) == (0, 0), "nobody else held any of it"
+    assert state(run(engine, [turn(2, longer, "a")]), 2) == "unknown"
+    assert not engine.close_session("a", 1)
+
+
+def test_close_on_a_turn_is_carried_out_when_the_last_turn_ends() -> None:
+    engine = make_engine()
+    engine.submit(turn(0, PROMPT, "a", "open", max_tokens=30))
+    collected = Collected()
+    collected.step(engine)
+    engine.submit(turn(1, [*PROMPT[:32], 1, 2, 3], "a", "close", max_tokens=5))
+    while generation_id(1) not in collected.terminals:
+        collected.step(engine)
+    assert engine.sessions.get("a") is not None, "the other turn still runs"
+    while engine.has_work:
+        collected.step(engine)
+    assert engine.sessions.get("a") is None
+    assert engine.stats().kv_blocks_cached == 0
+    assert collected.tokens[generation_id(0)] == reference_tokens("llama", PROMPT, 30)
+    assert (state(collected, 0), state(collected, 1)) == ("open", "open")
+
+
+def test_closing_frees_exactly_the_pages_that_only_it_held() -> None:
+    engine = make_engine(kv_pages=128)
+    common = random_prompt(7, 64)
+    run(engine, [turn(0, common + random_prompt(1, 64), "a", "open"), turn(1, common + random_prompt(2, 32), "b", "open")])
+    run(engine, [make_submit(2, common[:32] + random_prompt(3, 32), 4)])
+    before = engine.stats()
+    assert engine.close_session("a", 1)
+    engine.check_integrity()
+    assert before.kv_blocks_cached - engine.stats().kv_blocks_cached == 4, "its own four pages, not the four that it shared"
+    assert cached(run(engine, [turn(3, common + random_prompt(2, 32), "b")]), 3) == 80
+    assert engine.close_session("b", 1)
+    engine.check_integrity()
+    again = run(engine, [make_submit(4, [*common, 1, 2, 3], 1)])
+    assert cached(again, 4) == 32, "the two pages that somebody without a session had used"
+
+
+def test_a_late_finish_of_an_earlier_epoch_changes_nothing() -> None:
+    engine = make_engine()
+    engine.submit(turn(0, PROMPT, "a", "open", epoch=1, max_tokens=40))
+    collected = Collected()
+    collected.step(engine)
+    assert state(run_one(engine, collected, turn(1, random_prompt(4, 64), "a", "open", epoch=2)), 1) == "open"
+    session = engine.sessions.get("a")
+    assert session is not None
+    held, usage = set(session.lease.nodes), vars(session.usage).copy()
+    ends_at = session.lease.ends_at
+    assert not engine.close_session("a", 1), "a late close of the earlier epoch"
+    while engine.has_work:
+        collected.step(engine)
+    assert engine.sessions.get("a") is session
+    assert (session.lease.nodes, vars(session.usage), session.lease.ends_at) == (held, usage, ends_at)
+    assert collected.tokens[generation_id(0)] == reference_tokens("llama", PROMPT, 40)
+    late = run(engine, [turn(2, PROMPT, "a", epoch=1), turn(3, PROMPT, "a", "open", epoch=1)])
+    assert (state(late, 2), state(late, 3)) == ("unknown", "unknown")
+    assert vars(session.usage) == usage
+
+
+def test_a_close_that_was_put_off_does_not_close_a_later_epoch() -> None:
+    engine = make_engine()
+    engine.submit(turn(0, PROMPT, "a", "open", epoch=1, max_tokens=40))
+    collected = Collected()
+    collected.step(engine)
+    assert engine.close_session("a", 1)
+    run_one(engine, collected, turn(1, random_prompt(4, 64), "a", "open", epoch=2))
+    while engine.has_work:
+        collected.step(engine)
+    assert engine.sessions.get("a") is not None
+
+
+def run_one(engine: Engine, collected: Collected, request: Submit) -> Collected:
+    """Until this one has ended, whatever else runs."""
+    engine.submit(request)
+    while request.id not in collected.terminals:
+        collected.step(engine)
+    return collected
+
+
+def test_the_lease_slides_from_the_end_of_the_last_active_turn() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    collected = Collected()
+    engine.submit(turn(0, PROMPT, "a", "open", timeout=10, max_tokens=40))
+    engine.submit(turn(1, PROMPT, "a", max_tokens=3))
+    while generation_id(1) not in collected.terminals:
+        collected.step(engine)
+    clock.now = 100.0
+    collected.step(engine)
+    assert engine.sessions.get("a") is not None, "a turn that runs keeps it alive"
+    while engine.has_work:
+        collected.step(engine)
+    assert engine.next_expiry == 110.0
+    clock.now = 109.9
+    engine.step()
+    assert engine.sessions.get("a") is not None
+    clock.now = 110.0
+    engine.step()
+    engine.check_integrity()
+    assert engine.sessions.get("a") is None
+    assert engine.stats().kv_blocks_cached == 0
+
+
+def test_a_turn_that_continues_stops_the_lease_from_running() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    run(engine, [turn(0, PROMPT, "a", "open", timeout=10)])
+    clock.now = 9.0
+    engine.submit(turn(1, PROMPT, "a", max_tokens=20))
+    collected = Collected()
+    collected.step(engine)
+    clock.now = 30.0
+    collected.step(engine)
+    assert engine.sessions.get("a") is not None
+    while engine.has_work:
+        collected.step(engine)
+    assert engine.next_expiry == 40.0
+
+
+def test_a_turn_that_goes_on_from_elsewhere_counts_what_it_made_here() -> None:
+    engine = make_engine()
+    run(engine, [turn(0, [*PROMPT, 5, 6, 7], "a", "open", max_tokens=10, offset=3)])
+    session = engine.sessions.get("a")
+    assert session is not None
+    assert session.usage.generated_tokens == 7
+
+
+def test_the_worker_gives_the_front_end_a_grace_to_close_first() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock, session_grace=5.0)
+    run(engine, [turn(0, PROMPT, "a", "open", timeout=10)])
+    assert engine.next_expiry == 15.0
+
+
+def test_over_quota_is_served_without_a_lease() -> None:
+    engine = make_engine(max_sessions=1)
+    collected = run(engine, [turn(0, PROMPT, "a", "open"), turn(1, PROMPT[:40], "b", "open"), turn(2, PROMPT, "a", "open")])
+    assert [state(collected, number) for number in range(3)] == ["open", "over_quota", "open"]
+    assert collected.tokens[generation_id(1)] == reference_tokens("llama", PROMPT[:40], 4)
+    assert len(engine.sessions) == 1
+    engine.close_session("a", 1)
+    assert state(run(engine, [turn(3, PROMPT, "b", "open")]), 3) == "open"
+
+
+def test_opening_again_takes_a_close_back() -> None:
+    engine = make_engine()
+    engine.submit(turn(0, PROMPT, "a", "open", max_tokens=20))
+    collected = Collected()
+    collected.step(engine)
+    engine.close_session("a", 1)
+    run_one(engine, collected, turn(1, PROMPT, "a", "open", timeout=77))
+    while engine.has_work:
+        collected.step(engine)
+    session = engine.sessions.get("a")
+    assert session is not None
+    assert session.lease.seconds == 77
+
+
+def test_an_aborted_turn_ends_like_any_other() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock, token_budget=16)
+    engine.submit(turn(0, PROMPT, "a", "open", timeout=10))
+    engine.step()
+    engine.submit(turn(1, PROMPT, "a", "close"))
+    engine.cancel(generation_id(0))
+    engine.cancel(generation_id(1))
+    engine.check_integrity()
+    assert engine.sessions.get("a") is None
+    assert engine.stats().kv_blocks_cached == 0
+
+
+def test_retention_outlives_others_and_then_is_ordinary() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock, kv_pages=16, lease_share=1.0)
+    run(engine, [make_submit(0, PROMPT, 4, retention_seconds=60.0)])
+    for number in range(1, 6):
+        run(engine, [make_submit(number, random_prompt(number + 10, 100), 4)])
+    assert cached(run(engine, [make_submit(9, [*PROMPT, 1], 1)]), 9) == 64
+    clock.now = 61.0
+    engine.step()
+    engine.check_integrity()
+    assert engine.stats().kv_blocks_leased == 0
+    for number in range(11, 16):
+        run(engine, [make_submit(number, random_prompt(number + 10, 100), 4)])
+    assert cached(run(engine, [make_submit(19, [*PROMPT, 1], 1)]), 19) == 0
+
+
+def test_times_that_make_no_sense_are_none_or_the_longest() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock, max_lease_seconds=50.0)
+    for number, timeout in enumerate([math.nan, -5.0, 0.0]):
+        run(engine, [turn(number, PROMPT, f"session {number}", "open", timeout=timeout)])
+        engine.step()
+        assert len(engine.sessions) == 0
+    run(engine, [turn(8, PROMPT, "for ever", "open", timeout=math.inf, retention_seconds=math.inf)])
+    run(engine, [make_submit(9, random_prompt(5, 40), 4, retention_seconds=math.nan)])
+    assert engine.next_expiry == 50.0
+    clock.now = 50.0
+    engine.step()
+    assert (len(engine.sessions), engine.stats().kv_blocks_leased) == (0, 0)
+
+
+def test_retention_again_and_again_takes_no_more_memory() -> None:
+    engine = make_engine(kv_pages=8)
+    for number in range(200):
+        run(engine, [make_submit(number, PROMPT[:20], 1, retention_seconds=3600.0)])
+    assert len(engine.sessions.leases) <= 2 * 8 + 64
+
+
+def test_a_session_is_described() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock, session_grace=5.0)
+    collected = run(engine, [turn(0, PROMPT, "a", "open", timeout=100.0), turn(1, PROMPT, "b", "open", epoch=7)])
+    engine.submit(turn(2, [*PROMPT, 1, 2], "b", epoch=7))
+    clock.now = 15.0
+    first, second = engine.describe_sessions(["nobody", "a", "b"])
+    assert first == SessionReport("a", 1, PAGES, 1, 0, 64, cached(collected, 0), 4, 85.0)
+    assert (second.id, second.epoch, second.turns, second.active_turns, second.expires_in) == ("b", 7, 2, 1, None)
+
+
+def test_a_hundred_thousand_sessions_come_and_go_in_no_time() -> None:
+    """None is left, and none is looked at but those that end: with a look at all for each, this would take minutes."""
+    sessions = Sessions(KVCache(4, 4), EngineConfig(context_length=64, kv_pages=4, max_sessions=100_000, session_grace=0.0))
+    for number in range(100_000):
+        for _ in range(3):
+            session, _ = sessions.begin_turn(SessionTurn(f"session {number}", "open", 10.0 + number % 7, 1))
+            assert session is not None
+            sessions.end_turn(session, number / 1000)
+        sessions.expire(number / 1000)
+    assert 10_000 < len(sessions) < 20_000
+    assert len(sessions._idle) <= 2 * len(sessions) + 64
+    sessions.expire(1000.0)
+    assert (len(sessions), len(sessions._idle), sessions.next_expiry) == (0, 0, math.inf)
+
+
+def test_a_turn_that_begins_just_before_the_end_keeps_the_session() -> None:
+    sessions = Sessions(KVCache(4, 4), EngineConfig(context_length=64, kv_pages=4, session_grace=0.0))
+    session, _ = sessions.begin_turn(SessionTurn("a", "open", 10.0, 1))
+    assert session is not None
+    sessions.end_turn(session, 0.0)
+    sessions.begin_turn(SessionTurn("a", "continue", 10.0, 1))
+    sessions.expire(10.0)
+    assert len(sessions) == 1
+    sessions.end_turn(session, 12.0)
+    sessions.expire(21.0)
+    assert (len(sessions), sessions.next_expiry) == (1, 22.0)
+    sessions.expire(22.0)
+    assert len(sessions) == 0
+
+
+def test_a_newer_incarnation_finds_what_the_earlier_one_left() -> None:
+    engine = make_engine()
+    run(engine, [turn(0, PROMPT, "a", "open", epoch=1)])
+    leased = engine.stats().kv_blocks_leased
+    collected = run(engine, [turn(1, [*PROMPT, 1, 2], "a", "open", epoch=2)])
+    assert cached(collected, 1) == len(PROMPT), "the front end had forgotten the session, and not the worker"
+    assert (len(engine.sessions), engine.stats().kv_blocks_leased >= leased) == (1, True)
+    assert not engine.close_session("a", 1)
+    assert engine.close_session("a", 2)
+    assert engine.stats().kv_blocks_leased == engine.stats().kv_blocks_cached == 0
+    engine.check_integrity()
