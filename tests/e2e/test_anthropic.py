@@ -31,7 +31,7 @@ WEATHER: ToolParam = {
 TIME: ToolParam = {"name": "get_time", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
 # The client has no argument for it.
 GREEDY = {"temperature": 0}
-DOCS = (Path(__file__).parents[2] / "docs" / "anthropic.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[2] / "docs" / "guides" / "anthropic.md").read_text(encoding="utf-8")
 
 
 def connect(server: Server, **options: Any) -> Anthropic:

@@ -22,7 +22,7 @@ from e2e.harness import Server, wait_until
 from e2e.predicted import predicted
 from redis_server import RedisServer
 
-SESSIONS_GUIDE = Path(__file__).parents[2] / "docs" / "sessions.md"
+SESSIONS_GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "sessions.md"
 SECRET = {"PENSTOCK_LINK_SECRET": "between the two of us"}
 
 

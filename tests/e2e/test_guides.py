@@ -12,7 +12,7 @@ import pytest
 
 from e2e.harness import Server
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "guides"
 # Those that force calls need a model.
 SERVERS = {"chat": "model_server", "responses": "server", "anthropic": "model_server"}
 EXAMPLES = [

@@ -1,4 +1,4 @@
-"""Sessions, as docs/sessions.md tells of them."""
+"""Sessions, as docs/guides/sessions.md tells of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a request wishes besides its answer: a session, a place, KV to be kept, priority. Clients have many spellings for it.
 
-The order of precedence, and what each spelling means, is in docs/sessions.md. A wish of the body goes before one of a header. Everything in
-the body is checked; of the headers, only those that count.
+docs/guides/sessions.md has the precedence and what each spelling means. The body goes before a header. Everything in the body is checked;
+of the headers, only those that count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/anthropic.md says what the code does, and its examples are programs."""
+"""docs/guides/anthropic.md says what the code does, and its examples are programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.api.anthropic.schema import CHOICES, MAX_STOPS, UNSUPPORTED, Messa
 from penstock.api.openai.schema import UNSUPPORTED_NVEXT
 from penstock.wire.errors import RequestError
 
-TEXT = (Path(__file__).parents[4] / "docs" / "anthropic.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[4] / "docs" / "guides" / "anthropic.md").read_text(encoding="utf-8")
 PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 BASH = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
@@ -53,7 +53,7 @@ def test_examples_are_programs_that_can_be_pointed_anywhere() -> None:
     assert len(PYTHON) == 2
     assert len(BASH) == 1
     for source in PYTHON:
-        compile(source, "docs/anthropic.md", "exec")
+        compile(source, "docs/guides/anthropic.md", "exec")
     for source in PYTHON + BASH:
         assert "PENSTOCK_URL" in source
         assert "http://localhost:8000" in source

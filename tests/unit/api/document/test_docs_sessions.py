@@ -1,4 +1,4 @@
-"""docs/sessions.md says what the code does, and its examples are programs."""
+"""docs/guides/sessions.md says what the code does, and its examples are programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.kv.config import EngineConfig
 from penstock.router.policy import POLICIES
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 
-TEXT = (Path(__file__).parents[4] / "docs" / "sessions.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[4] / "docs" / "guides" / "sessions.md").read_text(encoding="utf-8")
 PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 BASH = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
@@ -97,7 +97,7 @@ def test_examples_are_programs_that_can_be_pointed_anywhere() -> None:
     assert len(PYTHON) == 2
     assert len(BASH) == 1
     for source in PYTHON:
-        compile(source, "docs/sessions.md", "exec")
+        compile(source, "docs/guides/sessions.md", "exec")
     for source in PYTHON + BASH:
         assert "PENSTOCK_URL" in source
         assert "http://localhost:8000" in source

@@ -1,4 +1,4 @@
-"""docs/responses.md says what the code does, and its examples are programs."""
+"""docs/guides/responses.md says what the code does, and its examples are programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.api.responses.schema import UNSUPPORTED_RESPONSE
 from penstock.api.responses.sqlite_store import StoreLimits
 from penstock.api.responses.store import MAX_CHAIN
 
-TEXT = (Path(__file__).parents[4] / "docs" / "responses.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[4] / "docs" / "guides" / "responses.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -35,5 +35,5 @@ def test_what_is_refused_is_named() -> None:
 def test_examples_are_programs_that_can_be_pointed_anywhere() -> None:
     assert len(PYTHON) == 5
     for source in PYTHON:
-        compile(source, "docs/responses.md", "exec")
+        compile(source, "docs/guides/responses.md", "exec")
         assert "PENSTOCK_URL" in source
