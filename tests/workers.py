@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.api.pipeline.hints import Hints
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
 from penstock.cluster.dispatch import Dispatcher, DispatchLimits
@@ -18,7 +17,7 @@ from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
 from penstock.router.affinity import AffinityStore, MemoryStore
-from penstock.router.policy import RouterSettings
+from penstock.router.policy import Hints, RouterSettings
 from penstock.router.router import Router
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.messages import Delta, Fault, ModelInfo, Submit, Terminal

@@ -10,11 +10,10 @@ from typing import Self
 
 import pytest
 
-from penstock.api.pipeline.hints import Hints, SessionWish
 from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
 from penstock.cluster.links.link import LinkProtocol, proof
 from penstock.cluster.links.worker_server import WorkerServer
-from penstock.router.policy import RouterSettings
+from penstock.router.policy import Hints, RouterSettings, SessionWish
 from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Fault, Finish, Hello, Message, ModelInfo, Segment, Submit, Welcome
 from penstock.worker.runtime import WorkerRuntime

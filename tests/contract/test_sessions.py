@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.api.pipeline.hints import Hints, SessionWish
 from penstock.router.affinity import Binding, Claim, MemoryStore, session_key
+from penstock.router.policy import Hints, SessionWish
 from penstock.wire.messages import Submit
 from workers import FrontEnd, Worker, expected, make_model, submit, until
 

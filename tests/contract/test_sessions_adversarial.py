@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.api.pipeline.hints import Hints, SessionWish
 from penstock.router.affinity import Binding, Claim, MemoryStore
+from penstock.router.policy import Hints, SessionWish
 from workers import FrontEnd, Worker, expected, submit, until
 
 

@@ -123,11 +123,11 @@ class Dispatcher:
         production = Production(model, request, mailbox, turn)
         attempt = None if len(self._queue(model)) else self._try_send(production, request.id)
         if attempt is not None:
-            return self._see_through(production, attempt)
+            return self._run_to_completion(production, attempt)
         if self.queued >= self._limits.max_queued:
             message = f"{self.queued:,} generations wait for a worker already; the limit is {self._limits.max_queued:,}"
             raise GenerationFault(Fault("queue_full", message))
-        return self._see_through(production, self._enqueue(production, request.id, is_new=True))
+        return self._run_to_completion(production, self._enqueue(production, request.id, is_new=True))
 
     # What the pool and its links tell.
 
@@ -159,7 +159,7 @@ class Dispatcher:
         if queue:
             queue.send()
 
-    async def _see_through(self, production: Production, sent: Attempt | Waiter[Attempt]) -> None:
+    async def _run_to_completion(self, production: Production, sent: Attempt | Waiter[Attempt]) -> None:
         """Until the terminal, on as many workers as it takes."""
         mailbox, fruitless = production.mailbox, 0
         while True:
@@ -222,7 +222,7 @@ class Dispatcher:
         block_size = next(iter(usable.values())).model.block_size
         blocks = -(-len(production.request.token_ids) // block_size)
         names = partial(turn.block_names, production.request.token_ids, block_size)
-        decision = self._router.choose(candidates, names, blocks, preferred, why, turn.wishes.router)
+        decision = self._router.choose(candidates, names, blocks, preferred, why, turn.hints.router)
         if decision is None:
             return None
         member = usable[decision.worker]

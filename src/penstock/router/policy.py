@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from msgspec import Struct
 
 from penstock.wire.errors import ConfigError
+from penstock.wire.messages import DEFAULT_SESSION_SECONDS, SessionAction
 
 Policy = Literal["kv", "round-robin", "least-loaded", "random"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -62,6 +63,30 @@ class RouterSettings:
                 raise ConfigError(f"{flag} is {value}: expected 0 or more")
         if not 1 <= self.overload_factor < math.inf:
             raise ConfigError(f"--router-overload-factor is {self.overload_factor}: expected 1 or more")
+
+
+class SessionWish(Struct, frozen=True, gc=False):
+    """The session that a client wants its request to be a turn of. `parent` is the session that this one was split from."""
+
+    id: str
+    action: SessionAction = "open"
+    timeout: float = DEFAULT_SESSION_SECONDS
+    parent: str | None = None
+
+
+class Hints(Struct, frozen=True, gc=False):
+    """What a client asks for besides the answer.
+
+    `affinity` is a key: the request goes where requests with this key went before. It holds no lease, and a session takes precedence.
+    `router` replaces the server's policy for this request. `wants_route`: the answer tells how its worker was chosen.
+    """
+
+    session: SessionWish | None = None
+    affinity: str | None = None
+    retention_seconds: float = 0.0
+    priority: int = 0
+    router: Policy | None = None
+    wants_route: bool = False
 
 
 class WorkerView(Struct, frozen=True, gc=False):

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 from penstock.api.auth.keys import Tenant
 from penstock.api.models import ServedModel
 from penstock.api.openai.schema import Common
-from penstock.api.pipeline.hints import Hints
 from penstock.api.pipeline.incoming import Library
 from penstock.api.pipeline.plan import Plan, Wishes, check_text_length, make_plan
 from penstock.router.affinity import session_key
+from penstock.router.policy import Hints
 from penstock.text.formats.grammar import after_reasoning, tool_grammar
 from penstock.text.formats.make import make_parser, opens_reasoning, visible_tokens
 from penstock.text.tokenizers.tokenizer import ChatPrompt

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from penstock.api.openai.schema import (
     LONGEST_SECONDS,
@@ -25,9 +24,9 @@ from penstock.api.openai.schema import (
     PromptCacheOptions,
     SessionControl,
 )
-from penstock.router.policy import POLICIES, Policy
+from penstock.router.policy import POLICIES, Hints, Policy, SessionWish
 from penstock.wire.errors import RequestError
-from penstock.wire.messages import DEFAULT_SESSION_SECONDS, SessionAction
+from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 
 Headers = Iterable[tuple[bytes, bytes]]
 """As ASGI has them: names in lower case."""
@@ -46,30 +45,6 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _BEARER = re.compile(rb"\Abearer(?:\s+|\Z)", re.IGNORECASE)
 _BILLING_HEADER = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*\n*)+")
 _LONGEST_VALUE = 80
-
-
-class SessionWish(Struct, frozen=True, gc=False):
-    """The session that a request is to be a turn of. `parent` is the session that it was split from, if the client says so."""
-
-    id: str
-    action: SessionAction = "open"
-    timeout: float = DEFAULT_SESSION_SECONDS
-    parent: str | None = None
-
-
-class Hints(Struct, frozen=True, gc=False):
-    """All wishes of one request.
-
-    `affinity` is a key: go where this key went before. It holds no lease, and a session counts more. `router` chooses the worker of this
-    one request by another rule than the server's. `wants_route`: the answer is to tell how its worker was chosen.
-    """
-
-    session: SessionWish | None = None
-    affinity: str | None = None
-    retention_seconds: float = 0.0
-    priority: int = 0
-    router: Policy | None = None
-    wants_route: bool = False
 
 
 class SessionHeaders(NamedTuple):

@@ -14,7 +14,7 @@ import msgspec
 from penstock.api.auth.keys import Tenant
 from penstock.api.models import ServedModel
 from penstock.api.openai.schema import Common, ResponseFormat, StructuredOutputs
-from penstock.api.pipeline.hints import Hints
+from penstock.router.policy import Hints
 from penstock.text.output import OutputParser
 from penstock.text.transcript import EncodedChat
 from penstock.wire.errors import RequestError

@@ -11,11 +11,11 @@ from starlette.types import Receive
 from penstock.api.pipeline.admission import Admission, Ticket
 from penstock.api.pipeline.dialect import Dialect
 from penstock.api.pipeline.exchange import Exchange, Producer, Turn
-from penstock.api.pipeline.hints import Hints
 from penstock.api.pipeline.incoming import Library
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.response import Sink
 from penstock.metrics.frontend import FrontEndMetrics
+from penstock.router.policy import Hints
 
 TurnType = TypeVar("TurnType", bound=Turn)
 

@@ -12,7 +12,7 @@ import msgspec
 from penstock.api.openai.schema import Common, JsonSchemaFormat, ResponseFormat
 from penstock.api.pipeline.body import decode_body
 from penstock.api.pipeline.dialogue import Dialogue, count_tokens, plan_dialogue
-from penstock.api.pipeline.hints import Hints, SessionWish, read_hints
+from penstock.api.pipeline.hints import read_hints
 from penstock.api.pipeline.incoming import Incoming, Library
 from penstock.api.pipeline.plan import Plan, wanted_grammar
 from penstock.api.responses.context import Context, read_context
@@ -22,6 +22,7 @@ from penstock.api.responses.messages import Messages, cuts
 from penstock.api.responses.schema import RESPONSE_CHOICES, UNSUPPORTED_RESPONSE, Asked, PromptRequest, ResponseRequest, TextFormat
 from penstock.api.responses.store import NewResponse, ResponseStore
 from penstock.api.responses.tools import Tools, read_tools
+from penstock.router.policy import Hints, SessionWish
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar

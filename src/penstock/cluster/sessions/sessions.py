@@ -19,8 +19,9 @@ from typing import Self
 from msgspec import structs
 
 from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions.turn import Session, SessionWish, Turn, Wishes
+from penstock.cluster.sessions.turn import Session, Turn
 from penstock.router.affinity import AffinityStore, Binding, affinity_key, session_key
+from penstock.router.policy import Hints, SessionWish
 from penstock.wire.messages import SessionReport
 
 log = logging.getLogger(__name__)
@@ -87,18 +88,18 @@ class Sessions:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
-    def turn(self, owner: str, wishes: Wishes) -> Turn:
-        return Turn(self, owner, wishes)
+    def turn(self, owner: str, hints: Hints) -> Turn:
+        return Turn(self, owner, hints)
 
     async def begin(self, turn: Turn, model: str) -> None:
         """Finds what the turn's session, or its key, is bound to. To be followed by `end`, however the turn goes."""
-        wishes, affinity, parent = turn.wishes, None, None
-        if wishes.session is not None:
-            await self._begin_session(turn, wishes.session, model)
-            if wishes.session.parent is not None and (turn.session is None or turn.session.worker is None):
-                parent = await self._store.get(session_key(turn.owner, model, wishes.session.parent))
-        if wishes.affinity is not None:
-            turn.affinity_key = affinity_key(turn.owner, model, wishes.affinity)
+        hints, affinity, parent = turn.hints, None, None
+        if hints.session is not None:
+            await self._begin_session(turn, hints.session, model)
+            if hints.session.parent is not None and (turn.session is None or turn.session.worker is None):
+                parent = await self._store.get(session_key(turn.owner, model, hints.session.parent))
+        if hints.affinity is not None:
+            turn.affinity_key = affinity_key(turn.owner, model, hints.affinity)
             affinity = await self._store.get(turn.affinity_key)
         turn.prefer(affinity, parent)
 
@@ -283,7 +284,7 @@ class Sessions:
             session.adopt(winner)
 
     async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
-        seconds = max(AFFINITY_SECONDS, turn.wishes.retention_seconds)
+        seconds = max(AFFINITY_SECONDS, turn.hints.retention_seconds)
         if known is not None and known.worker == worker:
             await self._store.renew(key, known.epoch, seconds)
             return

@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from penstock.kv.blocks import block_hashes
 from penstock.router.affinity import Binding
-from penstock.router.policy import Decision, Policy, Preference
+from penstock.router.policy import Decision, Hints, Preference
 from penstock.wire.messages import PromptReport, SessionTurn
 
-
-class SessionWish(Protocol):
-    """The session that a request belongs to, as the client asked for it."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def action(self) -> str: ...
-    @property
-    def timeout(self) -> float: ...
-    @property
-    def parent(self) -> str | None: ...
-
-
-class Wishes(Protocol):
-    """Where a request would like to go."""
-
-    @property
-    def session(self) -> SessionWish | None: ...
-    @property
-    def affinity(self) -> str | None: ...
-    @property
-    def retention_seconds(self) -> float: ...
-    @property
-    def router(self) -> Policy | None: ...
+if TYPE_CHECKING:
+    from penstock.cluster.sessions.sessions import Sessions
 
 
 class Session:
@@ -87,46 +64,30 @@ class Session:
         self.epoch = self.bound_epoch = self.granted_epoch = binding.epoch
 
 
-class SessionKeeper(Protocol):
-    """Who keeps the sessions that turns belong to."""
-
-    def is_open(self, session: Session) -> bool:
-        """It has not been ended since the turn began."""
-
-    def granted(self, turn: Turn, session: Session, worker: str, epoch: int) -> None:
-        """A worker has given the session its lease."""
-
-    def follow_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
-        """A request with this key has been served there."""
-
-    def count(self, event: str) -> None:
-        """Something became of a session."""
-
-
 class Turn:
     """One request on its way to the workers: where its generations would like to go, and what became of them."""
 
     __slots__ = (
         "_affinity",
         "_has_followed",
-        "_keeper",
         "_names",
         "_parent",
+        "_sessions",
         "affinity_key",
         "cached_tokens",
         "closes",
         "decisions",
+        "hints",
         "owner",
         "session",
         "state",
-        "wishes",
         "worker",
     )
 
-    def __init__(self, keeper: SessionKeeper, owner: str, wishes: Wishes) -> None:
-        self._keeper = keeper
+    def __init__(self, sessions: Sessions, owner: str, hints: Hints) -> None:
+        self._sessions = sessions
         self.owner = owner
-        self.wishes = wishes
+        self.hints = hints
         self.session: Session | None = None
         self.state = "unknown"
         self.closes = False
@@ -168,7 +129,7 @@ class Turn:
         """
         self.decisions.append((choice, decision))
         session = self.session
-        if session is None or not self._keeper.is_open(session):
+        if session is None or not self._sessions.is_open(session):
             return None
         if session.worker is None:
             session.worker = decision.worker
@@ -182,7 +143,7 @@ class Turn:
             session.worker = decision.worker
             session.epoch += 1
             self.state = "moved"
-            self._keeper.count("moved")
+            self._sessions.count("moved")
         return SessionTurn(session.key, "close" if self.closes else "open", session.timeout, session.epoch)
 
     def reported(self, worker: str, sent: SessionTurn | None, report: PromptReport) -> None:
@@ -192,17 +153,17 @@ class Turn:
         self.worker = worker
         if sent is not None and self.session is not None:
             if report.session == "open":
-                self._keeper.granted(self, self.session, worker, sent.epoch)
+                self._sessions.granted(self, self.session, worker, sent.epoch)
             elif report.session is not None:
                 self.state = report.session
-                self._keeper.count(report.session)
+                self._sessions.count(report.session)
         if self.affinity_key is not None and not self._has_followed:
             self._has_followed = True
-            self._keeper.follow_affinity(self, self.affinity_key, self._affinity, worker)
+            self._sessions.follow_affinity(self, self.affinity_key, self._affinity, worker)
 
     def describe_session(self) -> dict[str, object] | None:
         """What the answer of a session's turn says of it."""
-        wish = self.wishes.session
+        wish = self.hints.session
         if wish is None:
             return None
         remaining = None

@@ -24,8 +24,6 @@ from penstock.api.pipeline.body import decode_body
 from penstock.api.pipeline.hints import (
     NOBODY,
     SESSION_HEADERS,
-    Hints,
-    SessionWish,
     longest_breakpoint,
     longest_ttl,
     owner,
@@ -33,6 +31,7 @@ from penstock.api.pipeline.hints import (
     read_hints,
     without_billing_header,
 )
+from penstock.router.policy import Hints, SessionWish
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 

@@ -34,17 +34,17 @@ async def test_a_chain_is_one_session_that_begins_where_its_first_response_was(t
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says("hello"), responses=store)
         first = await create(front_end)
-        wishes = front_end.turn.wishes
+        wishes = front_end.turn.hints
         assert (wishes.session, wishes.affinity) == (None, first["id"])
         previous = first["id"]
         for _ in range(2):
             previous = (await create(front_end, previous_response_id=previous))["id"]
-            session = front_end.turn.wishes.session
+            session = front_end.turn.hints.session
             assert session is not None
             assert session.id == first["id"]
-            assert front_end.turn.wishes.affinity == first["id"]
+            assert front_end.turn.hints.affinity == first["id"]
         await create(front_end, store=False)
-        assert front_end.turn.wishes.affinity is None, "nothing can follow it"
+        assert front_end.turn.hints.affinity is None, "nothing can follow it"
 
 
 async def test_a_conversation_is_a_session(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ async def test_a_conversation_is_a_session(tmp_path: Path) -> None:
         await front_end.send("POST", "/v1/conversations", b"{}")
         conversation = front_end.json["id"]
         await create(front_end, conversation=conversation)
-        session = front_end.turn.wishes.session
+        session = front_end.turn.hints.session
         assert session is not None
         assert session.id == conversation
         await front_end.send("GET", f"/v1/conversations/{conversation}/items?order=asc")
