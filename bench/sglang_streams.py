@@ -25,7 +25,7 @@ from typing import Any
 import uvloop
 
 from penstock.backends.external.engine import EngineRequest, EngineSettings
-from penstock.backends.sglang.engine import SglangDriver
+from penstock.backends.sglang.engine import SglangEngine
 from penstock.wire.messages import Sampling
 
 MODES = {"cumulative": (), "incremental": ("--incremental-streaming-output",)}
@@ -43,11 +43,11 @@ def ask(prompt: tuple[int, ...], tokens: int, **more: Any) -> EngineRequest:
     return EngineRequest(secrets.token_hex(16), prompt, tokens, 1, ignore_eos=True, sampling=GREEDY, **more)
 
 
-async def read(driver: SglangDriver, request: EngineRequest, until: asyncio.Event | None = None) -> tuple[list[int], int, int]:
+async def read(engine: SglangEngine, request: EngineRequest, until: asyncio.Event | None = None) -> tuple[list[int], int, int]:
     """The tokens, how many logprobs came with them, and in how many chunks. A reader that stalls takes one, and waits for the event."""
     tokens: list[int] = []
     logprobs = chunks = 0
-    async with contextlib.aclosing(driver.generate(request)) as stream:
+    async with contextlib.aclosing(engine.generate(request)) as stream:
         async for chunk in stream:
             tokens += chunk.token_ids
             logprobs += len(chunk.logprobs or ())
@@ -57,24 +57,24 @@ async def read(driver: SglangDriver, request: EngineRequest, until: asyncio.Even
     return tokens, logprobs, chunks
 
 
-async def whole(driver: SglangDriver, prompt: tuple[int, ...], tokens: int) -> list[int]:
+async def whole(engine: SglangEngine, prompt: tuple[int, ...], tokens: int) -> list[int]:
     """SGLang's own answer, all at once."""
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    answer = await driver._engine.async_generate(input_ids=list(prompt), sampling_params=sampling)
+    answer = await engine._engine.async_generate(input_ids=list(prompt), sampling_params=sampling)
     return list(answer["output_ids"])
 
 
-async def compare(driver: SglangDriver, streams: int, tokens: int) -> dict[str, Any]:
+async def compare(engine: SglangEngine, streams: int, tokens: int) -> dict[str, Any]:
     asked = prompts(streams)
-    expected = await asyncio.gather(*(whole(driver, prompt, tokens) for prompt in asked))
+    expected = await asyncio.gather(*(whole(engine, prompt, tokens) for prompt in asked))
     others_ended = asyncio.Event()
     began, cpu = time.perf_counter(), time.process_time()
-    stalled = asyncio.create_task(read(driver, ask(asked[0], tokens), others_ended))
-    got = await asyncio.gather(*(read(driver, ask(prompt, tokens)) for prompt in asked[1:]))
+    stalled = asyncio.create_task(read(engine, ask(asked[0], tokens), others_ended))
+    got = await asyncio.gather(*(read(engine, ask(prompt, tokens)) for prompt in asked[1:]))
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     others_ended.set()
     all_of_them = [await stalled, *got]
-    with_logprobs = await asyncio.gather(*(read(driver, ask(prompt, tokens, logprobs=TOP)) for prompt in asked[:8]))
+    with_logprobs = await asyncio.gather(*(read(engine, ask(prompt, tokens, logprobs=TOP)) for prompt in asked[:8]))
     made = sum(len(answer) for answer, _, _ in got)
     return {
         "streams": streams,
@@ -93,14 +93,14 @@ async def compare(driver: SglangDriver, streams: int, tokens: int) -> dict[str, 
 
 async def run(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     engine_args = (*shlex.split(arguments.engine_args), *MODES[mode])
-    driver = SglangDriver(EngineSettings(model=str(arguments.model), engine_args=engine_args))
-    await driver.start(lambda reason: sys.exit(f"SGLang has failed: {reason}"))
+    engine = SglangEngine(EngineSettings(model=str(arguments.model), engine_args=engine_args))
+    await engine.start(lambda reason: sys.exit(f"SGLang has failed: {reason}"))
     try:
         # Compiles and fills what the first requests need, so that it is not counted.
-        await asyncio.gather(*(read(driver, ask(prompt, 8)) for prompt in prompts(8)))
-        return await compare(driver, arguments.streams, arguments.tokens)
+        await asyncio.gather(*(read(engine, ask(prompt, 8)) for prompt in prompts(8)))
+        return await compare(engine, arguments.streams, arguments.tokens)
     finally:
-        await driver.close()
+        await engine.close()
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from chat_model import END_ID, chat_model, greedy, random_prompt
 from contract.backends.setups import SETUPS
 from cpu_engines import sglang_flags, vllm_flags
 from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest
-from penstock.backends.http.engine import HttpDriver
+from penstock.backends.http.engine import HttpEngine
 from penstock.backends.http.settings import HttpEngineSettings
 from penstock.text.tokenizers.load import load_tokenizer
 from penstock.wire.messages import Sampling
@@ -160,13 +160,13 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 
 @contextlib.asynccontextmanager
-async def driving(server: Running) -> AsyncIterator[tuple[HttpDriver, EngineFacts]]:
-    driver = HttpDriver(HttpEngineSettings(server.url), load_tokenizer(str(chat_model())))
-    facts = await driver.start(lambda reason: pytest.fail(reason))
+async def running_engine(server: Running) -> AsyncIterator[tuple[HttpEngine, EngineFacts]]:
+    engine = HttpEngine(HttpEngineSettings(server.url), load_tokenizer(str(chat_model())))
+    facts = await engine.start(lambda reason: pytest.fail(reason))
     try:
-        yield driver, facts
+        yield engine, facts
     finally:
-        await driver.close()
+        await engine.close()
 
 
 def ask(**fields: Any) -> EngineRequest:
@@ -174,8 +174,8 @@ def ask(**fields: Any) -> EngineRequest:
     return EngineRequest(**given)
 
 
-async def read_all(driver: HttpDriver, asked: EngineRequest) -> list[Chunk]:
-    return [chunk async for chunk in driver.generate(asked)]
+async def read_all(engine: HttpEngine, asked: EngineRequest) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(asked)]
 
 
 def tokens(chunks: list[Chunk]) -> list[int]:
@@ -183,10 +183,10 @@ def tokens(chunks: list[Chunk]) -> list[int]:
 
 
 async def test_the_route_and_what_is_known(running: Running) -> None:
-    async with driving(running) as (driver, facts):
-        assert (driver.report.features[0].name, driver.report.features[0].is_available) == ("exact token ids", True)
-        assert driver.report.features[0].detail.startswith(running.kind.path)
-        assert driver.report.version is not None
+    async with running_engine(running) as (engine, facts):
+        assert (engine.report.features[0].name, engine.report.features[0].is_available) == ("exact token ids", True)
+        assert engine.report.features[0].detail.startswith(running.kind.path)
+        assert engine.report.version is not None
         assert facts.block_size == 32
         assert facts.kv_blocks > 0
         assert facts.capabilities == ("logprobs", "prompt_logprobs", "grammar")
@@ -196,8 +196,8 @@ async def test_the_route_and_what_is_known(running: Running) -> None:
 
 async def test_the_tokens_are_the_servers_own(running: Running) -> None:
     asks = [ask(token_ids=random_prompt(seed, 20 + seed), max_tokens=40, ignore_eos=True) for seed in range(12)]
-    async with driving(running) as (driver, _):
-        answers = await asyncio.gather(*[read_all(driver, asked) for asked in asks])
+    async with running_engine(running) as (engine, _):
+        answers = await asyncio.gather(*[read_all(engine, asked) for asked in asks])
     expected = await asyncio.gather(*[asyncio.to_thread(running.directly, asked) for asked in asks])
     assert list(map(tokens, answers)) == expected
     assert [[chunk.finish for chunk in chunks if chunk.finish] for chunks in answers] == [["length"]] * len(asks)
@@ -207,8 +207,8 @@ async def test_the_tokens_are_the_servers_own(running: Running) -> None:
 async def test_a_reader_that_stalls_loses_nothing(running: Running) -> None:
     asked = ask(max_tokens=150, ignore_eos=True)
     expected = await asyncio.to_thread(running.directly, asked)
-    async with driving(running) as (driver, _):
-        chunks = driver.generate(asked)
+    async with running_engine(running) as (engine, _):
+        chunks = engine.generate(asked)
         seen = [await anext(chunks)]
         # It computes on, and is done, before anybody reads again.
         while await asyncio.to_thread(running.running_requests):
@@ -219,23 +219,23 @@ async def test_a_reader_that_stalls_loses_nothing(running: Running) -> None:
 
 async def test_the_end_and_other_stops(running: Running) -> None:
     plain = ask(max_tokens=12, ignore_eos=True)
-    async with driving(running) as (driver, _):
-        made = tokens(await read_all(driver, plain))
+    async with running_engine(running) as (engine, _):
+        made = tokens(await read_all(engine, plain))
         stop = next(token for place, token in enumerate(made) if place > 2 and made.index(token) == place)
         expected = made[: made.index(stop) + 1]
         for ignored in (False, True):
-            chunks = await read_all(driver, ask(max_tokens=12, stop_ids=(stop,), ignore_eos=ignored))
+            chunks = await read_all(engine, ask(max_tokens=12, stop_ids=(stop,), ignore_eos=ignored))
             assert (tokens(chunks), chunks[-1].finish) == (expected, "stop")
-        forced = await read_all(driver, ask(logit_bias=((END_ID, 100.0),)))
+        forced = await read_all(engine, ask(logit_bias=((END_ID, 100.0),)))
         assert (tokens(forced), forced[-1].finish) == ([END_ID], "stop")
 
 
 async def test_logprobs_of_tokens_and_prompt(running: Running) -> None:
-    async with driving(running) as (driver, _):
-        streamed = await read_all(driver, ask(logprobs=3))
-        whole = await read_all(driver, ask(logprobs=3, prompt_logprobs=True))
-        none = await read_all(driver, ask(logprobs=0, max_tokens=3))
-        sampled = await read_all(driver, ask(logprobs=2, max_tokens=40, sampling=Sampling(temperature=2.0)))
+    async with running_engine(running) as (engine, _):
+        streamed = await read_all(engine, ask(logprobs=3))
+        whole = await read_all(engine, ask(logprobs=3, prompt_logprobs=True))
+        none = await read_all(engine, ask(logprobs=0, max_tokens=3))
+        sampled = await read_all(engine, ask(logprobs=2, max_tokens=40, sampling=Sampling(temperature=2.0)))
     entries = [entry for chunk in streamed for entry in chunk.logprobs or ()]
     assert len(entries) == len(tokens(streamed)) == 20
     for token, entry in zip(tokens(streamed), entries, strict=True):
@@ -257,14 +257,14 @@ async def test_logprobs_of_tokens_and_prompt(running: Running) -> None:
 async def test_a_grammar_is_kept_to(running: Running) -> None:
     tokenizer = load_tokenizer(str(chat_model()))
     lark, allowed = 'start: "yes" | %json {"enum": ["left", "right"]}', {"yes", '"left"', '"right"'}
-    async with driving(running) as (driver, _):
-        free = await read_all(driver, ask(max_tokens=30))
+    async with running_engine(running) as (engine, _):
+        free = await read_all(engine, ask(max_tokens=30))
         assert tokenizer.decode(tokens(free)) not in allowed
-        chunks = await read_all(driver, ask(lark=lark, max_tokens=30))
+        chunks = await read_all(engine, ask(lark=lark, max_tokens=30))
         assert tokenizer.decode(tokens(chunks)) in allowed
         assert chunks[-1].finish == "stop"
         with pytest.raises(EngineRefused) as caught:
-            await read_all(driver, ask(lark="start: nothing_like_it"))
+            await read_all(engine, ask(lark="start: nothing_like_it"))
         assert not caught.value.fault.retryable
 
 
@@ -274,11 +274,11 @@ async def test_leaving_ends_it_there_begun_or_not(running: Running) -> None:
             while await asyncio.to_thread(running.running_requests) != count:
                 await asyncio.sleep(0.05)
 
-    async with driving(running) as (driver, _):
-        begun = [driver.generate(ask(max_tokens=1900, ignore_eos=True)) for _ in range(MOST_RUNNING)]
+    async with running_engine(running) as (engine, _):
+        begun = [engine.generate(ask(max_tokens=1900, ignore_eos=True)) for _ in range(MOST_RUNNING)]
         await asyncio.gather(*map(anext, begun))
         # So many run at once: one more has to wait.
-        waiting = asyncio.ensure_future(anext(driver.generate(ask(max_tokens=1900, ignore_eos=True))))
+        waiting = asyncio.ensure_future(anext(engine.generate(ask(max_tokens=1900, ignore_eos=True))))
         await until(MOST_RUNNING + 1)
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -290,30 +290,30 @@ async def test_leaving_ends_it_there_begun_or_not(running: Running) -> None:
 
 
 async def test_refusals_are_in_the_engines_words(running: Running) -> None:
-    async with driving(running) as (driver, _):
+    async with running_engine(running) as (engine, _):
         for wrong in (ask(token_ids=random_prompt(2, 3000)), ask(sampling=Sampling(presence_penalty=5.0))):
             with pytest.raises(EngineRefused) as caught:
-                await read_all(driver, wrong)
+                await read_all(engine, wrong)
             assert caught.value.fault.code == "engine_refused"
             assert not caught.value.fault.retryable
-        assert len(tokens(await read_all(driver, ask(max_tokens=3, ignore_eos=True)))) == 3
+        assert len(tokens(await read_all(engine, ask(max_tokens=3, ignore_eos=True)))) == 3
 
 
 async def test_a_full_context_is_used_to_its_end(running: Running) -> None:
-    async with driving(running) as (driver, facts):
+    async with running_engine(running) as (engine, facts):
         asked = ask(token_ids=random_prompt(3, facts.context_length - 30), max_tokens=30, ignore_eos=True)
-        chunks = await read_all(driver, asked)
+        chunks = await read_all(engine, asked)
         assert (len(tokens(chunks)), chunks[-1].finish) == (30, "length")
 
 
 async def test_sessions_and_pings(running: Running) -> None:
-    async with driving(running) as (driver, _):
-        await driver.ping()
+    async with running_engine(running) as (engine, _):
+        await engine.ping()
         prompt = random_prompt(4, 100)
-        first = await read_all(driver, ask(token_ids=prompt, session_id="a" * 32, is_retained=True))
-        again = await read_all(driver, ask(token_ids=prompt, session_id="a" * 32))
+        first = await read_all(engine, ask(token_ids=prompt, session_id="a" * 32, is_retained=True))
+        again = await read_all(engine, ask(token_ids=prompt, session_id="a" * 32))
         assert tokens(first) == tokens(again)
         if running.kind.engine == "sglang":
             assert (first[0].cached_tokens, again[0].cached_tokens) == (0, 96)
-        await driver.close_session("a" * 32)
-        await driver.close_session("b" * 32)
+        await engine.close_session("a" * 32)
+        await engine.close_session("b" * 32)

@@ -18,7 +18,7 @@ from chat_model import greedy, random_prompt, winners
 from contract.backends.rig import GREEDY, Rig
 from contract.backends.setups import SETUPS
 from penstock.backends.external.engine import EngineRequest
-from penstock.backends.sglang.engine import SglangDriver
+from penstock.backends.sglang.engine import SglangEngine
 
 SETUP = SETUPS["sglang"]
 SESSION = "5" * 32
@@ -39,9 +39,9 @@ class Agent:
     """One session, and what was said in it."""
 
     def __init__(self, rig: Rig) -> None:
-        driver = rig.backend._driver  # type: ignore[attr-defined]
-        assert isinstance(driver, SglangDriver)
-        self.driver = driver
+        engine = rig.backend._engine  # type: ignore[attr-defined]
+        assert isinstance(engine, SglangEngine)
+        self.engine = engine
         self.rig = rig
         self.said: tuple[int, ...] = ()
 
@@ -54,14 +54,14 @@ class Agent:
     async def turn(self, name: str, **fields: Any) -> int:
         """Returns how many tokens the engine had of it."""
         request = self.request(name, **fields)
-        chunks = [chunk async for chunk in self.driver.generate(request)]
+        chunks = [chunk async for chunk in self.engine.generate(request)]
         made = tuple(token for chunk in chunks for token in chunk.token_ids)
         assert list(made) == winners(self.rig.directory, self.said, made)
         self.said += made
         return chunks[0].cached_tokens or 0
 
     async def close(self) -> None:
-        await self.driver.close_session(SESSION)
+        await self.engine.close_session(SESSION)
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def test_a_turn_whose_end_nobody_read(rig: Rig, agent: Agent) -> None:
     async def talk() -> None:
         await agent.turn("before the unread")
         request = agent.request("unread")
-        async with contextlib.aclosing(agent.driver.generate(request)) as chunks:
+        async with contextlib.aclosing(agent.engine.generate(request)) as chunks:
             await anext(chunks)
-            await rig.until(lambda: request.id not in agent.driver._manager.rid_to_state)
+            await rig.until(lambda: request.id not in agent.engine._manager.rid_to_state)
         await agent.turn("behind the unread")
         await agent.turn("long behind the unread")
 
@@ -117,7 +117,7 @@ def test_a_turn_whose_end_nobody_read(rig: Rig, agent: Agent) -> None:
 def test_a_turn_that_is_aborted(rig: Rig, agent: Agent) -> None:
     async def talk() -> None:
         await agent.turn("before the abort")
-        async with contextlib.aclosing(agent.driver.generate(agent.request("aborted", max_tokens=1500))) as chunks:
+        async with contextlib.aclosing(agent.engine.generate(agent.request("aborted", max_tokens=1500))) as chunks:
             await anext(chunks)
         await agent.turn("behind the abort")
         had = len(agent.said)
@@ -128,14 +128,14 @@ def test_a_turn_that_is_aborted(rig: Rig, agent: Agent) -> None:
 
 def test_a_first_turn_that_leaves_while_its_session_is_opened(rig: Rig, agent: Agent) -> None:
     async def talk() -> None:
-        opening = asyncio.ensure_future(anext(agent.driver.generate(agent.request("left"))))
+        opening = asyncio.ensure_future(anext(agent.engine.generate(agent.request("left"))))
         # At every turn of the loop: the answer takes several.
-        while not agent.driver._manager.session_futures:
+        while not agent.engine._manager.session_futures:
             await asyncio.sleep(0)
         opening.cancel()
         await asyncio.wait([opening])
         # By then the engine has opened it, and nobody has heard of that.
-        await agent.driver.ping()
+        await agent.engine.ping()
         await agent.turn("stayed")
         had = len(agent.said)
         assert await agent.turn("stayed on") == had - 1

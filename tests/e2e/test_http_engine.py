@@ -16,7 +16,7 @@ import pytest
 from chat_model import chat_model
 from e2e.harness import Server, wait_until
 from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest
-from penstock.backends.http.engine import HttpDriver, probe
+from penstock.backends.http.engine import HttpEngine, probe
 from penstock.backends.http.settings import HttpEngineSettings, Route
 from penstock.text.tokenizers.load import load_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -46,13 +46,13 @@ def simulator() -> Iterator[Server]:
 
 
 @contextlib.asynccontextmanager
-async def driving(server: Server, tokenizer: Tokenizer, route: Route = "openai") -> AsyncIterator[HttpDriver]:
-    driver = HttpDriver(HttpEngineSettings(server.url, route=route), tokenizer, death_seconds=0.3)
-    await driver.start(print)
+async def running_engine(server: Server, tokenizer: Tokenizer, route: Route = "openai") -> AsyncIterator[HttpEngine]:
+    engine = HttpEngine(HttpEngineSettings(server.url, route=route), tokenizer, death_seconds=0.3)
+    await engine.start(print)
     try:
-        yield driver
+        yield engine
     finally:
-        await driver.close()
+        await engine.close()
 
 
 def request(tokenizer: Tokenizer, **fields: Any) -> EngineRequest:
@@ -60,8 +60,8 @@ def request(tokenizer: Tokenizer, **fields: Any) -> EngineRequest:
     return EngineRequest(**given)
 
 
-async def read_all(driver: HttpDriver, asked: EngineRequest) -> list[Chunk]:
-    return [chunk async for chunk in driver.generate(asked)]
+async def read_all(engine: HttpEngine, asked: EngineRequest) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(asked)]
 
 
 def shown(tokenizer: Tokenizer, chunks: list[Chunk]) -> str:
@@ -86,8 +86,8 @@ def directly(server: Server, asked: EngineRequest) -> Any:
 
 async def test_the_text_is_the_upstreams(simulator: Server, tokenizer: Tokenizer) -> None:
     asks = [request(tokenizer, seed=seed, max_tokens=length) for seed in range(8) for length in (1, 7, 150)]
-    async with driving(simulator, tokenizer) as driver:
-        answers = await asyncio.gather(*[read_all(driver, asked) for asked in asks])
+    async with running_engine(simulator, tokenizer) as engine:
+        answers = await asyncio.gather(*[read_all(engine, asked) for asked in asks])
     for asked, chunks in zip(asks, answers, strict=True):
         expected = await asyncio.to_thread(directly, simulator, asked)
         assert shown(tokenizer, chunks) == expected["text"]
@@ -97,8 +97,8 @@ async def test_the_text_is_the_upstreams(simulator: Server, tokenizer: Tokenizer
 
 async def test_by_the_best_route_the_tokens_are_too(simulator: Server, tokenizer: Tokenizer) -> None:
     asks = [request(tokenizer, seed=seed, max_tokens=150) for seed in range(64)]
-    async with driving(simulator, tokenizer, "auto") as driver:
-        answers = await asyncio.gather(*[read_all(driver, asked) for asked in asks])
+    async with running_engine(simulator, tokenizer, "auto") as engine:
+        answers = await asyncio.gather(*[read_all(engine, asked) for asked in asks])
     for asked, chunks in zip(asks, answers, strict=True):
         expected = await asyncio.to_thread(directly, simulator, asked)
         assert [token for chunk in chunks for token in chunk.token_ids] == expected["token_ids"]
@@ -124,8 +124,8 @@ async def test_the_report_says_what_is_there(simulator: Server) -> None:
 
 
 async def test_leaving_ends_the_upstreams_generation(simulator: Server, tokenizer: Tokenizer) -> None:
-    async with driving(simulator, tokenizer) as driver:
-        chunks = driver.generate(request(tokenizer, max_tokens=1900, ignore_eos=True))
+    async with running_engine(simulator, tokenizer) as engine:
+        chunks = engine.generate(request(tokenizer, max_tokens=1900, ignore_eos=True))
         await anext(chunks)
         assert await asyncio.to_thread(simulator.metric, "penstock_requests_running", role="worker") == 1
         await chunks.aclose()
@@ -137,8 +137,8 @@ async def test_leaving_ends_the_upstreams_generation(simulator: Server, tokenize
 async def test_a_death_in_mid_answer_is_a_fault_that_others_can_mend(serve: Serve, tokenizer: Tokenizer) -> None:
     server = serve("--model", str(chat_model()), *SIMULATOR, model="upstream")
     supervisor, front_end = psutil.Process(server.process.pid), server.child("frontend")
-    async with driving(server, tokenizer) as driver:
-        chunks = driver.generate(request(tokenizer, max_tokens=1900, ignore_eos=True))
+    async with running_engine(server, tokenizer) as engine:
+        chunks = engine.generate(request(tokenizer, max_tokens=1900, ignore_eos=True))
         await anext(chunks)
         # Whoever would start another one must not.
         supervisor.suspend()
@@ -151,15 +151,15 @@ async def test_a_death_in_mid_answer_is_a_fault_that_others_can_mend(serve: Serv
             # Until its last socket is closed, connections can still be made.
             await asyncio.to_thread(wait_until, lambda: front_end.status() == psutil.STATUS_ZOMBIE)
             with pytest.raises(EngineDied):
-                await read_all(driver, request(tokenizer))
+                await read_all(engine, request(tokenizer))
         finally:
             supervisor.resume()
 
 
 async def test_an_over_long_prompt_is_refused_in_the_upstreams_words(simulator: Server, tokenizer: Tokenizer) -> None:
-    async with driving(simulator, tokenizer) as driver:
+    async with running_engine(simulator, tokenizer) as engine:
         with pytest.raises(EngineRefused, match="does not fit the model's context") as caught:
-            await read_all(driver, request(tokenizer, token_ids=(300,) * 3000))
+            await read_all(engine, request(tokenizer, token_ids=(300,) * 3000))
         assert not caught.value.fault.retryable
 
 
@@ -168,12 +168,12 @@ async def test_a_real_models_text_and_a_grammar(serve: Serve, tokenizer: Tokeniz
     server = serve("--model", str(chat_model()), *SIMULATOR[2:], "--threads", "1", engine="embedded", model="upstream")
     asked = request(tokenizer, sampling=GREEDY)
     expected = await asyncio.to_thread(directly, server, asked)
-    async with driving(server, tokenizer) as driver:
-        assert shown(tokenizer, await read_all(driver, asked)) == expected["text"]
-    async with driving(server, tokenizer, "auto") as driver:
-        chunks = await read_all(driver, asked)
+    async with running_engine(server, tokenizer) as engine:
+        assert shown(tokenizer, await read_all(engine, asked)) == expected["text"]
+    async with running_engine(server, tokenizer, "auto") as engine:
+        chunks = await read_all(engine, asked)
         assert [token for chunk in chunks for token in chunk.token_ids] == expected["token_ids"]
-        wished = await read_all(driver, request(tokenizer, lark='start: "yes" | "no"', sampling=GREEDY))
+        wished = await read_all(engine, request(tokenizer, lark='start: "yes" | "no"', sampling=GREEDY))
         assert shown(tokenizer, wished) in ("yes", "no")
 
 

@@ -124,9 +124,9 @@ def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> Ba
         return make_embedded(settings, on_failure)
     if settings.engine in ENGINES_OF_OTHERS:
         # So are the engines of others, and what is needed to speak with them.
-        from penstock.cli.engines import make_foreign
+        from penstock.cli.engines import make_external
 
-        return make_foreign(settings, on_failure)
+        return make_external(settings, on_failure)
     return _make_simulator(settings)
 
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.backends.external.backend import DrivenBackend, EventFeed, Grammars
-from penstock.backends.external.engine import EngineDriver, EngineSettings, EventEndpoints
+from penstock.backends.external.backend import EventFeed, ExternalBackend, Grammars
+from penstock.backends.external.engine import EngineSettings, EventEndpoints, ExternalEngine
 from penstock.backends.http.settings import HttpEngineSettings, api_key_from
 from penstock.cli.models import find_model, model_name
 from penstock.config.settings import WorkerSettings
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 UNKNOWN = 1
 
 
-def make_foreign(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
+def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
     """What is wrong with the model's files or the settings is told here, before anything heavy is loaded."""
     assert settings.model is not None
     # Only the tokenizer is read here, so any model file will do where the engine has its own.
@@ -34,7 +34,7 @@ def make_foreign(settings: WorkerSettings, on_failure: Callable[[], None]) -> Ba
     if path.is_dir():
         vocab_size = min(vocab_size, read_vocab_size(path) or vocab_size)
         end_ids |= read_end_ids(path)
-    driver = _make_driver(settings, path, tokenizer)
+    engine = _make_engine(settings, path, tokenizer)
     grammars = _make_grammars(tokenizer, vocab_size, end_ids)
     tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
     model = ModelInfo(
@@ -48,25 +48,25 @@ def make_foreign(settings: WorkerSettings, on_failure: Callable[[], None]) -> Ba
         reasoning_parser=reasoning_parser,
     )
     foreign = settings.foreign
-    return DrivenBackend(
-        model, driver, grammars, _make_feed, on_failure, max_sessions=foreign.max_sessions, session_grace=foreign.session_grace
+    return ExternalBackend(
+        model, engine, grammars, _make_feed, on_failure, max_sessions=foreign.max_sessions, session_grace=foreign.session_grace
     )
 
 
-def _make_driver(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> EngineDriver:
+def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> ExternalEngine:
     match settings.engine:
         case "vllm":
-            from penstock.backends.vllm.engine import VllmDriver
+            from penstock.backends.vllm.engine import VllmEngine
 
-            return VllmDriver(_engine_settings(settings, directory))
+            return VllmEngine(_engine_settings(settings, directory))
         case "sglang":
-            from penstock.backends.sglang.engine import SglangDriver
+            from penstock.backends.sglang.engine import SglangEngine
 
-            return SglangDriver(_engine_settings(settings, directory))
+            return SglangEngine(_engine_settings(settings, directory))
         case _:
-            from penstock.backends.http.engine import HttpDriver
+            from penstock.backends.http.engine import HttpEngine
 
-            return HttpDriver(_http_settings(settings), tokenizer)
+            return HttpEngine(_http_settings(settings), tokenizer)
 
 
 def _engine_settings(settings: WorkerSettings, directory: Path) -> EngineSettings:

@@ -11,7 +11,7 @@ import pytest
 from chat_model import chat_model
 from penstock.backends.external.capabilities import EngineReport, Feature
 from penstock.cli.doctor import REPORTS, describe
-from penstock.cli.engines import make_foreign
+from penstock.cli.engines import make_external
 from penstock.cli.flags import make_parser
 from penstock.cli.main import main
 from penstock.cli.models import find_model, model_name
@@ -100,17 +100,17 @@ def test_a_model_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_model_is_named_as_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that is said by a path without a name."""
     monkeypatch.chdir(chat_model())
-    backend = make_foreign(worker("--engine=http", "--url=http://127.0.0.1:1", "--model=."), lambda: None)
+    backend = make_external(worker("--engine=http", "--url=http://127.0.0.1:1", "--model=."), lambda: None)
     assert backend.model.name == chat_model().name
 
 
 def test_a_server_with_a_gguf_file_is_asked_with_the_tokenizer_of_that_file() -> None:
     path = find_default_model()
-    backend = make_foreign(worker("--engine=http", "--url=http://127.0.0.1:1", f"--model={path}"), lambda: None)
+    backend = make_external(worker("--engine=http", "--url=http://127.0.0.1:1", f"--model={path}"), lambda: None)
     assert path.suffix == ".gguf"
     assert (backend.model.name, backend.model.tokenizer, backend.model.vocab_size) == (model_name(path), str(path.resolve()), 49_152)
     with pytest.raises(ConfigError, match="is a file: expected a directory"):
-        make_foreign(worker("--engine=vllm", f"--model={path}"), lambda: None)
+        make_external(worker("--engine=vllm", f"--model={path}"), lambda: None)
 
 
 def test_what_a_config_says_without_weights(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from penstock.backends.external.engine import Chunk, EngineDied, EngineDriver, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, ExternalEngine
 from penstock.kv.config import EngineConfig
 from penstock.kv.lease import Lease
 from penstock.kv.radix import Node
@@ -135,7 +135,7 @@ class _Generation:
         return self.only_prompt and self.request.offset > 0 and not self.request.prompt_logprobs
 
 
-class DrivenBackend:
+class ExternalBackend:
     """See `worker.backend.Backend`. Each generation is a task that takes the engine's chunks; what all of them took until the event loop
     comes round is emitted at once.
 
@@ -146,7 +146,7 @@ class DrivenBackend:
     def __init__(
         self,
         model: ModelInfo,
-        driver: EngineDriver,
+        engine: ExternalEngine,
         grammars: Grammars | None,
         make_feed: MakeFeed,
         on_failure: Callable[[], None],
@@ -156,7 +156,7 @@ class DrivenBackend:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
-        self._driver = driver
+        self._engine = engine
         self._grammars = grammars
         self._make_feed = make_feed
         self._on_failure = on_failure
@@ -186,7 +186,7 @@ class DrivenBackend:
         began = time.monotonic()
         log.info("loading %s with %s", self._model.name, self._model.engine)
         self._emit, self._loop = emit, asyncio.get_running_loop()
-        facts = self._facts = await self._driver.start(self._fail)
+        facts = self._facts = await self._engine.start(self._fail)
         if "grammar" not in facts.capabilities:
             self._grammars = None
         if facts.events is not None:
@@ -264,7 +264,7 @@ class DrivenBackend:
             await self._feed.close()
         if self._grammars is not None:
             self._grammars.close()
-        await self._driver.close()
+        await self._engine.close()
 
     async def _run(self, generation: _Generation) -> None:
         """Takes one generation from the engine, and gives it its terminal."""
@@ -274,7 +274,7 @@ class DrivenBackend:
             return
         try:
             request = await self._engine_request(generation)
-            async with contextlib.aclosing(self._driver.generate(request)) as chunks:
+            async with contextlib.aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     if self._take(generation, chunk):
                         return
@@ -408,7 +408,7 @@ class DrivenBackend:
         """Tells the engine of those that are over."""
         over = [session_id for session_id in self._engine_sessions if self._sessions.get(session_id) is None]
         for session_id in over:
-            self._begin(self._driver.close_session(self._engine_sessions.pop(session_id)), "closing an engine's session")
+            self._begin(self._engine.close_session(self._engine_sessions.pop(session_id)), "closing an engine's session")
 
     async def _watch(self) -> None:
         """While tokens are owed and none come, says that the engine goes on, if it does: a long prompt is no stall."""
@@ -418,7 +418,7 @@ class DrivenBackend:
             self._end_engine_sessions()
             if self._open and self._clock() - self._last_emit >= WATCH_SECONDS:
                 try:
-                    await self._driver.ping()
+                    await self._engine.ping()
                 except EngineDied as error:
                     self._fail(str(error))
                     return

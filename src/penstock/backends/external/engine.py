@@ -1,4 +1,4 @@
-"""What is asked of an engine that others have made. `driven.DrivenBackend` makes a backend of it."""
+"""What is asked of an engine that others have made. `external.backend.ExternalBackend` makes a backend of it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class EngineSettings:
     any_version: bool = False
 
 
-class EngineDriver(Protocol):
+class ExternalEngine(Protocol):
     """An engine, tokens in and tokens out. All methods are called on the event loop and never block it."""
 
     async def start(self, on_death: Callable[[str], None]) -> EngineFacts:

@@ -45,7 +45,7 @@ class _Compilation:
 
 
 class LarkGrammars:
-    """See `driven.Grammars`. Each grammar is compiled once, in a thread, however many ask for it, and what came of it is kept for those
+    """See `Grammars`. Each grammar is compiled once, in a thread, however many ask for it, and what came of it is kept for those
     to come."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:

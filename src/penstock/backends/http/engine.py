@@ -1,4 +1,4 @@
-"""An engine that already runs behind HTTP, as a driver: SGLang, vLLM, or whatever speaks OpenAI's language."""
+"""An engine that already runs behind HTTP: SGLang, vLLM, or whatever speaks OpenAI's language."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ async def probe(settings: HttpEngineSettings) -> EngineReport:
         await client.close()
 
 
-class HttpDriver:
-    """See `driver.EngineDriver`. A generation is one POST, and what it streams back; leaving it closes the connection, and tells the engine
+class HttpEngine:
+    """See `ExternalEngine`. A generation is one POST, and what it streams back; leaving it closes the connection, and tells the engine
     where there is a way to. The engine is not ours: `close` ends nothing but our connections."""
 
     def __init__(

@@ -48,8 +48,8 @@ LOGGER = "sglang"
 FAILURES = "sglang.srt.managers.scheduler"
 
 
-class SglangDriver:
-    """See `driver.EngineDriver`. `has_grammar` and `disaggregation` are known once it has started.
+class SglangEngine:
+    """See `ExternalEngine`. `has_grammar` and `disaggregation` are known once it has started.
 
     To be started on the main thread's event loop: SGLang's processes send SIGQUIT to this one when they fail, which must not end it. No
     other signal is touched.

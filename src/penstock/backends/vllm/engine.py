@@ -37,8 +37,8 @@ WITHOUT_GRAMMAR: tuple[Capability, ...] = ("logprobs", "prompt_logprobs")
 ALL: tuple[Capability, ...] = (*WITHOUT_GRAMMAR, "grammar")
 
 
-class VllmDriver:
-    """See `driver.EngineDriver`."""
+class VllmEngine:
+    """See `external.engine.ExternalEngine`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings

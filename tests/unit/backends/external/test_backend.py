@@ -1,4 +1,4 @@
-"""What the backend around an engine of others adds to it. The engine here is a driver by hand: it says what a test has it say."""
+"""What the backend around an engine of others adds to it. The engine here is a engine by hand: it says what a test has it say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.backends.external import backend as driven
-from penstock.backends.external.backend import DrivenBackend
+from penstock.backends.external import backend as external_backend
+from penstock.backends.external.backend import ExternalBackend
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
@@ -36,7 +36,7 @@ MODEL = ModelInfo("tiny", "byhand", "words", 100, 1, 1)
 FACTS = EngineFacts(context_length=64, block_size=4, kv_blocks=32, max_batch=8)
 
 
-class Driver:
+class EngineByHand:
     """Every generation has a queue of what it says; `ended` tells those that were closed or cancelled."""
 
     def __init__(self, facts: EngineFacts = FACTS) -> None:
@@ -120,10 +120,10 @@ class Feed:
 
 
 class Rig:
-    """A backend on a driver by hand, and all that it emitted."""
+    """A backend on a engine by hand, and all that it emitted."""
 
     def __init__(self, facts: EngineFacts = FACTS, **settings: Any) -> None:
-        self.driver = Driver(facts)
+        self.engine = EngineByHand(facts)
         self.failures = 0
         self.segments: list[Segment] = []
         self.events: list[KvEvents] = []
@@ -132,7 +132,7 @@ class Rig:
         self.make_feed = Feed
         self._emitted = asyncio.Event()
         options: dict[str, Any] = {"max_sessions": 2, "session_grace": 0.0, **settings}
-        self.backend = DrivenBackend(MODEL, self.driver, Grammars(), self._make_feed, self._fail, **options)
+        self.backend = ExternalBackend(MODEL, self.engine, Grammars(), self._make_feed, self._fail, **options)
 
     def _make_feed(self, endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> Feed:
         self.feeds.append(self.make_feed(endpoints, block_size, on_events))
@@ -156,15 +156,15 @@ class Rig:
 
     async def begin(self, request: Submit) -> EngineRequest:
         """Submits it and waits until the engine has it."""
-        self.driver.begun.clear()
+        self.engine.begun.clear()
         self.backend.submit(request)
         async with asyncio.timeout(5):
-            await self.driver.begun.wait()
-        return self.driver.requests[-1]
+            await self.engine.begun.wait()
+        return self.engine.requests[-1]
 
     def say(self, request: EngineRequest, *said: Chunk | Exception | None) -> None:
         for each in said:
-            self.driver.queues[request.id].put_nowait(each)
+            self.engine.queues[request.id].put_nowait(each)
 
     def deltas(self, number: int) -> list[Delta]:
         return [segment.delta for segment in self.segments if segment.id == name(number) and segment.delta is not None]
@@ -181,7 +181,7 @@ async def running(facts: EngineFacts = FACTS, **settings: Any) -> AsyncIterator[
         yield rig
     finally:
         await rig.backend.close()
-        assert rig.driver.is_closed
+        assert rig.engine.is_closed
 
 
 def name(number: int) -> bytes:
@@ -252,7 +252,7 @@ async def test_what_can_never_run_does_not_reach_the_engine(request_: Submit, co
         (fault,) = rig.terminals(1)
         assert isinstance(fault, Fault)
         assert fault.code == code
-        assert not rig.driver.requests
+        assert not rig.engine.requests
 
 
 async def test_without_grammar_in_the_engine_it_is_refused_and_not_promised() -> None:
@@ -263,7 +263,7 @@ async def test_without_grammar_in_the_engine_it_is_refused_and_not_promised() ->
         (fault,) = rig.terminals(1)
         assert isinstance(fault, Fault)
         assert fault.code == "unsupported"
-        assert not rig.driver.requests
+        assert not rig.engine.requests
 
 
 async def test_going_on_from_the_middle_counts_what_was_made() -> None:
@@ -319,7 +319,7 @@ async def test_what_was_made_elsewhere_to_the_last_token_needs_no_engine(grammar
         await rig.until(lambda: bool(rig.terminals(1)))
         assert rig.deltas(1) == [Delta(4, (), None, PromptReport(0, None, "open"))]
         assert rig.terminals(1) == [Finish("length")]
-        assert not rig.driver.requests
+        assert not rig.engine.requests
         assert (rig.backend.stats().running, rig.backend.stats().kv_blocks_used) == (0, 0)
 
 
@@ -346,7 +346,7 @@ async def test_cancelled_before_its_task_has_begun() -> None:
         following = await rig.begin(submit(2))
         rig.say(following, chunk(5, finish="length"))
         await rig.until(lambda: bool(rig.terminals(2)))
-        assert len(rig.driver.requests) == 1
+        assert len(rig.engine.requests) == 1
         (report,) = await rig.backend.describe_sessions(["s"])
         assert report.active_turns == 0
         assert not rig.deltas(1) + rig.terminals(1)
@@ -362,7 +362,7 @@ async def test_cancelled_in_mid_stream_stops_in_the_engine_and_says_nothing_more
         rig.backend.cancel(name(1))
         assert (rig.backend.stats().running, rig.backend.stats().queued, rig.backend.stats().kv_blocks_used) == (0, 0, 0)
         following = await rig.begin(submit(2))
-        assert rig.driver.stopped == [request.id]
+        assert rig.engine.stopped == [request.id]
         rig.say(following, chunk(5, finish="length"))
         await rig.until(lambda: bool(rig.terminals(2)))
         assert (len(rig.deltas(1)), rig.terminals(1)) == (1, [])
@@ -395,11 +395,11 @@ async def test_an_id_may_come_again_while_the_engine_still_ends_the_first() -> N
 @pytest.mark.parametrize("said", [chunk(9), chunk(9, finish="length"), EngineRefused(Fault("aborted", "as you asked"))])
 async def test_what_an_engine_says_to_its_cancellation_goes_to_nobody(said: Chunk | Exception) -> None:
     async with running() as rig:
-        rig.driver.when_cancelled = said
+        rig.engine.when_cancelled = said
         first = await rig.begin(submit(1))
         rig.backend.cancel(name(1))
         second = await rig.begin(submit(1))
-        while rig.driver.stopped != [first.id]:
+        while rig.engine.stopped != [first.id]:
             await asyncio.sleep(0)
         rig.say(second, chunk(5, finish="length"))
         await rig.until(lambda: bool(rig.terminals(1)))
@@ -430,21 +430,21 @@ async def test_one_that_fails_hurts_no_other(said: Exception | None, code: str, 
 
 @pytest.mark.parametrize("by", ["callback", "generation", "ping"])
 async def test_the_engines_death_is_one_fault_a_generation(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
     async with running() as rig:
         requests = [await rig.begin(submit(number)) for number in range(5)]
         for request in requests[:3]:
             rig.say(request, chunk(5))
         await rig.until(lambda: len(rig.segments) >= 3)
         if by == "callback":
-            rig.driver.on_death("killed")
+            rig.engine.on_death("killed")
         elif by == "generation":
             for request in requests:
                 rig.say(request, EngineDied("killed"))
         else:
-            rig.driver.ping_error = EngineDied("killed")
+            rig.engine.ping_error = EngineDied("killed")
         await rig.until(lambda: rig.failures > 0 and all(rig.terminals(number) for number in range(5)))
-        rig.driver.on_death("again")
+        rig.engine.on_death("again")
         rig.backend.submit(submit(9))
         await rig.until(lambda: bool(rig.terminals(9)))
         assert rig.failures == 1
@@ -454,26 +454,26 @@ async def test_the_engines_death_is_one_fault_a_generation(by: str, monkeypatch:
 
 
 async def test_while_tokens_are_owed_the_engine_is_asked_whether_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
     async with running() as rig:
         await rig.begin(submit(1))
         await rig.until(lambda: rig.emits >= 3)
-        assert rig.driver.pings >= 2
+        assert rig.engine.pings >= 2
         rig.backend.cancel(name(1))
 
 
 async def test_an_engine_that_cannot_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """That gives no sign of life, and it is no death either: whoever waits for tokens decides."""
-    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
     async with running() as rig:
-        rig.driver.ping_error = RuntimeError("odd")
+        rig.engine.ping_error = RuntimeError("odd")
         await rig.begin(submit(1))
         async with asyncio.timeout(5):
-            while rig.driver.pings < 3:
+            while rig.engine.pings < 3:
                 await asyncio.sleep(0)
         assert (rig.emits, rig.failures) == (0, 0)
         assert "byhand cannot be asked whether it goes on" in caplog.text
-        rig.driver.ping_error = None
+        rig.engine.ping_error = None
         await rig.until(lambda: rig.emits > 0)
 
 
@@ -534,18 +534,18 @@ async def test_sessions_are_kept_here_and_told_to_the_engine_by_another_name() -
         assert "agent" not in request.session_id
         assert request.is_retained
         rig.backend.close_session("tenant/agent", 1)
-        assert not rig.driver.closed_sessions
+        assert not rig.engine.closed_sessions
         rig.say(request, chunk(5, 6, cached_tokens=1, finish="length"))
         await rig.until(lambda: bool(rig.terminals(1)))
         assert rig.deltas(1)[0].prompt == PromptReport(1, None, "open")
         second = await rig.begin(submit(2, session=SessionTurn("tenant/agent", "continue", 300.0, 1)))
         assert second.session_id is None
-        assert rig.driver.closed_sessions == [request.session_id]
+        assert rig.engine.closed_sessions == [request.session_id]
         assert rig.backend.stats().sessions == 0
 
 
 async def test_a_session_runs_out_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driven, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
     now = 100.0
     async with running(clock=lambda: now) as rig:
         request = await rig.begin(submit(1, session=SessionTurn("s", "open", 30.0, 1)))
@@ -557,7 +557,7 @@ async def test_a_session_runs_out_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
         assert (report.expires_in, report.turns, report.prompt_tokens, report.generated_tokens) == (30.0, 1, 3, 1)
         now = 131.0
         async with asyncio.timeout(5):
-            while not rig.driver.closed_sessions:
+            while not rig.engine.closed_sessions:
                 await asyncio.sleep(0.005)
         assert not await rig.backend.describe_sessions(["s"])
 
@@ -565,7 +565,7 @@ async def test_a_session_runs_out_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_closing_awaits_what_comes_of_it() -> None:
     """The last turn of a session that is over ends with the backend, and then the engine is told of the session."""
     async with running() as rig:
-        rig.driver.may_close_sessions.clear()
+        rig.engine.may_close_sessions.clear()
         await rig.begin(submit(1, session=SessionTurn("s", "open", epoch=1)))
         rig.backend.close_session("s", 1)
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -580,12 +580,12 @@ async def test_what_fails_once_the_engine_runs_ends_the_engine() -> None:
     rig.make_feed = NoFeed
     with pytest.raises(OSError, match="no such address"):
         await rig.backend.start(rig.emit)
-    assert rig.driver.is_closed
+    assert rig.engine.is_closed
 
 
 async def test_closing_awaits_what_runs() -> None:
     async with running() as rig:
         requests = [await rig.begin(submit(number)) for number in range(3)]
-    assert sorted(rig.driver.stopped) == sorted(request.id for request in requests)
-    rig.driver.on_death("after the end")
+    assert sorted(rig.engine.stopped) == sorted(request.id for request in requests)
+    rig.engine.on_death("after the end")
     assert rig.failures == 0

@@ -1,4 +1,4 @@
-"""The driver for engines behind HTTP, against servers that do what no right server does."""
+"""The engine for engines behind HTTP, against servers that do what no right server does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest, EventEndpoints
 from penstock.backends.http.client import Broken, EngineClient
-from penstock.backends.http.engine import HttpDriver, probe
+from penstock.backends.http.engine import HttpEngine, probe
 from penstock.backends.http.settings import HttpEngineSettings, Route, api_key_from, checked_url
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.wire.errors import ConfigError
@@ -141,7 +141,7 @@ def text(value: str, finish: str | None = None) -> dict[str, Any]:
 
 
 def completions(streamed: Reply, whole: Any = None) -> Reply:
-    """Answers the driver's own question at the start, and streams as the test says."""
+    """Answers the engine's own question at the start, and streams as the test says."""
 
     async def reply(asked: Asked) -> None:
         if asked.body.get("stream"):
@@ -178,33 +178,33 @@ async def upstream(replies: dict[str, Reply]) -> AsyncIterator[Upstream]:
 
 
 @contextlib.asynccontextmanager
-async def started(server: Upstream, deaths: list[str] | None = None, **settings: Any) -> AsyncIterator[HttpDriver]:
+async def started(server: Upstream, deaths: list[str] | None = None, **settings: Any) -> AsyncIterator[HttpEngine]:
     watch, death = settings.pop("watch_seconds", 60.0), settings.pop("death_seconds", 0.2)
-    driver = HttpDriver(HttpEngineSettings(server.url, **settings), TOKENIZER, watch_seconds=watch, death_seconds=death)
-    await driver.start((deaths if deaths is not None else []).append)
+    engine = HttpEngine(HttpEngineSettings(server.url, **settings), TOKENIZER, watch_seconds=watch, death_seconds=death)
+    await engine.start((deaths if deaths is not None else []).append)
     try:
-        yield driver
+        yield engine
     finally:
-        await driver.close()
+        await engine.close()
 
 
 def request(**fields: Any) -> EngineRequest:
     return EngineRequest(**{"id": "a" * 32, "token_ids": (300, 301), "max_tokens": 5, "seed": 1, **fields})
 
 
-async def read_into(seen: list[Chunk], driver: HttpDriver) -> None:
+async def read_into(seen: list[Chunk], engine: HttpEngine) -> None:
     """So that what came before an error is seen."""
-    async for chunk in driver.generate(request()):
+    async for chunk in engine.generate(request()):
         seen.append(chunk)  # noqa: PERF401, a list that is made at the end would not be made
 
 
-async def read_all(driver: HttpDriver, **fields: Any) -> list[Chunk]:
-    return [chunk async for chunk in driver.generate(request(**fields))]
+async def read_all(engine: HttpEngine, **fields: Any) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(request(**fields))]
 
 
-async def fault_of(driver: HttpDriver, **fields: Any) -> Fault:
+async def fault_of(engine: HttpEngine, **fields: Any) -> Fault:
     with pytest.raises(EngineRefused) as caught:
-        await read_all(driver, **fields)
+        await read_all(engine, **fields)
     return caught.value.fault
 
 
@@ -267,8 +267,8 @@ async def test_the_key_goes_with_every_request(caplog: pytest.LogCaptureFixture)
     async def reply(asked: Asked) -> None:
         await asked.stream(text(" water", "length"))
 
-    async with upstream(openai(reply)) as server, started(server, api_key="geheim") as driver:
-        await read_all(driver)
+    async with upstream(openai(reply)) as server, started(server, api_key="geheim") as engine:
+        await read_all(engine)
         assert {asked.headers.get("authorization") for asked in server.asked} == {"Bearer geheim"}
     assert "geheim" not in caplog.text
 
@@ -280,7 +280,7 @@ async def test_nobody_there() -> None:
     async with upstream({}) as server:
         url = server.url
     with pytest.raises(ConfigError, match=f"{url}: GET /server_info: cannot connect: Connection refused"):
-        await HttpDriver(HttpEngineSettings(url), TOKENIZER).start(print)
+        await HttpEngine(HttpEngineSettings(url), TOKENIZER).start(print)
     assert "cannot connect" in ((await probe(HttpEngineSettings(url))).problem or "")
 
 
@@ -288,7 +288,7 @@ async def test_nobody_there() -> None:
 async def test_a_server_of_another_kind(route: Route) -> None:
     async with upstream({"/v1/models": saying(200, b"<html>hello</html>", "text/html")}) as server:
         with pytest.raises(ConfigError) as caught:
-            await HttpDriver(HttpEngineSettings(server.url, route=route, model_name="model"), TOKENIZER).start(print)
+            await HttpEngine(HttpEngineSettings(server.url, route=route, model_name="model"), TOKENIZER).start(print)
         assert "404 Not Found" in str(caught.value)
         assert server.url in str(caught.value)
         report = await probe(HttpEngineSettings(server.url, route=route, model_name="model"))
@@ -299,7 +299,7 @@ async def test_one_that_fails_is_no_engine_yet() -> None:
     replies = {"/v1/models": saying(200, MODELS), "/v1/completions": saying(500, b"kaputt", "text/plain")}
     async with upstream(replies) as server:
         with pytest.raises(ConfigError, match="POST /v1/completions: 500 kaputt"):
-            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+            await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
 
 
 async def test_a_redirect_is_not_followed() -> None:
@@ -307,7 +307,7 @@ async def test_a_redirect_is_not_followed() -> None:
         moved = saying(307, b"", headers=f"location: {elsewhere.url}/server_info\r\n")
         server._replies.update(dict.fromkeys(("/server_info", "/v1/models", "/v1/completions"), moved))
         with pytest.raises(ConfigError, match="GET /server_info: 307"):
-            await HttpDriver(HttpEngineSettings(server.url, model_name="x"), TOKENIZER).start(print)
+            await HttpEngine(HttpEngineSettings(server.url, model_name="x"), TOKENIZER).start(print)
         assert not elsewhere.asked
 
 
@@ -315,17 +315,17 @@ async def test_a_wrong_key_is_named() -> None:
     denied = saying(401, {"error": "Unauthorized"})
     async with upstream({"/server_info": denied}) as server:
         with pytest.raises(ConfigError, match=r"needs an API key, which comes from PENSTOCK_ENGINE_API_KEY"):
-            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+            await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
         with pytest.raises(ConfigError, match="does not take the API key") as caught:
-            await HttpDriver(HttpEngineSettings(server.url, api_key="geheim"), TOKENIZER).start(print)
+            await HttpEngine(HttpEngineSettings(server.url, api_key="geheim"), TOKENIZER).start(print)
         assert "geheim" not in str(caught.value)
 
 
 async def test_sglang_is_known_by_what_it_tells() -> None:
     async with upstream(sglang(not_found, kv_events={"endpoint_port_base": 5557})) as server:
-        driver = HttpDriver(HttpEngineSettings(server.url, events=EventEndpoints("tcp://x:1")), TOKENIZER)
-        facts = await driver.start(print)
-        await driver.close()
+        engine = HttpEngine(HttpEngineSettings(server.url, events=EventEndpoints("tcp://x:1")), TOKENIZER)
+        facts = await engine.start(print)
+        await engine.close()
         assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (998, 32, 128, 8)
         assert facts.capabilities == ("logprobs", "prompt_logprobs")
         assert facts.events == EventEndpoints("tcp://x:1")
@@ -340,7 +340,7 @@ async def test_sglang_is_known_by_what_it_tells() -> None:
 async def test_an_sglang_that_would_lose_tokens_is_refused() -> None:
     async with upstream(sglang(not_found, version="0.5.9")) as server:
         with pytest.raises(ConfigError, match=r"0\.5\.9 streams new tokens only, and drops"):
-            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+            await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])
@@ -352,8 +352,8 @@ async def test_a_mode_that_is_not_told_is_found_out(is_incremental: bool) -> Non
         await asked.stream(cut, {"output_ids": rest, "meta_info": {"finish_reason": {"type": "length"}, "completion_tokens": len(made)}})
 
     replies = sglang(generate) | {"/server_info": not_found, "/model_info": saying(200, {"is_generation": True})}
-    async with upstream(replies | {"/v1/models": saying(200, MODELS)}) as server, started(server) as driver:
-        chunks = await read_all(driver, max_tokens=5)
+    async with upstream(replies | {"/v1/models": saying(200, MODELS)}) as server, started(server) as engine:
+        chunks = await read_all(engine, max_tokens=5)
         assert [chunk.token_ids for chunk in chunks] == [(1, 1, 1), (1, 1)]
 
 
@@ -364,13 +364,13 @@ async def test_a_mode_that_cannot_be_found_out_is_refused() -> None:
     replies = sglang(generate) | {"/server_info": not_found, "/model_info": saying(200, {"is_generation": True})}
     async with upstream(replies) as server:
         with pytest.raises(ConfigError, match="whether its streams repeat themselves"):
-            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
+            await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
 
 
 async def test_what_is_not_possible_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with upstream(openai(not_found)) as server, started(server) as driver:
-        missing = {feature.name for feature in driver.report.features if not feature.is_available}
+    async with upstream(openai(not_found)) as server, started(server) as engine:
+        missing = {feature.name for feature in engine.report.features if not feature.is_available}
         assert missing >= {"exact token ids", "logprobs", "prompt logprobs", "KV events", "stop ids", "exact usage", "grammar"}
         (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert all(name in line for name in missing)
@@ -380,32 +380,32 @@ async def test_a_context_that_nobody_tells_must_be_given() -> None:
     replies = openai(not_found) | {"/v1/models": saying(200, {"data": [{"id": "model"}]})}
     async with upstream(replies) as server:
         with pytest.raises(ConfigError, match="--context-length"):
-            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
-        driver = HttpDriver(HttpEngineSettings(server.url, context_length=77, block_size=8), TOKENIZER)
-        facts = await driver.start(print)
-        await driver.close()
+            await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
+        engine = HttpEngine(HttpEngineSettings(server.url, context_length=77, block_size=8), TOKENIZER)
+        facts = await engine.start(print)
+        await engine.close()
         assert (facts.context_length, facts.block_size) == (77, 8)
         with pytest.raises(ConfigError, match="no --upstream-model 'other': it has model"):
-            await HttpDriver(HttpEngineSettings(server.url, model_name="other"), TOKENIZER).start(print)
+            await HttpEngine(HttpEngineSettings(server.url, model_name="other"), TOKENIZER).start(print)
 
 
 async def test_llama_cpp_tells_its_context() -> None:
     model = {"id": "model", "owned_by": "llamacpp", "meta": {"n_ctx": 512, "n_ctx_train": 8192}}
     async with upstream(openai(not_found) | {"/v1/models": saying(200, {"data": [model]})}) as server:
-        driver = HttpDriver(HttpEngineSettings(server.url), TOKENIZER)
-        facts = await driver.start(print)
-        await driver.close()
-        assert (facts.context_length, driver.report.engine) == (512, "llama.cpp over HTTP")
+        engine = HttpEngine(HttpEngineSettings(server.url), TOKENIZER)
+        facts = await engine.start(print)
+        await engine.close()
+        assert (facts.context_length, engine.report.engine) == (512, "llama.cpp over HTTP")
 
 
 async def test_one_of_several_models_must_be_named() -> None:
     models = [{"id": name, "max_model_len": length} for name, length in (("base", 100), ("fine", 200))]
     async with upstream(openai(not_found) | {"/v1/models": saying(200, {"data": models})}) as server:
         with pytest.raises(ConfigError, match="the server has several models: give one of base, fine with --upstream-model"):
-            await HttpDriver(HttpEngineSettings(server.url), TOKENIZER).start(print)
-        driver = HttpDriver(HttpEngineSettings(server.url, model_name="fine"), TOKENIZER)
-        facts = await driver.start(print)
-        await driver.close()
+            await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
+        engine = HttpEngine(HttpEngineSettings(server.url, model_name="fine"), TOKENIZER)
+        facts = await engine.start(print)
+        await engine.close()
         assert facts.context_length == 200
 
 
@@ -423,8 +423,8 @@ async def test_events_cut_anywhere_lose_nothing() -> None:
             await asked.send(body[start : start + 3])
             await asyncio.sleep(0)
 
-    async with upstream(openai(reply)) as server, started(server) as driver:
-        chunks = await read_all(driver)
+    async with upstream(openai(reply)) as server, started(server) as engine:
+        chunks = await read_all(engine)
         assert shown(chunks) == " water größer 😀"
         assert [chunk.finish for chunk in chunks if chunk.finish] == ["stop"]
 
@@ -443,31 +443,31 @@ async def test_events_cut_anywhere_lose_nothing() -> None:
 )
 async def test_a_refusal_is_told_in_the_engines_words(status: int, code: str, retryable: bool) -> None:
     refusing = saying(status, {"error": {"message": "so nicht", "code": status}})
-    async with upstream(openai(refusing)) as server, started(server) as driver:
-        assert await fault_of(driver) == Fault(code, f"the engine answered {status}: so nicht", retryable)
+    async with upstream(openai(refusing)) as server, started(server) as engine:
+        assert await fault_of(engine) == Fault(code, f"the engine answered {status}: so nicht", retryable)
 
 
 async def test_a_refusal_that_repeats_the_request_is_one_all_the_same() -> None:
-    async with upstream(openai(saying(400, {"detail": "so nicht" + 100_000 * "x"}))) as server, started(server) as driver:
-        fault = await fault_of(driver)
+    async with upstream(openai(saying(400, {"detail": "so nicht" + 100_000 * "x"}))) as server, started(server) as engine:
+        fault = await fault_of(engine)
         assert (fault.code, fault.retryable) == ("engine_refused", False)
         assert "so nicht" in fault.message
 
 
 @pytest.mark.parametrize("body", [b'{"detail": "\xe4"}', b"[" * 10_000], ids=["no UTF-8", "too deep"])
 async def test_a_refusal_that_cannot_be_read_is_one_all_the_same(body: bytes) -> None:
-    async with upstream(openai(saying(400, body))) as server, started(server) as driver:
-        assert (await fault_of(driver)).code == "engine_refused"
+    async with upstream(openai(saying(400, body))) as server, started(server) as engine:
+        assert (await fault_of(engine)).code == "engine_refused"
 
 
 async def test_an_error_in_mid_answer() -> None:
     async def reply(asked: Asked) -> None:
         await asked.stream(text(" water"), {"error": {"message": "out of memory", "code": 500}})
 
-    async with upstream(openai(reply)) as server, started(server) as driver:
+    async with upstream(openai(reply)) as server, started(server) as engine:
         seen: list[Chunk] = []
         with pytest.raises(EngineRefused, match="out of memory") as caught:
-            await read_into(seen, driver)
+            await read_into(seen, engine)
         assert shown(seen) == " water"
         assert caught.value.fault.retryable
 
@@ -479,8 +479,8 @@ async def test_an_event_that_cannot_be_read_is_a_loss_that_can_be_mended(route: 
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
         await asked.send(head + b'data: {"error": ' + value + b"}\n\n")
 
-    async with upstream(openai(reply) | sglang(reply)) as server, started(server, route=route) as driver:
-        fault = await fault_of(driver)
+    async with upstream(openai(reply) | sglang(reply)) as server, started(server, route=route) as engine:
+        fault = await fault_of(engine)
         assert (fault.code, fault.retryable) == ("engine_lost", True)
 
 
@@ -495,10 +495,10 @@ async def test_an_answer_that_breaks_off_can_go_on_elsewhere(ending: str) -> Non
             head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
             await asked.send(head + f"data: {json.dumps(text(' water'))}\n\ndata: {{".encode())
 
-    async with upstream(openai(reply)) as server, started(server) as driver:
+    async with upstream(openai(reply)) as server, started(server) as engine:
         seen: list[Chunk] = []
         with pytest.raises(EngineRefused) as caught:
-            await read_into(seen, driver)
+            await read_into(seen, engine)
         assert shown(seen) == " water"
         assert (caught.value.fault.code, caught.value.fault.retryable) == ("engine_lost", True)
 
@@ -508,8 +508,8 @@ async def test_a_silent_server_is_given_up() -> None:
         await asked.stream(text(" water"), ends=False)
         await asked.until_left()
 
-    async with upstream(openai(reply)) as server, started(server, idle_seconds=0.2) as driver:
-        fault = await fault_of(driver)
+    async with upstream(openai(reply)) as server, started(server, idle_seconds=0.2) as engine:
+        fault = await fault_of(engine)
         assert (fault.code, fault.retryable) == ("engine_lost", True)
         assert "silent" in fault.message
 
@@ -521,8 +521,8 @@ async def test_what_comes_after_the_finish_does_not_hold_it_up() -> None:
         await asked.stream(text(" water", "length"), ends=False)
         await asked.until_left()
 
-    async with upstream(openai(reply)) as server, started(server) as driver:
-        assert [chunk.finish for chunk in await read_all(driver)] == ["length"]
+    async with upstream(openai(reply)) as server, started(server) as engine:
+        assert [chunk.finish for chunk in await read_all(engine)] == ["length"]
 
 
 @pytest.mark.parametrize("finish", ["length", None])
@@ -537,11 +537,11 @@ async def test_nor_does_an_answer_that_never_falls_silent(finish: str | None, mo
             await asked.send(b"3\r\n:\n\n\r\n")
             await asyncio.sleep(0.01)
 
-    async with upstream(openai(reply)) as server, started(server) as driver:
+    async with upstream(openai(reply)) as server, started(server) as engine:
         if finish:
-            assert [chunk.finish for chunk in await read_all(driver)] == [finish]
+            assert [chunk.finish for chunk in await read_all(engine)] == [finish]
         else:
-            assert (await fault_of(driver)).code == "engine_lost"
+            assert (await fault_of(engine)).code == "engine_lost"
 
 
 async def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,8 +552,8 @@ async def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch)
         while True:
             await asked.send(b"x" * 1000)
 
-    async with upstream(openai(reply)) as server, started(server) as driver:
-        assert "longer than 10,000 bytes" in (await fault_of(driver)).message
+    async with upstream(openai(reply)) as server, started(server) as engine:
+        assert "longer than 10,000 bytes" in (await fault_of(engine)).message
 
 
 @pytest.mark.parametrize("answered", [0, 1], ids=["new", "kept"])
@@ -598,8 +598,8 @@ async def test_leaving_closes_the_connection_and_tells_the_engine(phase: str) ->
         await asked.until_left()
         left.set()
 
-    async with upstream(sglang(generate)) as server, started(server) as driver:
-        chunks = driver.generate(request())
+    async with upstream(sglang(generate)) as server, started(server) as engine:
+        chunks = engine.generate(request())
         if phase == "streaming":
             assert (await anext(chunks)).token_ids == (300,)
             await chunks.aclose()
@@ -626,9 +626,9 @@ async def test_who_is_cancelled_twice_does_not_wait_and_the_engine_is_told_all_t
         await asked.answer(200, b"")
 
     async with upstream(sglang(generate) | {"/abort_request": abort}) as server:
-        driver = HttpDriver(HttpEngineSettings(server.url), TOKENIZER)
-        await driver.start(print)
-        waiting = asyncio.ensure_future(anext(driver.generate(request())))
+        engine = HttpEngine(HttpEngineSettings(server.url), TOKENIZER)
+        await engine.start(print)
+        waiting = asyncio.ensure_future(anext(engine.generate(request())))
         while not server.posts("/generate"):
             await asyncio.sleep(0)
         waiting.cancel()
@@ -637,7 +637,7 @@ async def test_who_is_cancelled_twice_does_not_wait_and_the_engine_is_told_all_t
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        closing = asyncio.ensure_future(driver.close())
+        closing = asyncio.ensure_future(engine.close())
         for _ in range(200):
             # As long as it would take if nothing were waited for.
             await asyncio.sleep(0)
@@ -653,9 +653,9 @@ async def test_nothing_is_aborted_that_is_over() -> None:
             return
         await asked.stream({"output_ids": [300], "meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 1}})
 
-    async with upstream(sglang(generate)) as server, started(server) as driver:
-        await read_all(driver, max_tokens=1)
-        assert (await fault_of(driver, max_tokens=4)).code == "engine_refused"
+    async with upstream(sglang(generate)) as server, started(server) as engine:
+        await read_all(engine, max_tokens=1)
+        assert (await fault_of(engine, max_tokens=4)).code == "engine_refused"
         assert not server.posts("/abort_request")
 
 
@@ -667,18 +667,18 @@ async def test_what_is_ended_here_is_ended_there() -> None:
         await asked.stream(first, second, ends=False)
         await asked.until_left()
 
-    async with upstream(sglang(generate)) as server, started(server) as driver:
-        chunks = await read_all(driver, ignore_eos=True, stop_ids=(300,))
+    async with upstream(sglang(generate)) as server, started(server) as engine:
+        chunks = await read_all(engine, ignore_eos=True, stop_ids=(300,))
         assert chunks == [Chunk((300,), finish="stop")]
         assert server.posts("/abort_request") == [{"rid": "a" * 32}]
 
 
 async def test_sessions_are_closed_where_there_are_any() -> None:
-    async with upstream(sglang(not_found, enable_session_radix_cache=True)) as server, started(server) as driver:
-        await driver.close_session("s")
+    async with upstream(sglang(not_found, enable_session_radix_cache=True)) as server, started(server) as engine:
+        await engine.close_session("s")
         assert server.posts("/close_session") == [{"session_id": "s"}]
-    async with upstream(sglang(not_found)) as server, started(server) as driver:
-        await driver.close_session("s")
+    async with upstream(sglang(not_found)) as server, started(server) as engine:
+        await engine.close_session("s")
         assert not server.posts("/close_session")
 
 
@@ -694,8 +694,8 @@ async def test_a_hundred_and_more_at_once() -> None:
         await all_here.wait()
         await asked.stream(text(" water", "length"))
 
-    async with upstream(openai(reply)) as server, started(server) as driver:
-        answers = await asyncio.gather(*[read_all(driver, id=f"{number:032}") for number in range(count)])
+    async with upstream(openai(reply)) as server, started(server) as engine:
+        answers = await asyncio.gather(*[read_all(engine, id=f"{number:032}") for number in range(count)])
         assert {shown(chunks) for chunks in answers} == {" water"}
 
 
@@ -703,13 +703,13 @@ async def test_a_hundred_and_more_at_once() -> None:
 
 
 async def test_a_server_that_is_gone_is_dead() -> None:
-    async with upstream(openai(not_found)) as server, started(server) as driver:
-        await driver.ping()
+    async with upstream(openai(not_found)) as server, started(server) as engine:
+        await engine.ping()
         await server.stop()
         with pytest.raises(EngineDied, match="cannot connect: Connection refused"):
-            await read_all(driver)
+            await read_all(engine)
         with pytest.raises(EngineDied, match="GET /health: cannot connect"):
-            await driver.ping()
+            await engine.ping()
 
 
 async def test_who_still_answers_is_not_dead() -> None:
@@ -721,17 +721,17 @@ async def test_who_still_answers_is_not_dead() -> None:
         await may_end.wait()
         await asked.event(text(" flows", "length"))
 
-    async with upstream(openai(reply)) as server, started(server) as driver:
-        chunks = driver.generate(request())
+    async with upstream(openai(reply)) as server, started(server) as engine:
+        chunks = engine.generate(request())
         seen = [await anext(chunks)]
         server.stop_listening()
-        fault = await fault_of(driver)
+        fault = await fault_of(engine)
         assert (fault.code, fault.retryable) == ("engine_lost", True)
         may_end.set()
         seen += [chunk async for chunk in chunks]
         assert shown(seen) == " water flows"
         with pytest.raises(EngineDied):
-            await read_all(driver)
+            await read_all(engine)
 
 
 async def test_a_server_that_is_gone_is_noticed_while_nobody_asks(caplog: pytest.LogCaptureFixture) -> None:
@@ -740,16 +740,16 @@ async def test_a_server_that_is_gone_is_noticed_while_nobody_asks(caplog: pytest
     deaths: list[str] = []
 
     async with upstream(openai(not_found)) as server:
-        driver = HttpDriver(HttpEngineSettings(server.url), TOKENIZER, watch_seconds=0.02, death_seconds=0.1)
+        engine = HttpEngine(HttpEngineSettings(server.url), TOKENIZER, watch_seconds=0.02, death_seconds=0.1)
 
         def on_death(reason: str) -> None:
             deaths.append(reason)
             died.set()
 
-        await driver.start(on_death)
+        await engine.start(on_death)
         await server.stop()
         await died.wait()
-        await driver.close()
+        await engine.close()
         assert deaths == ["its server is gone: GET /health: cannot connect: Connection refused"]
         assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
             f"the engine at {server.url} is gone: GET /health: cannot connect: Connection refused"
@@ -762,11 +762,11 @@ async def test_a_server_that_says_it_is_broken_is_dead_if_it_stays_so() -> None:
     async def health(asked: Asked) -> None:
         await (answers.pop(0) if answers else saying(503, b""))(asked)
 
-    async with upstream(openai(not_found) | {"/health": health}) as server, started(server) as driver:
+    async with upstream(openai(not_found) | {"/health": health}) as server, started(server) as engine:
         # The first answer was for the start.
-        await driver.ping()
+        await engine.ping()
         with pytest.raises(EngineDied, match="GET /health answered 503"):
-            await driver.ping()
+            await engine.ping()
 
 
 async def test_a_server_that_is_silent_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -783,8 +783,8 @@ async def test_a_server_that_is_silent_is_waited_for(monkeypatch: pytest.MonkeyP
         await asked.answer(200, b"")
         asked_again.set()
 
-    async with upstream(openai(not_found) | {"/health": health}) as server, started(server, death_seconds=0.05) as driver:
-        await driver.ping()
+    async with upstream(openai(not_found) | {"/health": health}) as server, started(server, death_seconds=0.05) as engine:
+        await engine.ping()
         assert count == 8
 
 

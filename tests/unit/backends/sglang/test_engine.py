@@ -1,4 +1,4 @@
-"""The parts of the SGLang driver that need no SGLang. The rest is in `tests/contract/backends`, against the real one."""
+"""The parts of the SGLang engine that need no SGLang. The rest is in `tests/contract/backends`, against the real one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.backends.external.errors import first_error, forget_directory, wri
 from penstock.backends.sglang import report as sglang_report
 from penstock.backends.sglang.arguments import DEFAULT_PAGE_SIZE, check_version, make_arguments
 from penstock.backends.sglang.chunks import ChunkReader
-from penstock.backends.sglang.engine import FAILURES, LOGGER, SglangDriver
+from penstock.backends.sglang.engine import FAILURES, LOGGER, SglangEngine
 from penstock.backends.sglang.requests import as_ebnf, as_parameters, engine_priority, sampling_parameters
 from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.wire.errors import ConfigError
@@ -371,7 +371,7 @@ class TestVersions:
 
     async def test_without_the_package_that_is_said(self) -> None:
         with pytest.raises(ConfigError, match="needs the package sglang: pip install"):
-            await SglangDriver(EngineSettings("/m")).start(lambda _: None)
+            await SglangEngine(EngineSettings("/m")).start(lambda _: None)
 
     def test_the_report_says_so_too(self) -> None:
         report = sglang_report.report()
@@ -393,10 +393,10 @@ class SpreadEngine:
 
 
 async def test_what_is_known_of_a_model_on_several_devices() -> None:
-    driver = SglangDriver(EngineSettings("/m"))
-    driver._engine = driver._manager = SpreadEngine()
-    driver._died = asyncio.get_running_loop().create_future()
-    facts = await driver._establish(None)
+    engine = SglangEngine(EngineSettings("/m"))
+    engine._engine = engine._manager = SpreadEngine()
+    engine._died = asyncio.get_running_loop().create_future()
+    facts = await engine._establish(None)
     assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (2042, 32, 256, 8)
 
 

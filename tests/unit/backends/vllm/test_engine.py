@@ -13,7 +13,7 @@ import pytest
 from penstock.backends.external.capabilities import Feature
 from penstock.backends.external.engine import EngineRefused, EngineRequest, EngineSettings, EventEndpoints
 from penstock.backends.vllm.arguments import check_version, event_endpoints, merge_flags, one_line, why_no_events
-from penstock.backends.vllm.engine import VllmDriver
+from penstock.backends.vllm.engine import VllmEngine
 from penstock.backends.vllm.report import features_in, report
 from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
 from penstock.wire.errors import ConfigError
@@ -49,10 +49,10 @@ def test_no_vllm() -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="it is installed here")
 async def test_without_vllm_the_start_says_what_to_install() -> None:
-    driver = VllmDriver(SETTINGS)
+    engine = VllmEngine(SETTINGS)
     with pytest.raises(ConfigError, match="needs the package vllm"):
-        await driver.start(lambda _: None)
-    await driver.close()
+        await engine.start(lambda _: None)
+    await engine.close()
     found = report()
     assert found.version is None
     assert found.problem is not None
