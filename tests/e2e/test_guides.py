@@ -12,9 +12,15 @@ import pytest
 
 from e2e.harness import Server
 
-DOCS = Path(__file__).parents[2] / "docs" / "guides"
-# Those that force calls need a model.
-SERVERS = {"chat": "model_server", "responses": "server", "anthropic": "model_server"}
+DOCS = Path(__file__).parents[2] / "docs"
+# Examples that force calls or a form need a model.
+SERVERS = {
+    "quickstart": "server",
+    "guides/chat": "model_server",
+    "guides/responses": "server",
+    "guides/anthropic": "model_server",
+    "guides/structured-output": "model_server",
+}
 EXAMPLES = [
     pytest.param(server, source, id=f"{name}-{number}")
     for name, server in SERVERS.items()
