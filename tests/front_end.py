@@ -16,7 +16,6 @@ from penstock.api.pipeline.detached import DetachedRuns, ResumeLimits
 from penstock.api.pipeline.incoming import Incoming, Library
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.store import ResponseStore
-from penstock.cli.directory import Directory
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
@@ -81,11 +80,10 @@ class FrontEnd:
         self._produce = produce
         pool = WorkerPool([], "test", "", self.models.prepare)
         sessions = Sessions(MemoryStore(), pool, quota=0)
-        directory = Directory(sessions, self.models)
         library = Library(self.models, Transcripts(0))
         runner = Runner(library, sessions, self, self.admission, metrics)
         self.detached = DetachedRuns(resume or ResumeLimits(), self.admission)
-        self.application = app = make_app(Services(library, runner, self.detached, directory, self.admission, metrics, responses))
+        self.application = app = make_app(Services(library, runner, self.detached, sessions, self.admission, metrics, responses))
         self.app = Gate(app, Keyring(KeySettings(), self.tally), self.tally)
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()

@@ -55,11 +55,12 @@ async def test_a_session_stays_with_its_worker_and_its_kv(tmp_path: Path) -> Non
         assert held(workers) == 1
         listing = await front_end.sessions.get_session("somebody", "agent")
         assert listing is not None
-        assert listing.report is not None
-        assert (listing.binding.worker, listing.report.turns, listing.report.active_turns) == (home, 5, 0)
-        assert listing.report.kv_blocks == leased(workers) > 0
-        assert listing.report.expires_in is not None
-        assert 55 < listing.report.expires_in <= 60
+        binding, report = listing
+        assert report is not None
+        assert (binding.worker, report.turns, report.active_turns) == (home, 5, 0)
+        assert report.kv_blocks == leased(workers) > 0
+        assert report.expires_in is not None
+        assert 55 < report.expires_in <= 60
 
 
 async def test_open_is_bound_only_when_the_worker_has_granted_it(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ async def test_one_owner_does_not_see_the_others(tmp_path: Path) -> None:
         assert await front_end.sessions.get_session("two", "agent") is None
         assert not await front_end.sessions.close_session("two", "agent")
         assert await front_end.sessions.list_sessions("two", 10, "") == []
-        assert [listing.binding.session for listing in await front_end.sessions.list_sessions("one", 10, "")] == ["agent"]
+        assert [binding.session for binding, _ in await front_end.sessions.list_sessions("one", 10, "")] == ["agent"]
         await front_end.run(submit(3), wish("open"), owner="two")
         assert held(workers) == 2
 
@@ -231,7 +232,7 @@ async def test_a_session_that_finds_no_lease_where_it_goes_keeps_its_time_and_mo
         assert (turn.state, turn.worker) == ("open", other.name)
         listing = await front_end.sessions.get_session("somebody", "agent")
         assert listing is not None
-        assert (listing.binding.worker, other.simulator.stats().sessions) == (other.name, 1)
+        assert (listing[0].worker, other.simulator.stats().sessions) == (other.name, 1)
         # Without a lease, too, it ends when its time has come, and not with the time that a running turn has.
         await other.server.close()
         await until(lambda: not front_end.pool.members)
@@ -261,7 +262,7 @@ async def test_a_turn_that_migrates_takes_its_session_along(tmp_path: Path) -> N
         assert turn.state == "moved"
         listing = await front_end.sessions.get_session("somebody", "agent")
         assert listing is not None
-        assert listing.binding.worker == turn.worker != home.name
+        assert listing[0].worker == turn.worker != home.name
 
 
 async def test_a_worker_that_forgot_the_session_gives_it_a_new_lease(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ async def test_a_turn_goes_elsewhere_when_its_worker_is_overloaded(tmp_path: Pat
         assert turn.worker != home
         listing = await front_end.sessions.get_session("somebody", "agent")
         assert listing is not None
-        assert listing.binding.worker == home, "a detour moves nobody"
+        assert listing[0].worker == home, "a detour moves nobody"
         for task in blocking:
             task.cancel()
         await asyncio.gather(*blocking, return_exceptions=True)
@@ -424,8 +425,8 @@ async def test_a_session_that_moves_while_it_is_bound_is_bound_where_it_went(tmp
         assert reader.tokens == expected(1, 400)
         listing = await front_end.sessions.get_session("somebody", "agent")
         assert listing is not None
-        assert listing.binding.worker == other.name == turn.worker
-        assert listing.report is not None
+        assert listing[0].worker == other.name == turn.worker
+        assert listing[1] is not None
 
 
 async def test_a_session_that_is_closed_while_it_moves_stays_closed(tmp_path: Path) -> None:

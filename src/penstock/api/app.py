@@ -27,8 +27,9 @@ from penstock.api.pipeline.resume import Resume
 from penstock.api.pipeline.runner import Run
 from penstock.api.responses.routes import response_endpoints, response_routes
 from penstock.api.responses.store import ResponseStore
-from penstock.api.sessions import SessionDirectory, session_routes
+from penstock.api.sessions import session_routes
 from penstock.api.tokenize import Detokenize, Tokenize
+from penstock.cluster.sessions.sessions import Sessions
 from penstock.metrics.frontend import CONTENT_TYPE, FrontEndMetrics
 from penstock.wire.errors import RequestError
 
@@ -40,7 +41,7 @@ class Services:
     library: Library
     runner: Run
     detached: DetachedRuns
-    sessions: SessionDirectory
+    sessions: Sessions
     admission: Admission
     metrics: FrontEndMetrics
     responses: ResponseStore | None = None
@@ -86,7 +87,7 @@ def make_app(services: Services) -> Application:
             Route("/metrics", handled({"GET": show_metrics})),
             *document_routes(),
             *model_routes(models),
-            *session_routes(services.sessions),
+            *session_routes(services.sessions, models),
             *response_routes(services, services.responses),
             Route("/v1/chat/completions/{id}", Methods({"GET": resume})),
             Route("/v1/completions/{id}", Methods({"GET": resume})),

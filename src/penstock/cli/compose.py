@@ -27,7 +27,6 @@ from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.sqlite_store import SqliteStore
 from penstock.api.server import HttpServer, open_listener, raise_file_limit
 from penstock.backends.simulator import Simulator, Vocabulary
-from penstock.cli.directory import Directory
 from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
@@ -196,7 +195,7 @@ async def run_front_end(settings: FrontEndSettings) -> int:
             runner = Runner(library, sessions, dispatcher, admission, metrics)
             detached = DetachedRuns(settings.resume, admission)
             stack.push_async_callback(detached.close)
-            app = make_app(Services(library, runner, detached, Directory(sessions, models), admission, metrics, responses))
+            app = make_app(Services(library, runner, detached, sessions, admission, metrics, responses))
             server = HttpServer(Gate(app, keyring, tally, settings.cors_origins), listener, file_limit, tally)
             serving = asyncio.create_task(server.serve(), name="http server")
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,9 +1,11 @@
-"""The routes of sessions: one key sees its own, and what is wrong is said as everywhere else."""
+"""The routes of sessions: a key sees its own, and errors look the same as everywhere else."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,54 +13,42 @@ import pytest
 from starlette.routing import Router
 from starlette.types import Message
 
-from penstock.api.pipeline.hints import NOBODY, owner
-from penstock.api.sessions import SessionDescription, session_routes
+from penstock.api.auth.gate import TENANT
+from penstock.api.auth.keys import Keyring, KeySettings
+from penstock.api.models import Models
+from penstock.api.sessions import session_routes
+from penstock.metrics.frontend import Tally
+from penstock.router.affinity import Binding, session_key
+from penstock.router.policy import Hints, SessionWish
+from workers import FrontEnd, Worker, submit
 
-KEY = [(b"authorization", b"Bearer sk-1")]
-OTHER_KEY = [(b"authorization", b"Bearer sk-2")]
-
-
-def description(
-    session_id: str, *, model: str | None = "tiny", prompt_tokens: int = 200, expires_in: float | None = 12.5
-) -> SessionDescription:
-    return SessionDescription(
-        id=session_id,
-        worker="worker-0",
-        model=model,
-        turns=3,
-        active_turns=0 if expires_in is not None else 1,
-        kv_blocks=4,
-        kv_tokens=64,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=prompt_tokens // 4,
-        timeout=300.0,
-        expires_in=expires_in,
-    )
+KEYRING = Keyring(KeySettings(), Tally())
+KEY, OTHER_KEY, NO_KEY = b"sk-1", b"sk-2", b""
 
 
-class Directory:
-    """Sessions in a dictionary, by owner and id."""
+def owner(key: bytes) -> str:
+    tenant = KEYRING.tenant_of(key)
+    assert tenant is not None
+    return tenant.owner
 
-    def __init__(self, sessions: dict[str, list[SessionDescription]]) -> None:
-        self.sessions = {name: {session.id: session for session in described} for name, described in sessions.items()}
 
-    async def list_sessions(self, owner: str, limit: int, after: str | None) -> Sequence[SessionDescription]:
-        own = sorted(self.sessions.get(owner, {}).items())
-        return [session for session_id, session in own if after is None or session_id > after][:limit]
-
-    async def get_session(self, owner: str, session_id: str) -> SessionDescription | None:
-        return self.sessions.get(owner, {}).get(session_id)
-
-    async def close_session(self, owner: str, session_id: str) -> bool:
-        return self.sessions.get(owner, {}).pop(session_id, None) is not None
+async def open_sessions(front_end: FrontEnd, key: bytes, *session_ids: str) -> None:
+    """Writes sessions into the store, as if another front end had opened them on a worker that is gone."""
+    for session_id in session_ids:
+        binding = Binding(session_id, "gone", "simulator", 1, 300.0, 0.0)
+        await front_end.store.claim(session_key(owner(key), "simulator", session_id), binding, 300.0, owner(key))
 
 
 class Client:
-    def __init__(self, directory: Directory) -> None:
-        self._router = Router(session_routes(directory))
+    def __init__(self, front_end: FrontEnd) -> None:
+        models = Models()
+        models.observe(lambda: [member.model for member in front_end.pool.members])
+        self.front_end = front_end
+        self.models = models
+        self._router = Router(session_routes(front_end.sessions, models))
         self.headers: dict[bytes, bytes] = {}
 
-    async def ask(self, method: str, target: str, key: list[tuple[bytes, bytes]] = KEY) -> tuple[int, Any]:
+    async def ask(self, method: str, target: str, key: bytes = KEY) -> tuple[int, Any]:
         path, _, query = target.partition("?")
         scope = {"type": "http", "method": method, "path": unquote(path), "raw_path": path.encode(), "query_string": query.encode()}
         sent: list[Message] = []
@@ -69,109 +59,122 @@ class Client:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        await self._router({**scope, "headers": key, "server": ("localhost", 8000)}, receive, send)
+        await self._router({**scope, "headers": [], "server": ("localhost", 8000), TENANT: KEYRING.tenant_of(key)}, receive, send)
         self.headers = dict(sent[0]["headers"])
         assert self.headers[b"content-type"] == b"application/json"
         return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
 
 
-@pytest.fixture
-def directory() -> Directory:
-    own = [description(f"agent-{number}") for number in range(5)]
-    return Directory({owner(KEY): own, owner(OTHER_KEY): [description("theirs")], NOBODY: [description("free")]})
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Client]:
+    """A front end with one worker; five sessions of KEY, one of OTHER_KEY, one of no key."""
+    async with Worker(folder, "worker-0") as worker, FrontEnd([worker]) as front_end:
+        await open_sessions(front_end, KEY, *[f"agent-{number}" for number in range(5)])
+        await open_sessions(front_end, OTHER_KEY, "theirs")
+        await open_sessions(front_end, NO_KEY, "free")
+        client = Client(front_end)
+        for member in front_end.pool.members:
+            await client.models.prepare(member.model)
+        yield client
 
 
-async def test_one_session(directory: Directory) -> None:
-    status, body = await Client(directory).ask("GET", "/v1/sessions/agent-0")
-    assert status == 200
-    assert body == {
-        "object": "session",
-        "id": "agent-0",
-        "worker": "worker-0",
-        "model": "tiny",
-        "turns": 3,
-        "active_turns": 0,
-        "kv_blocks": 4,
-        "kv_tokens": 64,
-        "prompt_tokens": 200,
-        "cached_tokens": 50,
-        "hit_rate": 0.25,
-        "timeout": 300.0,
-        "expires_in": 12.5,
-    }
+async def test_one_session(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        front_end = client.front_end
+        for _ in range(2):
+            await front_end.run(submit(1, prompt=40), Hints(session=SessionWish("mine", timeout=300.0)), owner(KEY))
+        status, body = await client.ask("GET", "/v1/sessions/mine")
+        assert status == 200
+        assert 290 < body.pop("expires_in") <= 300
+        assert body == {
+            "object": "session",
+            "id": "mine",
+            "worker": "worker-0",
+            "model": "simulator",
+            "turns": 2,
+            "active_turns": 0,
+            "kv_blocks": 3,
+            "kv_tokens": 48,
+            "prompt_tokens": 80,
+            "cached_tokens": 32,
+            "hit_rate": 0.4,
+            "timeout": 300.0,
+        }
 
 
-async def test_what_is_not_known() -> None:
-    directory = Directory({owner(KEY): [description("new", model=None, prompt_tokens=0, expires_in=None)]})
-    _, body = await Client(directory).ask("GET", "/v1/sessions/new")
-    assert "model" not in body
-    assert body["hit_rate"] == 0.0
-    assert body["expires_in"] is None
-    assert body["active_turns"] == 1
+async def test_a_session_whose_worker_is_gone(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        _, body = await client.ask("GET", "/v1/sessions/agent-0")
+        assert (body["worker"], body["timeout"], body["expires_in"]) == ("gone", 300.0, None)
+        assert (body["turns"], body["kv_tokens"], body["hit_rate"]) == (0, 0, 0.0)
 
 
-async def test_ids_with_slashes_and_escapes() -> None:
-    client = Client(Directory({owner(KEY): [description("s1/a 1"), description("s1"), description("100%")]}))
-    for target, session_id in [("s1/a%201", "s1/a 1"), ("s1%2Fa%201", "s1/a 1"), ("s1", "s1"), ("100%25", "100%")]:
-        status, body = await client.ask("GET", f"/v1/sessions/{target}")
-        assert (status, body["id"]) == (200, session_id)
-    assert await client.ask("DELETE", "/v1/sessions/s1%2Fa%201") == (200, {"id": "s1/a 1", "object": "session", "deleted": True})
-    assert (await client.ask("GET", "/v1/sessions/s1"))[0] == 200, "the main session is another one"
+async def test_ids_with_slashes_and_escapes(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        await open_sessions(client.front_end, KEY, "s1/a 1", "s1", "100%")
+        for target, session_id in [("s1/a%201", "s1/a 1"), ("s1%2Fa%201", "s1/a 1"), ("s1", "s1"), ("100%25", "100%")]:
+            status, body = await client.ask("GET", f"/v1/sessions/{target}")
+            assert (status, body["id"]) == (200, session_id)
+        assert await client.ask("DELETE", "/v1/sessions/s1%2Fa%201") == (200, {"id": "s1/a 1", "object": "session", "deleted": True})
+        assert (await client.ask("GET", "/v1/sessions/s1"))[0] == 200, "the main session is another one"
 
 
-async def test_delete(directory: Directory) -> None:
-    client = Client(directory)
-    assert await client.ask("DELETE", "/v1/sessions/agent-0") == (200, {"id": "agent-0", "object": "session", "deleted": True})
-    assert (await client.ask("GET", "/v1/sessions/agent-0"))[0] == 404
-    assert (await client.ask("DELETE", "/v1/sessions/agent-0"))[0] == 404
+async def test_delete(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        assert await client.ask("DELETE", "/v1/sessions/agent-0") == (200, {"id": "agent-0", "object": "session", "deleted": True})
+        assert (await client.ask("GET", "/v1/sessions/agent-0"))[0] == 404
+        assert (await client.ask("DELETE", "/v1/sessions/agent-0"))[0] == 404
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-async def test_another_keys_session_is_as_absent_as_nobodys(method: str, directory: Directory) -> None:
-    client = Client(directory)
-    status, theirs = await client.ask(method, "/v1/sessions/theirs")
-    assert status == 404
-    assert theirs["error"]["code"] == "session_not_found"
-    assert "`theirs`" in theirs["error"]["message"]
-    _, absent = await client.ask(method, "/v1/sessions/absent")
-    assert json.dumps(theirs).replace("theirs", "absent") == json.dumps(absent)
-    assert (await client.ask("GET", "/v1/sessions/theirs", OTHER_KEY))[0] == 200, "and it is still there"
-    assert (await client.ask("GET", "/v1/sessions/free", []))[0] == 200
-    assert (await client.ask("GET", "/v1/sessions/free"))[0] == 404
+async def test_another_keys_session_is_as_absent_as_nobodys(method: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        status, theirs = await client.ask(method, "/v1/sessions/theirs")
+        assert status == 404
+        assert theirs["error"]["code"] == "session_not_found"
+        assert "`theirs`" in theirs["error"]["message"]
+        _, absent = await client.ask(method, "/v1/sessions/absent")
+        assert json.dumps(theirs).replace("theirs", "absent") == json.dumps(absent)
+        assert (await client.ask("GET", "/v1/sessions/theirs", OTHER_KEY))[0] == 200, "and it is still there"
+        assert (await client.ask("GET", "/v1/sessions/free", NO_KEY))[0] == 200
+        assert (await client.ask("GET", "/v1/sessions/free"))[0] == 404
 
 
-async def test_list_page_by_page(directory: Directory) -> None:
-    client = Client(directory)
-    seen: list[str] = []
-    target, has_more = "/v1/sessions?limit=2", True
-    while has_more:
-        status, body = await client.ask("GET", target)
-        assert (status, body["object"]) == (200, "list")
-        seen += [session["id"] for session in body["data"]]
-        target, has_more = f"/v1/sessions?limit=2&after={seen[-1]}", body["has_more"]
-    assert seen == [f"agent-{number}" for number in range(5)]
-    assert len((await client.ask("GET", "/v1/sessions?limit=5"))[1]["data"]) == 5
-    assert (await client.ask("GET", "/v1/sessions?limit=5"))[1]["has_more"] is False
-    assert (await client.ask("GET", "/v1/sessions", [(b"x-api-key", b"new")]))[1] == {"object": "list", "data": [], "has_more": False}
+async def test_list_page_by_page(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        seen: list[str] = []
+        target, has_more = "/v1/sessions?limit=2", True
+        while has_more:
+            status, body = await client.ask("GET", target)
+            assert (status, body["object"]) == (200, "list")
+            seen += [session["id"] for session in body["data"]]
+            target, has_more = f"/v1/sessions?limit=2&after={seen[-1]}", body["has_more"]
+        assert seen == [f"agent-{number}" for number in range(5)]
+        assert len((await client.ask("GET", "/v1/sessions?limit=5"))[1]["data"]) == 5
+        assert (await client.ask("GET", "/v1/sessions?limit=5"))[1]["has_more"] is False
+        assert (await client.ask("GET", "/v1/sessions", b"new"))[1] == {"object": "list", "data": [], "has_more": False}
 
 
-async def test_default_limit() -> None:
-    client = Client(Directory({owner(KEY): [description(f"{number:04}") for number in range(1001)]}))
-    _, body = await client.ask("GET", "/v1/sessions")
-    assert (len(body["data"]), body["has_more"]) == (100, True)
-    _, body = await client.ask("GET", "/v1/sessions?limit=1000")
-    assert (len(body["data"]), body["has_more"]) == (1000, True)
+async def test_default_limit(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        await open_sessions(client.front_end, KEY, *[f"{number:04}" for number in range(1001)])
+        _, body = await client.ask("GET", "/v1/sessions")
+        assert (len(body["data"]), body["has_more"]) == (100, True)
+        _, body = await client.ask("GET", "/v1/sessions?limit=1000")
+        assert (len(body["data"]), body["has_more"]) == (1000, True)
 
 
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "ten", "", "1.5", "%D9%A1", "9" * 5000])
-async def test_wrong_limit(limit: str, directory: Directory) -> None:
-    status, body = await Client(directory).ask("GET", f"/v1/sessions?limit={limit}")
-    assert (status, body["error"]["param"]) == (400, "limit")
+async def test_wrong_limit(limit: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        status, body = await client.ask("GET", f"/v1/sessions?limit={limit}")
+        assert (status, body["error"]["param"]) == (400, "limit")
 
 
-async def test_unknown_parameter(directory: Directory) -> None:
-    status, body = await Client(directory).ask("GET", "/v1/sessions?order=desc")
-    assert (status, body["error"]["param"]) == (400, "order")
+async def test_unknown_parameter(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        status, body = await client.ask("GET", "/v1/sessions?order=desc")
+        assert (status, body["error"]["param"]) == (400, "order")
 
 
 @pytest.mark.parametrize(
@@ -183,13 +186,14 @@ async def test_unknown_parameter(directory: Directory) -> None:
         ("PATCH", "/v1/sessions/agent-0", b"DELETE, GET, HEAD"),
     ],
 )
-async def test_wrong_method(method: str, target: str, allow: bytes, directory: Directory) -> None:
-    client = Client(directory)
-    status, body = await client.ask(method, target)
-    assert (status, body["error"]["code"]) == (405, "method_not_allowed")
-    assert client.headers[b"allow"] == allow
-    assert (await client.ask("GET", "/v1/sessions/agent-0"))[0] == 200
+async def test_wrong_method(method: str, target: str, allow: bytes, tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        status, body = await client.ask(method, target)
+        assert (status, body["error"]["code"]) == (405, "method_not_allowed")
+        assert client.headers[b"allow"] == allow
+        assert (await client.ask("GET", "/v1/sessions/agent-0"))[0] == 200
 
 
-async def test_head(directory: Directory) -> None:
-    assert (await Client(directory).ask("HEAD", "/v1/sessions/agent-0"))[0] == 200
+async def test_head(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        assert (await client.ask("HEAD", "/v1/sessions/agent-0"))[0] == 200

@@ -200,34 +200,34 @@ class ModelList(Struct):
     data: list[Model]
 
 
-class Session(Struct):
-    """`expires_in` is null while a turn is active: then the time does not run."""
+class Session(Struct, kw_only=True):
+    """`expires_in` is null while a turn is active: the timeout starts when the last turn ends."""
 
     id: str
-    object: Literal["session"]
+    object: Literal["session"] = "session"
     worker: str
+    model: str
     turns: int
     active_turns: int
     kv_blocks: int
     kv_tokens: int
     prompt_tokens: int
     cached_tokens: int
+    hit_rate: float
     timeout: float
     expires_in: float | None
-    hit_rate: float
-    model: str | None = None
 
 
-class SessionList(Struct):
-    object: Literal["list"]
+class SessionList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
     data: list[Session]
     has_more: bool
 
 
-class DeletedSession(Struct):
+class DeletedSession(Struct, kw_only=True):
     id: str
-    object: Literal["session"]
-    deleted: bool
+    object: Literal["session"] = "session"
+    deleted: bool = True
 
 
 class Liveness(Struct):

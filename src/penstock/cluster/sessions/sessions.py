@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 from msgspec import structs
@@ -40,12 +39,8 @@ ASK_SECONDS = 5.0
 EPOCH_STEP = 1 << 10
 
 
-@dataclass(frozen=True)
-class SessionListing:
-    """A session of the store, with what its worker tells of it, if it does."""
-
-    binding: Binding
-    report: SessionReport | None
+Listing = tuple[Binding, SessionReport | None]
+"""A session of the store, and what its worker reports. None: the worker is gone, or does not answer in time."""
 
 
 class Sessions:
@@ -136,7 +131,7 @@ class Sessions:
         if known is None or known.worker == worker or was_gone:
             self._spawn(self._bind_affinity(turn, key, known, worker), "affinity binding")
 
-    async def list_sessions(self, owner: str, limit: int, after: str) -> list[SessionListing]:
+    async def list_sessions(self, owner: str, limit: int, after: str) -> list[Listing]:
         """Those of this owner, by their ids, after this one; the ids of one worker are asked for together."""
         bindings = await self._store.list_sessions(owner, limit, after)
         keys: dict[str, list[str]] = {}
@@ -144,16 +139,16 @@ class Sessions:
             keys.setdefault(binding.worker, []).append(session_key(owner, binding.model, binding.session))
         answers = await asyncio.gather(*[self._ask(worker, of_worker) for worker, of_worker in keys.items()])
         reports = {report.id: report for answer in answers for report in answer}
-        return [SessionListing(binding, reports.get(session_key(owner, binding.model, binding.session))) for binding in bindings]
+        return [(binding, reports.get(session_key(owner, binding.model, binding.session))) for binding in bindings]
 
-    async def get_session(self, owner: str, session_id: str) -> SessionListing | None:
+    async def get_session(self, owner: str, session_id: str) -> Listing | None:
         """The session of this id; the first of several models'."""
         for model in self._models():
             key = session_key(owner, model, session_id)
             binding = await self._store.get(key)
             if binding is not None:
                 reports = await self._ask(binding.worker, [key])
-                return SessionListing(binding, reports[0] if reports else None)
+                return binding, reports[0] if reports else None
         return None
 
     async def close_session(self, owner: str, session_id: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.api.openai.answers import Session
 from penstock.api.openai.schema import (
     CHOICES,
     HIGHEST_PRIORITY,
@@ -25,7 +26,7 @@ from penstock.api.openai.schema import (
     SessionControl,
 )
 from penstock.api.pipeline.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
-from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT, SessionDescription
+from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT
 from penstock.kv.config import EngineConfig
 from penstock.router.policy import POLICIES
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
@@ -74,7 +75,7 @@ def test_headers_are_named_in_the_order_in_which_they_count() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [Nvext, AgentHints, SessionControl, NvextCacheControl, CacheControl, PromptCacheOptions, PromptCacheBreakpoint, SessionDescription],
+    [Nvext, AgentHints, SessionControl, NvextCacheControl, CacheControl, PromptCacheOptions, PromptCacheBreakpoint, Session],
 )
 def test_every_field_is_named(kind: type[msgspec.Struct]) -> None:
     parts = {part for word in WORDS for part in word.split(".")}
