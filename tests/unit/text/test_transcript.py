@@ -210,10 +210,11 @@ def test_any_conversation_is_tokenized_as_from_scratch(kind: str, data: st.DataO
     for _ in range(data.draw(st.integers(1, 7))):
         messages = draw_history(data.draw, messages, earlier)
         key = data.draw(st.sampled_from(["session", "session", "session", "other", None]))
-        prompt = checked.encode(messages, key)
-        earlier.append(messages)
+        asked = messages
+        prompt = checked.encode(asked, key)
+        earlier.append(asked)
         for _ in range(data.draw(st.integers(0, 2))):
-            text = checked.record(messages, prompt, draw_answer(data.draw, tokenizer))
+            text = checked.record(asked, prompt, draw_answer(data.draw, tokenizer))
             # A stop string leaves the client with less than was generated.
             sent = text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) and text else text
             messages = [*earlier[-1], ChatMessage(role="assistant", content=sent)]
@@ -238,6 +239,20 @@ def test_an_answer_keeps_the_tokens_that_the_model_generated(kind: str, ended: b
         assert following.token_ids[: len(prompt.token_ids) + len(generated)] == (*prompt.token_ids, *generated)
         assert following.token_ids != tuple(tokenizer.encode_chat(chat(*contents)))
         assert following.reused_tokens == len(prompt.token_ids) + len(generated)
+
+
+@pytest.mark.parametrize("kind", FAITHFUL)
+def test_each_of_two_answers_to_one_prompt_keeps_its_tokens(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    checked = Checked(tokenizer)
+    asked = [ChatMessage(role="user", content="")] * 4
+    prompt = checked.encode(asked)
+    space = " " if kind == "mistral" else ""
+    generated = [spelled(tokenizer, space + text) for text in ("", "water")]
+    sent = [checked.record(asked, prompt, token_ids) for token_ids in generated]
+    assert sent == ["", "water"]
+    following = checked.encode([*asked, ChatMessage(role="assistant", content="water"), ChatMessage(role="user", content="")])
+    assert following.token_ids[len(prompt.token_ids) :][: len(generated[1])] == tuple(generated[1])
 
 
 @pytest.mark.parametrize("kind", FAITHFUL)
