@@ -264,7 +264,7 @@ async def test_a_worker_that_is_not_what_its_name_says_is_refused(tmp_path: Path
         other = await stack.enter_async_context(Worker(tmp_path, "c", ModelInfo("simulator", "simulator", "words", 1842, 50_000, 16)))
         front_end.pool.discovered([twin.address, other.address])
         await until(lambda: "cannot be used" in caplog.text)
-        assert "its model 'simulator' is not the one that" in caplog.text
+        assert "its model 'simulator' differs from the one that" in caplog.text
         await until(lambda: len(front_end.pool.members) == 2)
         assert {member.name for member in front_end.pool.members} == {"a", "b"}
 

@@ -10,14 +10,17 @@ from typing import Protocol, Self
 
 from penstock.cluster.links.address import Address
 from penstock.cluster.links.worker_link import WorkerLink, connect
-from penstock.wire.errors import ConfigError, HandshakeRefused, LinkError, PenstockError, WorkerStalled
+from penstock.wire.errors import HandshakeRefused, LinkError, PenstockError, WorkerStalled
 from penstock.wire.messages import ModelInfo
 
 log = logging.getLogger(__name__)
 
-FIRST_RETRY = 0.05
-LONGEST_RETRY = 0.5
-# A worker is looked at so often in the time after which it counts as stalled; after the quiet ones, new work goes elsewhere.
+FIRST_RETRY_SECONDS = 0.05
+MAX_RETRY_SECONDS = 0.5
+MAX_PREPARE_RETRY_SECONDS = 5.0
+"""For a worker whose model cannot be prepared: every attempt may fetch and read a tokenizer."""
+
+# A worker is looked at LOOKS times per `stall_seconds`. After QUIET_LOOKS silent ones, new work goes elsewhere.
 LOOKS = 16
 QUIET_LOOKS = 2
 
@@ -32,12 +35,12 @@ class Member:
 
     @property
     def is_quiet(self) -> bool:
-        """It owes tokens and has said nothing for a part of the stall time."""
+        """It owes tokens and has sent nothing for QUIET_LOOKS looks."""
         return self.link.silent_ticks >= QUIET_LOOKS
 
 
 class PoolListener(Protocol):
-    """Who wants to know of workers that come and go."""
+    """Is told when workers join and leave."""
 
     def joined(self, member: Member) -> None: ...
 
@@ -47,8 +50,9 @@ class PoolListener(Protocol):
 class WorkerPool:
     """Keeps one link to each worker while it is entered as a context.
 
-    `prepare` is awaited with a worker's model before the worker gets work: the front end loads its tokenizer there. A worker that owes
-    tokens and says nothing for `stall_seconds` loses its link; it is connected again when it answers.
+    `prepare` is awaited with a worker's model before the worker gets work: the front end loads the tokenizer there. When it raises,
+    the worker is not used; this is logged once, and the worker is connected again after a delay that grows. A worker that owes tokens
+    and sends nothing for `stall_seconds` loses its link; it is connected again when it answers.
     """
 
     def __init__(
@@ -97,49 +101,54 @@ class WorkerPool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def discovered(self, addresses: Iterable[Address]) -> None:
-        """These are the workers, beside those that were given from the start. A live link to another is kept until it breaks: a worker
-        that is no longer listed may still be finishing what it runs."""
+        """Sets the workers besides those given at the start. A worker that is no longer listed keeps its link until that breaks: it may
+        still be finishing its generations."""
         self._wanted = self._fixed.union(addresses)
         for address in self._wanted - self._keepers.keys():
             self._keepers[address] = asyncio.create_task(self._keep(address), name=f"link to {address}")
 
     async def wait_ready(self) -> None:
-        """Returns when every worker that was given from the start is connected, or, when none was, any."""
+        """Returns when all workers given at the start are connected; when none was given, as soon as one is."""
         while not (self._fixed <= self._members.keys() if self._fixed else self._members):
             self._changed.clear()
             await self._changed.wait()
 
     async def _keep(self, address: Address) -> None:
-        """Connects, and again whenever the link is lost, with a back-off while that fails; until the worker is wanted no more."""
-        delay = FIRST_RETRY
+        """Connects, and connects again when the link is lost or the worker cannot be used, until the worker is no longer wanted."""
+        delay = FIRST_RETRY_SECONDS
         refusal = ""
         while address in self._wanted:
+            max_delay = MAX_RETRY_SECONDS
             try:
-                link, welcome = await connect(address, self._front_end, self._secret)
-            except HandshakeRefused as error:
+                await self._connect_and_hold(address)
+                delay, refusal = FIRST_RETRY_SECONDS, ""
+            except (HandshakeRefused, _Unusable) as error:
                 if str(error) != refusal:
-                    log.error("worker at %s: %s", address, error)  # noqa: TRY400, said once and not at every attempt
+                    log.error("worker at %s: %s", address, error, exc_info=error.__cause__)  # noqa: TRY400, once per reason
                 refusal = str(error)
+                max_delay = MAX_PREPARE_RETRY_SECONDS if isinstance(error, _Unprepared) else MAX_RETRY_SECONDS
             except LinkError as error:
                 log.debug("%s", error)
-            else:
-                try:
-                    await self._hold(address, Member(welcome.name, welcome.model, link))
-                    delay, refusal = FIRST_RETRY, ""
-                except PenstockError as error:
-                    if str(error) != refusal:
-                        log.error("worker %s at %s cannot be used: %s", welcome.name, address, error)  # noqa: TRY400
-                    refusal = str(error)
-                finally:
-                    link.abort()
             await asyncio.sleep(delay)
-            delay = min(delay * 2, LONGEST_RETRY)
+            delay = min(delay * 2, max_delay)
         del self._keepers[address]
 
+    async def _connect_and_hold(self, address: Address) -> None:
+        link, welcome = await connect(address, self._front_end, self._secret)
+        try:
+            await self._hold(address, Member(welcome.name, welcome.model, link))
+        finally:
+            link.abort()
+
     async def _hold(self, address: Address, member: Member) -> None:
-        """A member of the pool until its link is lost."""
+        """Keeps the worker as a member of the pool until its link is lost. Raises _Unusable when it cannot become one."""
         self._check(member)
-        await self._prepare(member.model)
+        try:
+            await self._prepare(member.model)
+        except PenstockError as error:
+            raise _Unprepared(f"{member.name} cannot be used: {error}") from None
+        except Exception as error:
+            raise _Unprepared(f"{member.name} cannot be used: {type(error).__name__}: {error}") from error
         self._check(member)
         self._members[address] = member
         for listener in self.listeners:
@@ -157,14 +166,14 @@ class WorkerPool:
         log.warning("worker %s is gone: %s", member.name, reason)
 
     def _check(self, member: Member) -> None:
-        """Raises ConfigError for a worker that cannot stand beside those that are here."""
+        """Raises _Unusable for a worker that contradicts a member of the pool."""
         for other in self._members.values():
             if other.name == member.name:
-                raise ConfigError(f"there is a worker named {member.name!r} already; give each its own --name")
-            if other.model.name == member.model.name and _essence(other.model) != _essence(member.model):
-                raise ConfigError(
-                    f"its model {member.model.name!r} is not the one that {other.name} serves under that name: "
-                    f"{_essence(member.model)} against {_essence(other.model)}; give it another --served-name"
+                raise _Unusable(f"there is a worker named {member.name!r} already; give each its own --name")
+            if other.model.name == member.model.name and model_identity(other.model) != model_identity(member.model):
+                raise _Unusable(
+                    f"{member.name} cannot be used: its model {member.model.name!r} differs from the one that {other.name} serves under "
+                    f"that name: {model_identity(member.model)} against {model_identity(other.model)}; give it another --served-name"
                 )
 
     async def _watch_stalls(self) -> None:
@@ -174,10 +183,18 @@ class WorkerPool:
                 member.link.tick()
                 if member.link.silent_ticks > LOOKS:
                     self.stalls += 1
-                    message = f"worker {member.name} owes tokens and has said nothing for {self._stall_seconds:g} s"
+                    message = f"worker {member.name} owes tokens and has sent nothing for {self._stall_seconds:g} s"
                     member.link.give_up(WorkerStalled(message))
 
 
-def _essence(model: ModelInfo) -> dict[str, object]:
-    """What must be equal, or a generation that one worker began could not go on with the other."""
+class _Unusable(PenstockError):
+    """The worker answers, and this front end cannot use it."""
+
+
+class _Unprepared(_Unusable):
+    """Its model could not be prepared."""
+
+
+def model_identity(model: ModelInfo) -> dict[str, object]:
+    """What two workers of one model must have in common, so that one can continue a generation of the other."""
     return {"tokenizer": model.tokenizer, "vocabulary": model.vocab_size, "context": model.context_length, "block": model.block_size}
