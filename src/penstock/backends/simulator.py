@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, run_of_tokens
 from penstock.kv.cache import KVCache
-from penstock.kv.config import EngineConfig
-from penstock.kv.lease import Lease
-from penstock.kv.radix import Key, Node
+from penstock.kv.radix import Key, Lease, Node
 from penstock.kv.sessions import Session, Sessions
 from penstock.wire.messages import (
     Delta,
@@ -156,7 +154,7 @@ class Simulator:
         self._now = clock()
         self._block_size = config.block_size
         self._cache = KVCache(config.kv_blocks, config.block_size, config.lease_share)
-        self._sessions = Sessions(self._cache, _engine_config(config, model))
+        self._sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
         self._waiting: OrderedDict[bytes, _Sequence] = OrderedDict()
         self._prefilling: dict[bytes, _Sequence] = {}
         self._running: dict[bytes, _Sequence] = {}
@@ -476,15 +474,3 @@ class Simulator:
         while made_to < wanted:
             made += run_of_tokens(seed, made_to // RUN, self._vocabulary.token_ids)
             made_to += RUN
-
-
-def _engine_config(config: SimulatorConfig, model: ModelInfo) -> EngineConfig:
-    """What of the embedded engine's settings the two share."""
-    return EngineConfig(
-        context_length=model.context_length,
-        kv_pages=config.kv_blocks,
-        page_size=config.block_size,
-        lease_share=config.lease_share,
-        max_sessions=config.max_sessions,
-        session_grace=config.session_grace,
-    )

@@ -67,7 +67,7 @@ class Engine:
         self._refused: list[Segment] = []
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
-        self.sessions = Sessions(self._cache, config)
+        self.sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
 
     @property
     def has_work(self) -> bool:

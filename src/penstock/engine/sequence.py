@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from penstock.grammar.grammar import GrammarMatcher
-from penstock.kv.lease import Lease
-from penstock.kv.radix import Node
+from penstock.kv.radix import Lease, Node
 from penstock.kv.sessions import Session
 from penstock.wire.messages import SessionState, Submit, TokenLogprob
 

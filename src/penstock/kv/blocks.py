@@ -1,4 +1,4 @@
-"""The names of KV blocks: a hash over all tokens up to a block's end, the same wherever it is computed."""
+"""KV blocks as others see them: their names, and the numbered log of what happens to them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents
+
 ROOT = b""
-"""What the first block of every sequence follows."""
+"""The parent of the first block of every sequence."""
+
+# Far more than one step makes. Events are dropped only when nobody takes any.
+MAX_WAITING_EVENTS = 65_536
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of the block with these tokens, behind the block named `parent`."""
+    """The name of the block with these tokens that follows the block `parent`. It is the same on every machine."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=8).digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, parent: bytes = ROOT) -> list[bytes]:
-    """One hash for each full block."""
+    """The names of all full blocks."""
     packed = array("I", token_ids).tobytes()
     width = block_size * array("I").itemsize
     hashes: list[bytes] = []
@@ -24,3 +29,36 @@ def block_hashes(token_ids: Sequence[int], block_size: int, parent: bytes = ROOT
         parent = blake2b(parent + packed[start : start + width], digest_size=8).digest()
         hashes.append(parent)
     return hashes
+
+
+class KvEventLog:
+    """Events are numbered without a gap. When too many wait, the oldest are dropped; the numbers then show the gap."""
+
+    def __init__(self, max_waiting: int = MAX_WAITING_EVENTS) -> None:
+        self.next_number = 0
+        self._max_waiting = max_waiting
+        self._waiting: list[KvEvent] = []
+
+    def stored(self, parent: bytes, blocks: Sequence[bytes]) -> None:
+        """A chain of new blocks behind `parent`."""
+        self._add(BlocksStored(parent, tuple(blocks)))
+
+    def removed(self, blocks: Sequence[bytes]) -> None:
+        self._add(BlocksRemoved(tuple(blocks)))
+
+    def cleared(self) -> None:
+        self._add(BlocksCleared())
+
+    def take(self) -> KvEvents | None:
+        """The events since the last call; None when there are none."""
+        if not self._waiting:
+            return None
+        taken = KvEvents(self.next_number - len(self._waiting), tuple(self._waiting))
+        self._waiting = []
+        return taken
+
+    def _add(self, event: KvEvent) -> None:
+        self._waiting.append(event)
+        self.next_number += 1
+        if len(self._waiting) > self._max_waiting:
+            del self._waiting[: self._max_waiting // 2]

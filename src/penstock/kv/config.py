@@ -18,5 +18,4 @@ class EngineConfig:
     lease_share: float = 0.5
     max_sessions: int = 1024
     session_grace: float = 30.0
-    max_lease_seconds: float = 86_400.0
     reproducible: bool = False

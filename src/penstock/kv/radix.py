@@ -1,21 +1,41 @@
-"""The radix tree over pages: which KV is there, who uses it, and who would like it kept."""
+"""The radix tree over blocks: which KV is there, who uses it, and who leases it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from penstock.kv.blocks import ROOT
-from penstock.kv.lease import Lease
 
 Key = tuple[int, ...]
-"""The tokens of one page."""
+"""The tokens of one block."""
+
+
+class Lease:
+    """A wish to keep some nodes until `ends_at`. It is a preference, never a lock. Its weight falls from 1 to 0 over its `seconds`.
+
+    While a turn of its session runs, a lease has no end and its full weight.
+    """
+
+    __slots__ = ("ends_at", "is_session", "nodes", "seconds")
+
+    def __init__(self, seconds: float, ends_at: float = math.inf, *, is_session: bool = False) -> None:
+        self.is_session = is_session
+        self.seconds = seconds
+        self.ends_at = ends_at
+        self.nodes: set[Node] = set()
+
+    def weight(self, now: float) -> float:
+        if self.ends_at == math.inf:
+            return 1.0
+        return min(1.0, max(0.0, (self.ends_at - now) / self.seconds)) if self.seconds > 0 else 0.0
 
 
 class Node:
-    """One full page of KV, behind the page of its parent. The sequence that filled it uses it.
+    """One block, behind the block of its parent, and the page that holds its KV.
 
-    `references` counts the running sequences whose path leads through it. Those who use a node use its ancestors, too, and those
-    who lease it lease them; so whatever is unused, or unleased, can be taken away from the leaves inwards.
+    `references` counts the running sequences whose path contains the node. A sequence that uses or leases a node also uses or leases
+    its ancestors. So unused and unleased nodes can always be removed from the leaves inwards.
     """
 
     __slots__ = ("children", "depth", "is_public", "key", "last_used", "leases", "name", "page", "parent", "priority", "references")
@@ -28,9 +48,9 @@ class Node:
         self.name = name
         self.children: dict[Key, Node] = {}
         self.references = 1
-        # None until the first: most nodes never have one, and an empty set is the largest part of a node.
+        # None until the first lease: most nodes never have one, and an empty set would be the largest part of a node.
         self.leases: set[Lease] | None = None
-        # Somebody without a session has used it, so it is no session's alone.
+        # A request without a session has used it, so closing a session does not free it.
         self.is_public = is_public
         self.priority = priority
         self.last_used = 0
@@ -41,18 +61,18 @@ class Node:
 
 
 class RadixTree:
-    """Finds the longest known prefix of a prompt, page by page."""
+    """Finds the longest known prefix of a prompt, block by block."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        # Always in use, so that it never looks like a leaf that could go.
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        # Its one reference keeps the root from looking like an evictable leaf.
         self.root = Node((), -1, None, ROOT)
 
-    def match(self, token_ids: Sequence[int], most_pages: int) -> list[Node]:
-        """The nodes of the longest known prefix, at most so many."""
-        node, size = self.root, self.page_size
+    def match(self, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
+        """The nodes of the longest known prefix, at most `max_blocks`."""
+        node, size = self.root, self.block_size
         path: list[Node] = []
-        for start in range(0, most_pages * size, size):
+        for start in range(0, max_blocks * size, size):
             child = node.children.get(tuple(token_ids[start : start + size]))
             if child is None:
                 break
@@ -61,15 +81,11 @@ class RadixTree:
         return path
 
     def nodes(self) -> Iterator[Node]:
-        """All of them, parents before children."""
-        pending = list(self.root.children.values())
-        while pending:
-            node = pending.pop()
-            yield node
-            pending += node.children.values()
+        """All nodes, parents before children."""
+        return (node for chain in self.chains() for node in chain)
 
     def chains(self) -> Iterator[list[Node]]:
-        """All of them, as one chain a leaf: each node behind the one before it, the first behind a node of an earlier chain or the root."""
+        """All nodes, one chain per leaf: each node follows the one before it, the first follows the root or a node of an earlier chain."""
         pending = list(self.root.children.values())
         while pending:
             chain = [pending.pop()]

@@ -15,9 +15,6 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, ExternalEngine
-from penstock.kv.config import EngineConfig
-from penstock.kv.lease import Lease
-from penstock.kv.radix import Node
 from penstock.kv.sessions import Session, Sessions
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
@@ -75,18 +72,6 @@ class EventFeed(Protocol):
 
 MakeFeed = Callable[[EventEndpoints, int, Callable[[KvEvents], None]], EventFeed]
 """From where the events are, the block size, and who takes them."""
-
-
-class _EngineKeepsItsOwn:
-    """The KV cache of an engine that leases cannot reach: sessions live and end, and what is cached is the engine's affair."""
-
-    pages = 0
-
-    def retain(self, path: Sequence[Node], lease: Lease) -> None:
-        """There are no nodes here to keep."""
-
-    def end_lease(self, lease: Lease, *, free_exclusive: bool) -> int:  # noqa: ARG002, the protocol's
-        return 0
 
 
 class _Generation:
@@ -161,8 +146,7 @@ class ExternalBackend:
         self._make_feed = make_feed
         self._on_failure = on_failure
         self._clock = clock
-        config = EngineConfig(context_length=model.context_length, kv_pages=0, max_sessions=max_sessions, session_grace=session_grace)
-        self._sessions = Sessions(_EngineKeepsItsOwn(), config)
+        self._sessions = Sessions(None, max_sessions, session_grace)
         self._engine_sessions: dict[str, str] = {}
         self._feed: EventFeed | None = None
         self._facts = EngineFacts(model.context_length, model.block_size)
