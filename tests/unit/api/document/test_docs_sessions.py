@@ -90,7 +90,7 @@ def test_every_choice_is_named() -> None:
 
 
 def test_what_is_refused_is_named_as_refused() -> None:
-    refused = PROSE[PROSE.index("Refused, for") : PROSE.index("Refused as everywhere")]
+    refused = PROSE[PROSE.index("Refused, because") : PROSE.index("Unknown fields are refused")]
     assert {f"nvext.{name}" for name in re.findall(r"`(\w+)`", refused)} == UNSUPPORTED_NVEXT
 
 
