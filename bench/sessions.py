@@ -2,7 +2,7 @@
 
     python bench/sessions.py pay        64 agents with tool pauses under the pressure of one-off requests, with sessions and without
     python bench/sessions.py leak       100,000 sessions, half closed, half expired; and a front end that is killed in the middle
-    python bench/sessions.py share      two front ends and a Redis (redis-server must be installed), turns that alternate between them
+    python bench/sessions.py share      two front ends and a Redis, turns that alternate between them
 
 Real processes with the simulated engine, on loopback. Exits with 1 when a promise does not hold.
 """
@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import json
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 import aiohttp
 
+import programs
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.text.tokenizers.words import WordTokenizer
 from servers import SECRET, Process, serving
@@ -346,9 +346,9 @@ async def _all_sessions(http: aiohttp.ClientSession, url: str) -> dict[str, str]
 @contextmanager
 def sharing(workers: int, front_ends: int) -> Iterator[list[str]]:
     """Workers and front ends that find each other in a Redis; the front ends' addresses."""
-    redis = shutil.which("redis-server")
+    redis = programs.redis_server()
     if redis is None:
-        raise SystemExit("redis-server is not installed: apt-get install redis-server")
+        raise SystemExit("there is no redis-server: run `make setup`, which installs one")
     with tempfile.TemporaryDirectory() as directory:
         socket = Path(directory) / "redis.sock"
         store = subprocess.Popen([redis, "--port", "0", "--unixsocket", str(socket), "--save", ""], stdout=subprocess.DEVNULL)

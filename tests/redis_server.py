@@ -1,4 +1,4 @@
-"""A real Redis for tests, on a Unix socket in a directory of its own, that keeps nothing on disk."""
+"""A real Redis for tests, on a Unix socket in its own directory. It keeps nothing on disk."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Self
 
 import pytest
 
+import programs
+
 START_SECONDS = 20.0
 
 
 class RedisServer:
-    """Runs while it is entered. It can be killed and started again in between, and comes back empty."""
+    """Runs inside its `with` block. It can be killed and started again; it comes back empty."""
 
     def __init__(self, *options: str) -> None:
         self._options = options
@@ -26,7 +28,7 @@ class RedisServer:
 
     def __enter__(self) -> Self:
         self._program = redis_server_program()
-        # Not pytest's: the path of a socket must be short.
+        # Not pytest's directory: the path of a socket must be short.
         self._directory = Path(tempfile.mkdtemp(prefix="redis-"))
         self._socket = self._directory / "socket"
         try:
@@ -66,7 +68,7 @@ class RedisServer:
             self._process = None
 
     def suspend(self) -> None:
-        """It takes connections still, and answers nothing."""
+        """It still takes connections, but answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -80,17 +82,17 @@ class RedisServer:
             try:
                 connection.connect(str(self._socket))
                 connection.sendall(b"PING\r\n")
-                # One that asks for a password answers, too.
+                # A server that asks for a password answers, too.
                 return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
             except OSError:
                 return False
 
 
 def redis_server_program() -> str:
-    """Its path. Without one the test is skipped, or, where CI is set, fails: there nothing may go untested without a word."""
-    program = shutil.which("redis-server")
+    """Its path. Without one the test is skipped; in CI it fails, because nothing may go untested there unnoticed."""
+    program = programs.redis_server()
     if program is None:
-        reason = "needs redis-server: apt-get install redis-server"
+        reason = "needs redis-server: run `make setup`, which installs one"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
