@@ -1,0 +1,171 @@
+"""The settings of every engine."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, get_args
+from urllib.parse import urlsplit
+
+from penstock.config.setting import setting
+from penstock.wire.errors import ConfigError
+
+PAGE_SIZE = 16
+CPU_TOKEN_BUDGET = 512
+GPU_TOKEN_BUDGET = 8192
+CPU_KV_GIB = 2.0
+GPU_KV_SHARE = 0.85
+ENGINE_KEY_VARIABLE = "PENSTOCK_ENGINE_API_KEY"
+_OWN = "the engine decides"
+
+Route = Literal["auto", "sglang", "vllm", "openai"]
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """Splits a text as a shell does. Raises ValueError."""
+    return tuple(shlex.split(text))
+
+
+def check_event_address(text: str) -> str:
+    if "://" not in text:
+        raise ValueError("expected an address such as tcp://127.0.0.1:5557")
+    return text
+
+
+# Settings that several engines have, each with its own default.
+_context_length = partial(
+    setting,
+    help="longest prompt and answer together. Beyond the length that the model was trained for, the embedded engine stretches positions "
+    "(YaRN). For --engine http: only used if the server does not say",
+    unit="TOKENS",
+    minimum=1,
+    aliases=("--max-model-len",),
+    group="engine",
+    unset="the model's own",
+)
+_max_batch = partial(setting, help="generations per step; further ones wait", unit="N", minimum=1, group="engine", unset=_OWN)
+_kv_blocks = partial(
+    setting, help="KV memory, as a number of blocks", unit="N", minimum=1, group="engine", unset="from the KV memory; vllm, sglang: their own"
+)
+_kv_memory = partial(
+    setting,
+    help="KV memory per worker. SGLang takes --kv-blocks or --gpu-memory-utilization instead",
+    unit="GIB",
+    above=0,
+    group="engine",
+    unset=f"embedded: {CPU_KV_GIB:g} on a CPU, {GPU_KV_SHARE:.0%} of the memory left after loading the weights on a GPU",
+)
+_gpu_memory_utilization = partial(
+    setting,
+    help="share of the GPU's memory for weights and KV together; not for a CPU. SGLang: its --mem-fraction-static",
+    unit="SHARE",
+    above=0,
+    maximum=1,
+    group="engine",
+    unset=_OWN,
+)
+_block_size = partial(
+    setting, help="tokens per KV block. For --engine http: only used if the server does not say", unit="TOKENS", minimum=1, group="engine", unset=_OWN
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """What every engine has for sessions and leases."""
+
+    lease_share: float = setting(0.5, "largest share of the KV memory that leases protect", unit="SHARE", minimum=0, maximum=1, group="sessions")
+    max_sessions: int = setting(1024, "sessions per worker; further ones get no lease", unit="N", minimum=0, group="sessions")
+    session_grace: float = setting(
+        30.0,
+        "how much longer than its timeout a worker keeps a session that no front end closes",
+        unit="SECONDS",
+        minimum=0,
+        group="sessions",
+    )
+
+
+@dataclass(frozen=True)
+class EmbeddedSettings(SessionSettings):
+    """The engine of our own. None is resolved when the model and the device are known."""
+
+    GROUP: ClassVar[str] = "embedded engine"
+    ENGINES: ClassVar[tuple[str, ...]] = ("embedded",)
+
+    device: str = setting("auto", "where the model runs; cpu computes in float32, cuda in bfloat16", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(None, "threads per step on a CPU", unit="N", minimum=1, unset="one per core, shared by the workers")
+    kv_memory: float | None = _kv_memory(None)
+    kv_blocks: int | None = _kv_blocks(None)
+    gpu_memory_utilization: float | None = _gpu_memory_utilization(None)
+    max_batch: int = _max_batch(256)
+    token_budget: int | None = setting(
+        None,
+        "tokens that a step computes at most, of prompts and answers together. Smaller: a steadier stream; larger: faster prompts",
+        unit="TOKENS",
+        minimum=1,
+        unset=f"{CPU_TOKEN_BUDGET} on a CPU, {GPU_TOKEN_BUDGET} on a GPU",
+    )
+    reproducible: bool = setting(
+        False, "round the same way for any batch, so that sampled answers never depend on other requests (Intel CPUs; slower)"
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig(SessionSettings):
+    """What the embedded engine and its KV memory need to know once the model is known.
+
+    A step computes at most `token_budget` tokens, of prompts and answers together: the longer a step, the longer everybody waits for the
+    next token. `reproducible`: the same rounding for any batch, as far as the matrix library can.
+    """
+
+    context_length: int
+    kv_pages: int
+    page_size: int = PAGE_SIZE
+    max_batch: int = EmbeddedSettings.max_batch
+    token_budget: int = CPU_TOKEN_BUDGET
+    max_lease_seconds: float = 86_400.0
+    reproducible: bool = EmbeddedSettings.reproducible
+
+
+@dataclass(frozen=True)
+class SimulatorConfig(SessionSettings):
+    """The simulator's timing: a step takes `step_ms`, and `1 / prefill_rate` seconds more for each prompt token in it."""
+
+    GROUP: ClassVar[str] = "simulator"
+    ENGINES: ClassVar[tuple[str, ...]] = ("simulator",)
+
+    step_ms: float = setting(10.0, "time of a step, which makes one token per generation", unit="MILLISECONDS", minimum=0)
+    prefill_rate: float = setting(1_000_000.0, "prompt tokens computed per second", unit="TOKENS/S", above=0)
+    max_batch: int = _max_batch(8192)
+    kv_blocks: int = _kv_blocks(262_144)
+    prefill_budget: int = 8192
+    block_size: int = _block_size(PAGE_SIZE)
+
+
+@dataclass(frozen=True)
+class EngineSettings(SessionSettings):
+    """How vLLM or SGLang runs in the worker's process. None: the engine decides."""
+
+    GROUP: ClassVar[str] = "vLLM and SGLang"
+    ENGINES: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
+
+    model: str = ""
+    engine_args: tuple[str, ...] = setting(
+        (),
+        "flags of vLLM or SGLang itself, such as --engine-args='--tensor-parallel-size 2 --dtype bfloat16'",
+        unit="FLAGS",
+        parse=split_words,
+        is_whole=True,
+    )
+    context_length: int | None = _context_length(None)
+    max_batch: int | None = _max_batch(None)
+    kv_memory: float | None = _kv_memory(None)
+    kv_blocks: int | None = _kv_blocks(None)
+    block_size: int | None = _block_size(None)
+    streaming_sessions: bool = setting(
+        False,
+        "SGLang: keep the KV of sessions so that it is never evicted. A session runs one turn at a time, and only new tokens are sent",
+        engines=("sglang",),
+    )
+    any_version: bool = setting(False, "accept a version of vLLM or SGLang that Penstock is not tested with", name="any_engine_version")
+    gpu_memory_utilization: float | None = _gpu_memory_utilization(None)
