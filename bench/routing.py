@@ -32,9 +32,9 @@ from typing import Any
 import msgspec
 import uvloop
 
+from penstock.config.front_end import RouterSettings
 from penstock.kv.blocks import block_hashes
 from penstock.router.load import Assignment
-from penstock.router.policy import RouterSettings
 from penstock.router.router import Candidate, Router
 from penstock.wire.messages import BlocksRemoved, BlocksStored, KvEvent, KvEvents, ModelInfo, Snapshot
 from servers import Process, serving

@@ -24,8 +24,9 @@ from typing import Any
 
 import uvloop
 
-from penstock.backends.external.engine import EngineRequest, EngineSettings
+from penstock.backends.external.engine import EngineRequest
 from penstock.backends.sglang.engine import SglangEngine
+from penstock.config.engines import EngineSettings
 from penstock.wire.messages import Sampling
 
 MODES = {"cumulative": (), "incremental": ("--incremental-streaming-output",)}

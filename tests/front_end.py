@@ -11,14 +11,15 @@ from penstock.api.app import Services, make_app
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring, KeySettings
 from penstock.api.models import Models
-from penstock.api.pipeline.admission import Admission, Limits
-from penstock.api.pipeline.detached import DetachedRuns, ResumeLimits
+from penstock.api.pipeline.admission import Admission
+from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.incoming import Incoming, Library
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.store import ResponseStore
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
+from penstock.config.front_end import Limits, ResumeLimits
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import MemoryStore
 from penstock.stream.mailbox import Mailbox

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from penstock.config.engines import EngineConfig
 from penstock.engine.checkpoints.checkpoint import open_checkpoint
 from penstock.engine.engine import Engine
 from penstock.engine.model import Model
-from penstock.kv.config import EngineConfig
 from penstock.wire.messages import Delta, Sampling, Submit, Terminal
 
 VOCABULARY = 300

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock.backends.simulated_tokens import tokens_between
-from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
-from penstock.cluster.dispatch import Dispatcher, DispatchLimits
+from penstock.backends.simulator import Simulator, Vocabulary
+from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.links.address import UnixAddress
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
+from penstock.config.engines import SimulatorConfig
+from penstock.config.front_end import DispatchLimits, RouterSettings
 from penstock.router.affinity import AffinityStore, MemoryStore
-from penstock.router.policy import Hints, RouterSettings
+from penstock.router.policy import Hints
 from penstock.router.router import Router
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.messages import Delta, Fault, ModelInfo, Submit, Terminal

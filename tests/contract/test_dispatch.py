@@ -10,10 +10,12 @@ from typing import Self
 
 import pytest
 
-from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
+from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cluster.links.link import LinkProtocol, proof
 from penstock.cluster.links.worker_server import WorkerServer
-from penstock.router.policy import Hints, RouterSettings, SessionWish
+from penstock.config.engines import SimulatorConfig
+from penstock.config.front_end import RouterSettings
+from penstock.router.policy import Hints, SessionWish
 from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Fault, Finish, Hello, Message, ModelInfo, Segment, Submit, Welcome
 from penstock.worker.runtime import WorkerRuntime

@@ -11,11 +11,12 @@ from typing import Self
 import pytest
 
 from penstock.backends.simulated_tokens import tokens_between
-from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
+from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cluster.links.address import Address, TcpAddress, UnixAddress, parse_address
 from penstock.cluster.links.link import proof
 from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.cluster.links.worker_server import WorkerServer
+from penstock.config.engines import SimulatorConfig
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.codec import MAX_FRAME_BYTES, FrameReader, encode_frame
 from penstock.wire.errors import ConfigError, GenerationFault, HandshakeRefused, LinkBroken

@@ -15,8 +15,8 @@ import pytest
 
 import programs
 from e2e.harness import DEFAULT_MODEL, Server
-from penstock.api.auth.quota import QuotaLimits
 from penstock.cli.keys import new_key
+from penstock.config.front_end import QuotaLimits
 
 SOURCES = Path(__file__).parent / "node"
 MAX_SECONDS = 280

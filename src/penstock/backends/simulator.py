@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.backends.simulated_tokens import RUN, logprob_at, natural_length, run_of_tokens
+from penstock.config.engines import SimulatorConfig
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Key, Lease, Node
 from penstock.kv.sessions import Session, Sessions
@@ -41,21 +42,6 @@ MOST_BEHIND = 0.1
 
 # How many of those that wait for another to compute what they share are passed by in a step, so that others get on.
 MOST_DEFERRED = 16
-
-
-@dataclass(frozen=True)
-class SimulatorConfig:
-    """The timing model: a step takes `step_ms`, and `1 / prefill_rate` seconds more for each prompt token in it."""
-
-    step_ms: float = 10.0
-    prefill_rate: float = 1_000_000.0
-    max_batch: int = 8192
-    kv_blocks: int = 262_144
-    prefill_budget: int = 8192
-    block_size: int = 16
-    lease_share: float = 0.5
-    max_sessions: int = 1024
-    session_grace: float = 30.0
 
 
 @dataclass(frozen=True)

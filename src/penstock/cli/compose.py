@@ -27,12 +27,12 @@ from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.sqlite_store import SqliteStore
 from penstock.api.server import HttpServer, open_listener, raise_file_limit
 from penstock.backends.simulator import Simulator, Vocabulary
+from penstock.cli.settings import API_KEY_VARIABLE, ENGINES_OF_OTHERS, FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.supervise import ChildSpec, Supervisor
-from penstock.config.settings import API_KEY_VARIABLE, ENGINES_OF_OTHERS, FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.router import Router

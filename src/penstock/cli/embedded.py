@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from penstock.cli.models import model_name
-from penstock.config.settings import EmbeddedSettings, WorkerSettings
+from penstock.cli.settings import WorkerSettings
+from penstock.config.engines import EmbeddedSettings, EngineConfig
 from penstock.text.tokenizers.load import load_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
@@ -24,7 +25,6 @@ try:
     from penstock.engine.rope import covered_length
     from penstock.engine.shape import ModelShape
     from penstock.grammar.grammar import GrammarCompiler
-    from penstock.kv.config import EngineConfig
 except ImportError as missing:
     raise ConfigError(f"the embedded engine needs the package {missing.name!r}: pip install 'penstock[engine]'") from missing
 

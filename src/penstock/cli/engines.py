@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.backends.external.backend import EventFeed, ExternalBackend, Grammars
-from penstock.backends.external.engine import EngineSettings, EventEndpoints, ExternalEngine
+from penstock.backends.external.engine import EventEndpoints, ExternalEngine
 from penstock.backends.http.settings import HttpEngineSettings, api_key_from
 from penstock.cli.models import find_model, model_name
-from penstock.config.settings import WorkerSettings
+from penstock.cli.settings import WorkerSettings
+from penstock.config.engines import EngineSettings
 from penstock.text.tokenizers.load import load_tokenizer
 from penstock.text.tokenizers.model_config import read_end_ids, read_vocab_size
 from penstock.text.tokenizers.tokenizer import Tokenizer

@@ -7,25 +7,20 @@ from pathlib import Path
 from typing import get_args
 
 from penstock import __version__
-from penstock.api.pipeline.admission import Limits
-from penstock.api.pipeline.detached import ResumeLimits
-from penstock.api.responses.sqlite_store import StoreLimits
 from penstock.backends.http.settings import API_KEY_VARIABLE as ENGINE_KEY_VARIABLE
 from penstock.backends.http.settings import Route
-from penstock.backends.simulator import SimulatorConfig
 from penstock.cli.bench import add_bench_parser
 from penstock.cli.doctor import add_doctor_parser
 from penstock.cli.keys import add_key_parser
-from penstock.cluster.dispatch import DispatchLimits
-from penstock.config.parsers import AUTO, NONE
-from penstock.config.settings import (
+from penstock.cli.settings import (
     API_KEY_VARIABLE,
     ENGINES_OF_OTHERS,
     NO_STORE,
     SECRET_VARIABLE,
-    EmbeddedSettings,
 )
-from penstock.router.policy import POLICIES, RouterSettings
+from penstock.config.engines import EmbeddedSettings, SimulatorConfig
+from penstock.config.front_end import POLICIES, DispatchLimits, Limits, ResumeLimits, RouterSettings, StoreLimits
+from penstock.text.formats.chosen import AUTO, NONE
 from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 
 ENGINES = ("embedded", "simulator", *ENGINES_OF_OTHERS)
@@ -165,9 +160,9 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         help="… and so many times what the least loaded one would have with the prompt",
     )
     group.add_argument(
-        "--router-most-ahead",
+        "--router-max-lead",
         type=int,
-        default=router.most_ahead,
+        default=router.max_lead,
         metavar="N",
         help="a worker with so many generations more than the one with the fewest gets none for its prefixes",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api.auth.keys import KEY_PREFIX, MOST_LIMIT, Key, check_name, key_digest, parse_keys, read_key_file
-from penstock.api.auth.quota import QuotaLimits
+from penstock.config.front_end import QuotaLimits
 from penstock.wire.errors import ConfigError
 
 KEY_BYTES = 32

@@ -12,8 +12,8 @@ import uvloop
 from penstock.cli.doctor import run_doctor
 from penstock.cli.flags import make_parser
 from penstock.cli.keys import run_key
+from penstock.cli.settings import front_end_settings, serve_settings, worker_settings
 from penstock.cluster.supervise import EXIT_CONFIG
-from penstock.config.settings import front_end_settings, serve_settings, worker_settings
 from penstock.wire.errors import ConfigError
 
 

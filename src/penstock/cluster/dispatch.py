@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -18,6 +17,7 @@ from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
 from penstock.cluster.waiting import Waiter, WaitingQueue
+from penstock.config.front_end import DispatchLimits
 from penstock.router.load import Assignment
 from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router
@@ -34,16 +34,6 @@ PAUSE_SECONDS = 0.05
 WATCH_SECONDS = 0.25
 # What is assumed of a worker that does not say how many generations it computes at once.
 UNKNOWN_BATCH = 4096
-
-
-@dataclass(frozen=True)
-class DispatchLimits:
-    """`worker_queue`: how many generations wait at a worker for their first token; the others wait here, where they can still go
-    elsewhere. `max_queued`: how many wait here, in all. `worker_wait`: how long a generation waits for a worker when its model has none."""
-
-    worker_queue: int = 4096
-    max_queued: int = 8192
-    worker_wait: float = 30.0
 
 
 class Attempt(NamedTuple):

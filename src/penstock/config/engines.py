@@ -5,11 +5,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, get_args
-from urllib.parse import urlsplit
+from typing import ClassVar, Literal
 
 from penstock.config.setting import setting
-from penstock.wire.errors import ConfigError
 
 PAGE_SIZE = 16
 CPU_TOKEN_BUDGET = 512
@@ -45,9 +43,7 @@ _context_length = partial(
     unset="the model's own",
 )
 _max_batch = partial(setting, help="generations per step; further ones wait", unit="N", minimum=1, group="engine", unset=_OWN)
-_kv_blocks = partial(
-    setting, help="KV memory, as a number of blocks", unit="N", minimum=1, group="engine", unset="from the KV memory; vllm, sglang: their own"
-)
+_kv_blocks = partial(setting, help="KV memory, as a number of blocks", unit="N", minimum=1, group="engine", unset="from the KV memory")
 _kv_memory = partial(
     setting,
     help="KV memory per worker. SGLang takes --kv-blocks or --gpu-memory-utilization instead",
@@ -66,7 +62,12 @@ _gpu_memory_utilization = partial(
     unset=_OWN,
 )
 _block_size = partial(
-    setting, help="tokens per KV block. For --engine http: only used if the server does not say", unit="TOKENS", minimum=1, group="engine", unset=_OWN
+    setting,
+    help="tokens per KV block. For --engine http: only used if the server does not say",
+    unit="TOKENS",
+    minimum=1,
+    group="engine",
+    unset=_OWN,
 )
 
 
@@ -74,7 +75,9 @@ _block_size = partial(
 class SessionSettings:
     """What every engine has for sessions and leases."""
 
-    lease_share: float = setting(0.5, "largest share of the KV memory that leases protect", unit="SHARE", minimum=0, maximum=1, group="sessions")
+    lease_share: float = setting(
+        0.5, "largest share of the KV memory that leases protect", unit="SHARE", minimum=0, maximum=1, group="sessions"
+    )
     max_sessions: int = setting(1024, "sessions per worker; further ones get no lease", unit="N", minimum=0, group="sessions")
     session_grace: float = setting(
         30.0,
@@ -123,7 +126,6 @@ class EngineConfig(SessionSettings):
     page_size: int = PAGE_SIZE
     max_batch: int = EmbeddedSettings.max_batch
     token_budget: int = CPU_TOKEN_BUDGET
-    max_lease_seconds: float = 86_400.0
     reproducible: bool = EmbeddedSettings.reproducible
 
 

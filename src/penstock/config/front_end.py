@@ -38,9 +38,7 @@ class DispatchLimits:
     max_queued: int = setting(
         8192, "generations that wait at the front end until a worker has room; further ones get status 429", unit="N", minimum=0
     )
-    worker_wait: float = setting(
-        30.0, "how long a generation waits for a worker if its model has none", unit="SECONDS", minimum=0
-    )
+    worker_wait: float = setting(30.0, "how long a generation waits for a worker if its model has none", unit="SECONDS", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,12 @@ class StoreLimits:
         above=0,
     )
     bytes: int = setting(
-        1024 * MIB, "size of the file; when it is full, the oldest are deleted first", name="response_store_size", unit="MIB", minimum=1, scale=MIB
+        1024 * MIB,
+        "size of the file; when it is full, the oldest are deleted first",
+        name="response_store_size",
+        unit="MIB",
+        minimum=1,
+        scale=MIB,
     )
 
 

@@ -29,11 +29,11 @@ Settings = TypeVar("Settings")
 class Declaration:
     """What `setting()` was told.
 
-    `name` is the spelling outside, by default the field's. `unset` says in words what None stands for. One `unit` is `scale` of the field's:
-    2**20 for a field in bytes that is given in MiB. `parse` makes the value of the text and raises ValueError, or ConfigError for a message
-    that must not show the text; with `is_whole` it makes a whole tuple of one text. `hint` ends the message of a failed check. A secret comes from the environment, never from the file, and is
-    never shown. `engines` are those that take the setting, by default all that its class is for. `serve` gives its children what is not
-    `is_forwarded`.
+    `name` is the name outside, by default the field's. `unset` says in words what None stands for. `scale`: how many of the field's units
+    are one `unit`, such as 2**20 for a field in bytes that is given in MiB. `parse` turns text into a value and raises ValueError, or
+    ConfigError for a message that must not show the text; with `is_whole` it makes a whole tuple of one text. `hint` ends the message of a
+    failed check. A secret never comes from the file and is never shown. `engines` take the setting; by default, all that its class is for.
+    `serve` sets what is not `is_forwarded` itself.
     """
 
     help: str
@@ -90,7 +90,7 @@ class Setting:
         return self.defaults.get(engine, self.defaults.get(""))
 
     def read(self, given: object, where: str) -> Any:
-        """The checked value of what a flag, variable or file has. Raises ConfigError that begins with `where`, the flag, variable or key."""
+        """The checked value of what `where`, a flag, variable or key, has. Raises ConfigError, which names it."""
         if isinstance(given, list | tuple):
             return tuple(self._read_one(_text(each), where) for each in given)
         value = self._read_one(_text(given), where)
@@ -163,8 +163,10 @@ def settings_of(settings_class: type) -> dict[str, Setting]:
         group = declared.group or getattr(owner, "GROUP", "")
         before = found[name].defaults if name in found else {}
         defaults = {**before, **dict.fromkeys(engines, each.default)}
-        found[name] = dataclasses.replace(found[name], defaults=defaults) if before else Setting(
-            name, kind, is_list and not declared.is_whole, group, declared, defaults
+        found[name] = (
+            dataclasses.replace(found[name], defaults=defaults)
+            if before
+            else Setting(name, kind, is_list and not declared.is_whole, group, declared, defaults)
         )
     return found
 

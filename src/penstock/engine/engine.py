@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from penstock.config.engines import EngineConfig
 from penstock.engine.attention import KVStore
 from penstock.engine.batch import BatchBuilder
 from penstock.engine.compiling import Compilations
@@ -15,7 +16,6 @@ from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import Sequence
 from penstock.grammar.grammar import GrammarCompiler, MaskPool, apply_mask
 from penstock.kv.cache import KVCache
-from penstock.kv.config import EngineConfig
 from penstock.kv.sessions import Sessions
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (

@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from penstock.config.engines import EngineConfig
 from penstock.engine.sequence import Sequence
 from penstock.kv.cache import KVCache
-from penstock.kv.config import EngineConfig
 from penstock.kv.radix import Key, Node
 
 # Rows whose logits are all wanted take the whole vocabulary each: 8,192 of them would be gigabytes.

@@ -4,65 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from msgspec import Struct
 
-from penstock.wire.errors import ConfigError
+from penstock.config.front_end import Policy, RouterSettings
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS, SessionAction
 
-Policy = Literal["kv", "round-robin", "least-loaded", "random"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 Preference = Literal["session", "affinity", "parent"]
 Reason = Literal["only", "session", "affinity", "parent", "prefix", "least_loaded", "round_robin", "random", "sampled"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 Diversion = Literal["gone", "quiet", "overloaded"]
 AHEAD_FACTOR = 1.5
-
-
-@dataclass(frozen=True)
-class RouterSettings:
-    """How to choose. The cost of a worker is `overlap_weight` × blocks to prefill there + `load_weight` × its load in blocks.
-
-    The default of `load_weight` is from bench/routing.py: a higher one loses hits, and none at all lets one worker queue. A long prefix
-    that every request has would outweigh any load yet. So a worker that is more than `most_ahead` generations ahead of the one that has
-    the fewest, and has half as many again, is out of the choice by cost; another computes that prefix once, and has it then.
-
-    A preferred worker is overloaded when its load is more than `overload_blocks` above the least loaded one's, and more than
-    `overload_factor` times what that one would have with this prompt added. So the longer the prompt, and the dearer it is to compute
-    it elsewhere, the more load is put up with; and small loads, whose ratios say little, move nobody.
-
-    Predictions last `sibling_seconds` for engines that tell what they cache, long enough for requests that come together to find each
-    other, and `prediction_seconds` for those that do not.
-    """
-
-    policy: Policy = "kv"
-    overlap_weight: float = 1.0
-    load_weight: float = 0.05
-    temperature: float = 0.0
-    prediction_seconds: float = 120.0
-    sibling_seconds: float = 10.0
-    most_ahead: int = 64
-    overload_blocks: float = 4096.0
-    overload_factor: float = 8.0
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"--router is {self.policy!r}: expected one of {', '.join(POLICIES)}")
-        for flag, value in (
-            ("--overlap-weight", self.overlap_weight),
-            ("--load-weight", self.load_weight),
-            ("--router-temperature", self.temperature),
-            ("--router-prediction-seconds", self.prediction_seconds),
-            ("--router-sibling-seconds", self.sibling_seconds),
-            ("--router-most-ahead", self.most_ahead),
-            ("--router-overload-blocks", self.overload_blocks),
-        ):
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{flag} is {value}: expected 0 or more")
-        if not 1 <= self.overload_factor < math.inf:
-            raise ConfigError(f"--router-overload-factor is {self.overload_factor}: expected 1 or more")
 
 
 class SessionWish(Struct, frozen=True, gc=False):
@@ -164,7 +117,7 @@ def _usable(view: Sequence[WorkerView]) -> Sequence[WorkerView]:
 def _not_ahead(usable: Sequence[WorkerView], settings: RouterSettings) -> Sequence[WorkerView]:
     """Those that have not many more generations than the one with the fewest, which is always among them."""
     fewest = min([worker.active for worker in usable])
-    most = max(fewest + settings.most_ahead, fewest * AHEAD_FACTOR)
+    most = max(fewest + settings.max_lead, fewest * AHEAD_FACTOR)
     return [worker for worker in usable if worker.active <= most]
 
 

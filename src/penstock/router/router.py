@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct, structs
 
+from penstock.config.front_end import Policy, RouterSettings
 from penstock.router.feed import KvFeed
 from penstock.router.index import PrefixIndex
 from penstock.router.load import Assignment, WorkerLoad
-from penstock.router.policy import Decision, Policy, Preference, RouteRequest, RouterSettings, WorkerView, choose
+from penstock.router.policy import Decision, Preference, RouteRequest, WorkerView, choose
 from penstock.wire.messages import KvEvents, ModelInfo, Snapshot, WorkerStats
 
 

@@ -15,7 +15,7 @@ from contract.backends.judges import Judge, ModelJudge, SimulatorJudge
 from contract.backends.setups import Setup
 from penstock.cli.compose import make_backend
 from penstock.cli.flags import make_parser
-from penstock.config.settings import WorkerSettings, worker_settings
+from penstock.cli.settings import WorkerSettings, worker_settings
 from penstock.router.feed import KvFeed
 from penstock.router.index import PrefixIndex
 from penstock.stream.slot import Slot

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backends.simulated_tokens import natural_length, run_of_tokens, tokens_between
-from penstock.backends.simulator import Simulator, SimulatorConfig, Vocabulary
+from penstock.backends.simulator import Simulator, Vocabulary
+from penstock.config.engines import SimulatorConfig
 from penstock.kv.blocks import block_hashes
 from penstock.stream.merge import merge
 from penstock.wire.messages import (

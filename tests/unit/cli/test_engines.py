@@ -15,7 +15,7 @@ from penstock.cli.engines import make_external
 from penstock.cli.flags import make_parser
 from penstock.cli.main import main
 from penstock.cli.models import find_model, model_name
-from penstock.config.settings import ForeignSettings, WorkerSettings, serve_settings, worker_settings
+from penstock.cli.settings import ForeignSettings, WorkerSettings, serve_settings, worker_settings
 from penstock.engine.checkpoints.checkpoint import find_default_model
 from penstock.text.tokenizers.model_config import read_end_ids, read_vocab_size
 from penstock.wire.errors import ConfigError

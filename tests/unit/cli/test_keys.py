@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from penstock.api.auth.keys import read_key_file
-from penstock.api.auth.quota import NO_LIMITS, QuotaLimits
 from penstock.cli.flags import make_parser
 from penstock.cli.keys import new_key, remove_key
 from penstock.cli.main import main
-from penstock.config.settings import front_end_settings, serve_settings
+from penstock.cli.settings import front_end_settings, serve_settings
+from penstock.config.front_end import NO_LIMITS, QuotaLimits
 from penstock.wire.errors import ConfigError
 
 SERVE = ["serve", "--engine", "simulator"]

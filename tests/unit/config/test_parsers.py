@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.cli.flags import make_parser
-from penstock.config.parsers import ParserSettings
-from penstock.config.settings import serve_settings, worker_settings
+from penstock.cli.settings import serve_settings, worker_settings
+from penstock.text.formats.chosen import ParserSettings
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.wire.errors import ConfigError
 from tokenizer_kinds import byte_level, tokenizer_of

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import tokenizers
 
+from penstock.config.engines import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.grammar.grammar import GrammarCompiler, GrammarMatcher
-from penstock.kv.config import EngineConfig
 from penstock.wire.messages import Fault, Finish, Grammar, Sampling, SessionTurn
 from tiny_models import Collected, generation_id, make_model, make_submit, run
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.policy import Decision, RouteRequest, RouterSettings, WorkerView, choose
-from penstock.wire.errors import ConfigError
+from penstock.config.front_end import RouterSettings
+from penstock.router.policy import Decision, RouteRequest, WorkerView, choose
 
 SETTINGS = RouterSettings(load_weight=0.5)
 
@@ -188,22 +188,3 @@ def test_there_is_always_a_choice_and_never_a_worse_one_than_needed(
         assert decision.worker == request.preferred
     else:
         assert (decision.diverted is not None) == (request.preferred is not None)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "flag"),
-    [
-        ("policy", "fastest", "--router"),
-        ("overlap_weight", -1.0, "--overlap-weight"),
-        ("load_weight", math.nan, "--load-weight"),
-        ("temperature", math.inf, "--router-temperature"),
-        ("prediction_seconds", -1.0, "--router-prediction-seconds"),
-        ("sibling_seconds", -1.0, "--router-sibling-seconds"),
-        ("most_ahead", -1, "--router-most-ahead"),
-        ("overload_blocks", -1.0, "--router-overload-blocks"),
-        ("overload_factor", 0.5, "--router-overload-factor"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_named(field: str, value: Any, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{flag} is .*{value}.*: expected"):
-        RouterSettings(**{field: value})

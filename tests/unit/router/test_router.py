@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from penstock.config.front_end import RouterSettings
 from penstock.router.load import Assignment
-from penstock.router.policy import Decision, RouterSettings
+from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router
 from penstock.wire.messages import BlocksStored, Capability, KvEvents, ModelInfo, Snapshot, WorkerStats
 
@@ -107,7 +108,7 @@ def test_a_long_prefix_that_all_share_is_computed_by_all_in_the_end(router: Rout
     placed: Counter[str] = Counter()
     for number in range(1000):
         placed[place(router, chain("system", 1000) + chain(f"own {number}", 5), 1006)[0].worker] += 1
-    assert max(placed.values()) - min(placed.values()) <= router.settings.most_ahead + 1
+    assert max(placed.values()) - min(placed.values()) <= router.settings.max_lead + 1
 
 
 def test_events_tell_where_a_prompt_is_cached(router: Router) -> None:

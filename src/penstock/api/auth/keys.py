@@ -18,8 +18,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.api.auth.quota import NO_LIMITS, Clock, Quota, QuotaLimits
+from penstock.api.auth.quota import Clock, Quota
 from penstock.api.pipeline.hints import NOBODY, owner_of
+from penstock.config.front_end import NO_LIMITS, QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
+from penstock.config.front_end import QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 
@@ -23,26 +23,6 @@ Headers = list[tuple[bytes, bytes]]
 _CONCURRENCY_RETRY = 1.0
 # Less than this is missing because of rounding alone.
 _ROUNDING = 1e-6
-
-
-@dataclass(frozen=True)
-class QuotaLimits:
-    """What a key may use. None: as much as it likes."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrency: int | None = None
-
-    def or_else(self, defaults: QuotaLimits) -> QuotaLimits:
-        """These limits, and the others where these do not say."""
-        return QuotaLimits(
-            defaults.requests_per_minute if self.requests_per_minute is None else self.requests_per_minute,
-            defaults.tokens_per_minute if self.tokens_per_minute is None else self.tokens_per_minute,
-            defaults.concurrency if self.concurrency is None else self.concurrency,
-        )
-
-
-NO_LIMITS = QuotaLimits()
 
 
 class Bucket:

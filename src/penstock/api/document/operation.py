@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from penstock.api.openai import answers
 from penstock.api.pipeline.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
-from penstock.router.policy import POLICIES
+from penstock.config.front_end import POLICIES
 
 EXAMPLE_MODEL = "SmolLM2-135M-Instruct"
 

@@ -5,22 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from penstock.api.pipeline.response import Sink
+from penstock.config.front_end import Limits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a client may ask of the front end."""
-
-    max_generations: int = 16_384
-    max_body_bytes: int = 32 * 1024 * 1024
-    stall_seconds: float = 60.0
 
 
 class Ticket:

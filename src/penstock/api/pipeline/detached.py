@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Message, Receive
@@ -14,6 +13,7 @@ from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.recording import Recorder, Recording
 from penstock.api.pipeline.response import Response, Sink
 from penstock.api.pipeline.writer import EventWriter
+from penstock.config.front_end import ResumeLimits
 from penstock.stream.fanin import ReaderLeft, all_done
 from penstock.wire.errors import GenerationFault, RequestError
 
@@ -21,15 +21,6 @@ log = logging.getLogger(__name__)
 
 Work = Callable[[Receive, Sink], Awaitable[str]]
 """Makes an answer into the sink, and returns its outcome; stops when `receive` says that the client has gone."""
-
-
-@dataclass(frozen=True)
-class ResumeLimits:
-    """`grace`: how long an answer goes on without a reader. `keep`: how long it can be read after its end. `memory`: of all of them."""
-
-    grace: float = 60.0
-    keep: float = 300.0
-    memory: int = 1024 * 2**20
 
 
 class DetachedRun:

@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.api.auth.gate import TENANT
 from penstock.api.errors import ErrorShape
-from penstock.api.pipeline.admission import Limits
 from penstock.api.pipeline.body import ClientGone, read_body
 from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.dialect import Dialect
@@ -21,6 +20,7 @@ from penstock.api.pipeline.incoming import Incoming, Library
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.runner import Run
+from penstock.config.front_end import Limits
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.fanin import ReaderLeft
 from penstock.wire.errors import GenerationFault, RequestError

@@ -24,7 +24,8 @@ from penstock.api.openai.schema import (
     PromptCacheOptions,
     SessionControl,
 )
-from penstock.router.policy import POLICIES, Hints, Policy, SessionWish
+from penstock.config.front_end import POLICIES, Policy
+from penstock.router.policy import Hints, SessionWish
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 

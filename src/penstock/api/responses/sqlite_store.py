@@ -20,17 +20,10 @@ from penstock.api.responses.database import Database, used_bytes
 from penstock.api.responses.items import Item
 from penstock.api.responses.liveness import Liveness
 from penstock.api.responses.store import Chain, NewResponse, Page, PageWish, ResponseState, StoredResponse
+from penstock.config.front_end import StoreLimits
 from penstock.wire.errors import RequestError
 
 _LOST = {"code": "server_error", "message": "the server that was making the response has ended"}
-
-
-@dataclass(frozen=True)
-class StoreLimits:
-    """`seconds`: how long a response is kept after it was made, a conversation after its last use. `bytes`: of all together."""
-
-    seconds: float = 30 * 86_400.0
-    bytes: int = 1024 * 2**20
 
 
 @dataclass(frozen=True)

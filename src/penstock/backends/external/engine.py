@@ -87,22 +87,6 @@ class EngineFacts:
     capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", "grammar")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """How an engine is to run in the worker. `engine_args` are its own flags, as words; what is None is the engine's to decide.
-    `streaming_sessions` is for SGLang, `any_version` to try one that is not known to work."""
-
-    model: str
-    engine_args: tuple[str, ...] = ()
-    context_length: int | None = None
-    max_batch: int | None = None
-    kv_memory: float | None = None
-    kv_blocks: int | None = None
-    block_size: int | None = None
-    streaming_sessions: bool = False
-    any_version: bool = False
-
-
 class ExternalEngine(Protocol):
     """An engine, tokens in and tokens out. All methods are called on the event loop and never block it."""
 

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from penstock.backends.external.engine import EngineSettings, EventEndpoints
+from penstock.backends.external.engine import EventEndpoints
+from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 
 OLDEST, BEFORE = (0, 5, 21), (0, 5, 24)

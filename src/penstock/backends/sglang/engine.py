@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.backends.external.child_processes import ChildWatch
-from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EngineSettings, EventEndpoints
+from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
 from penstock.backends.external.errors import first_error, forget_directory, write_logging_config
 from penstock.backends.sglang.arguments import check_version, installed_version, make_arguments
 from penstock.backends.sglang.chunks import ChunkReader
 from penstock.backends.sglang.requests import as_parameters
 from penstock.backends.sglang.sessions import StreamingSessions, Turn
+from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import Capability, Fault
 

@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock.backends.external.engine import EngineSettings, EventEndpoints
+from penstock.backends.external.engine import EventEndpoints
+from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 
 SUPPORTED = ("0.30", "0.33")

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.backends.external.child_processes import ChildWatch
-from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EngineSettings
+from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest
 from penstock.backends.external.errors import first_error, forget_directory, write_logging_config
 from penstock.backends.vllm.arguments import check_version, event_endpoints, installed_version, one_line, plan_engine
 from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
+from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError, PenstockError
 from penstock.wire.messages import Capability, Fault
 

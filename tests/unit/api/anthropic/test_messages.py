@@ -14,8 +14,8 @@ from front_end import MODEL, FrontEnd, Produce, request, says
 from penstock.api.anthropic.errors import AnthropicErrors
 from penstock.api.anthropic.messages import parse_messages
 from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, ContentBlock, MessagesRequest
-from penstock.api.pipeline.admission import Limits
 from penstock.api.pipeline.plan import Plan
+from penstock.config.front_end import Limits
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Submit

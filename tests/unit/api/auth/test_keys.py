@@ -12,8 +12,8 @@ import pytest
 
 from penstock.api.auth import keys as module
 from penstock.api.auth.keys import Key, Keyring, KeySettings, Tenant, check_name, given_keys, key_digest, parse_keys, read_key_file
-from penstock.api.auth.quota import QuotaLimits
 from penstock.api.pipeline.hints import NOBODY, owner
+from penstock.config.front_end import QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError, RequestError
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.auth.quota import NO_LIMITS, Bucket, Charge, Quota, QuotaLimits, duration
+from penstock.api.auth.quota import Bucket, Charge, Quota, duration
 from penstock.api.errors import error_headers
+from penstock.config.front_end import NO_LIMITS, QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 

@@ -27,8 +27,8 @@ from penstock.api.openai.schema import (
 )
 from penstock.api.pipeline.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
 from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT
-from penstock.kv.config import EngineConfig
-from penstock.router.policy import POLICIES
+from penstock.config.engines import EngineConfig
+from penstock.config.front_end import POLICIES
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 
 TEXT = (Path(__file__).parents[4] / "docs" / "guides" / "sessions.md").read_text(encoding="utf-8")

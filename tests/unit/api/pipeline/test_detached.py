@@ -8,8 +8,7 @@ import re
 import pytest
 
 from front_end import FrontEnd, says
-from penstock.api.pipeline.admission import Limits
-from penstock.api.pipeline.detached import ResumeLimits
+from penstock.config.front_end import Limits, ResumeLimits
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import Delta, Fault, Finish, Submit

@@ -10,9 +10,9 @@ import pytest
 
 from front_end import WORDS, FrontEnd, request
 from penstock.api.openai.completions import parse_completion
-from penstock.api.pipeline.admission import Limits
 from penstock.api.pipeline.choice import Choice
 from penstock.cluster.sessions.turn import Session
+from penstock.config.front_end import Limits
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GapError, GenerationFault, OverlapError
 from penstock.wire.messages import Delta, Fault, Finish, Grammar, Submit

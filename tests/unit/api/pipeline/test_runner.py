@@ -13,11 +13,11 @@ from front_end import FrontEnd, Produce, request, says
 from penstock.api.anthropic.messages import CountTokens, parse_messages
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring, KeySettings, given_keys
-from penstock.api.auth.quota import Quota, QuotaLimits
+from penstock.api.auth.quota import Quota
 from penstock.api.openai.chat import parse_chat
-from penstock.api.pipeline.admission import Limits
 from penstock.api.pipeline.incoming import Library
 from penstock.api.pipeline.response import Response
+from penstock.config.front_end import Limits, QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import Mailbox
 from penstock.text.transcript import Transcripts

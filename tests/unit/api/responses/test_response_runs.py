@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from front_end import FrontEnd, says
-from penstock.api.pipeline.admission import Limits
-from penstock.api.pipeline.detached import ResumeLimits
 from penstock.api.responses.sqlite_store import SqliteStore
 from penstock.api.responses.store import NewResponse, ResponseState
+from penstock.config.front_end import Limits, ResumeLimits
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault, Finish, Submit

@@ -15,8 +15,9 @@ import pytest
 from penstock.api.responses import rows
 from penstock.api.responses.items import Item, new_id
 from penstock.api.responses.liveness import Liveness
-from penstock.api.responses.sqlite_store import SqliteStore, StoreLimits
+from penstock.api.responses.sqlite_store import SqliteStore
 from penstock.api.responses.store import MAX_CHAIN, NewResponse, PageWish, ResponseState
+from penstock.config.front_end import StoreLimits
 from penstock.wire.errors import ConfigError, RequestError
 
 EVENTS = b"event: a\ndata: {}\n\nevent: b\ndata: {}\n\n"

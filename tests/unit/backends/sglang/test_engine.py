@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, EngineSettings, EventEndpoints
+from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, EventEndpoints
 from penstock.backends.external.errors import first_error, forget_directory, write_logging_config
 from penstock.backends.sglang import report as sglang_report
 from penstock.backends.sglang.arguments import DEFAULT_PAGE_SIZE, check_version, make_arguments
@@ -20,6 +20,7 @@ from penstock.backends.sglang.chunks import ChunkReader
 from penstock.backends.sglang.engine import FAILURES, LOGGER, SglangEngine
 from penstock.backends.sglang.requests import as_ebnf, as_parameters, engine_priority, sampling_parameters
 from penstock.backends.sglang.sessions import StreamingSessions
+from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import Bootstrap, Sampling, TokenLogprob
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from penstock.backends.external.capabilities import Feature
-from penstock.backends.external.engine import EngineRefused, EngineRequest, EngineSettings, EventEndpoints
+from penstock.backends.external.engine import EngineRefused, EngineRequest, EventEndpoints
 from penstock.backends.vllm.arguments import check_version, event_endpoints, merge_flags, one_line, why_no_events
 from penstock.backends.vllm.engine import VllmEngine
 from penstock.backends.vllm.report import features_in, report
 from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
+from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import Sampling, TokenLogprob
 

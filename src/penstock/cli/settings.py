@@ -12,17 +12,13 @@ from typing import TypeVar
 
 from penstock.api.auth.gate import check_origin
 from penstock.api.auth.keys import MOST_LIMIT, Keyring, KeySettings, given_keys
-from penstock.api.auth.quota import QuotaLimits
-from penstock.api.pipeline.admission import Limits
-from penstock.api.pipeline.detached import ResumeLimits
-from penstock.api.responses.sqlite_store import StoreLimits, StoreSettings
+from penstock.api.responses.sqlite_store import StoreSettings
 from penstock.backends.http.settings import Route, checked_url
-from penstock.backends.simulator import SimulatorConfig
-from penstock.cluster.dispatch import DispatchLimits
 from penstock.cluster.links.address import Address, parse_address
-from penstock.config.parsers import ParserSettings, check_parsers
+from penstock.config.engines import EmbeddedSettings, SimulatorConfig
+from penstock.config.front_end import DispatchLimits, Limits, QuotaLimits, ResumeLimits, RouterSettings, StoreLimits
 from penstock.metrics.frontend import Tally
-from penstock.router.policy import RouterSettings
+from penstock.text.formats.chosen import ParserSettings, check_parsers
 from penstock.wire.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -83,7 +79,7 @@ FRONT_END_FLAGS = (
     "router_sibling_seconds",
     "router_overload_blocks",
     "router_overload_factor",
-    "router_most_ahead",
+    "router_max_lead",
     "sessions_per_key",
     "transcript_memory",
     "store",
@@ -103,22 +99,6 @@ API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 NO_STORE = "none"
 LEAST_STORE_MIB = 1
-
-
-@dataclass(frozen=True)
-class EmbeddedSettings:
-    """What None stands for depends on the model and the device, and is found when they are known."""
-
-    device: str = "auto"
-    threads: int | None = None
-    kv_memory: float | None = None
-    kv_blocks: int | None = None
-    max_batch: int = 256
-    token_budget: int | None = None
-    lease_share: float = 0.5
-    max_sessions: int = 1024
-    session_grace: float = 30.0
-    reproducible: bool = False
 
 
 ENGINES_OF_OTHERS = ("vllm", "sglang", "http")
@@ -290,7 +270,7 @@ def _check_front_end(arguments: argparse.Namespace) -> tuple[Limits, DispatchLim
         sibling_seconds=arguments.router_sibling_seconds,
         overload_blocks=arguments.router_overload_blocks,
         overload_factor=arguments.router_overload_factor,
-        most_ahead=arguments.router_most_ahead,
+        max_lead=arguments.router_max_lead,
     )
     return limits, dispatch, router
 
