@@ -13,7 +13,7 @@ from penstock.api.auth.keys import Keyring, KeySettings
 from penstock.api.models import Models
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
-from penstock.api.pipeline.incoming import Incoming, Library
+from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.store import ResponseStore
 from penstock.cluster.pool import WorkerPool
@@ -48,13 +48,13 @@ def says(*pieces: str) -> Produce:
     return produce
 
 
-async def request(body: dict[str, Any], model: ModelInfo = MODEL) -> tuple[Incoming, Library]:
+async def request(body: dict[str, Any], model: ModelInfo = MODEL) -> tuple[Incoming, PromptContext]:
     """What parsing a body takes, apart from any server."""
     models = Models()
     models.observe(lambda: [model])
     await models.prepare(model)
     tenant = Keyring(KeySettings(), Tally()).nobody
-    return Incoming(json.dumps(body).encode(), [], tenant), Library(models, Transcripts(0))
+    return Incoming(json.dumps(body).encode(), [], tenant), PromptContext(models, Transcripts(0))
 
 
 class FrontEnd:
@@ -81,7 +81,7 @@ class FrontEnd:
         self._produce = produce
         pool = WorkerPool([], "test", "", self.models.prepare)
         sessions = Sessions(MemoryStore(), pool, quota=0)
-        library = Library(self.models, Transcripts(0))
+        library = PromptContext(self.models, Transcripts(0))
         runner = Runner(library, sessions, self, self.admission, metrics)
         self.detached = DetachedRuns(resume or ResumeLimits(), self.admission)
         self.application = app = make_app(Services(library, runner, self.detached, sessions, self.admission, metrics, responses))

@@ -20,10 +20,9 @@ from penstock.api.model_routes import model_routes
 from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import parse_completion
 from penstock.api.pipeline.admission import Admission
-from penstock.api.pipeline.detached import DetachedRuns
+from penstock.api.pipeline.detached import DetachedRuns, Resume
 from penstock.api.pipeline.endpoint import Answer, Endpoint, Generate, Parse
-from penstock.api.pipeline.incoming import Library
-from penstock.api.pipeline.resume import Resume
+from penstock.api.pipeline.request import PromptContext
 from penstock.api.pipeline.runner import Run
 from penstock.api.responses.routes import response_endpoints, response_routes
 from penstock.api.responses.store import ResponseStore
@@ -38,7 +37,7 @@ from penstock.wire.errors import RequestError
 class Services:
     """What the endpoints work with."""
 
-    library: Library
+    library: PromptContext
     runner: Run
     detached: DetachedRuns
     sessions: Sessions

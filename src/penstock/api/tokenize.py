@@ -13,9 +13,8 @@ from starlette.types import Receive
 from penstock.api.models import Models, ServedModel
 from penstock.api.openai.chat import chat_prompt
 from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, Text, Tool
-from penstock.api.pipeline.body import decode_body
-from penstock.api.pipeline.incoming import Incoming, Library
 from penstock.api.pipeline.plan import check_text_length
+from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.pipeline.response import Response
 from penstock.text.tokenizers.encoding import Steps
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -71,12 +70,12 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 class Tokenize:
     """Answers POST /tokenize."""
 
-    library: Library
+    context: PromptContext
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
         request = decode_body(incoming.body, _TOKENIZE, frozenset())
-        model = _model(self.library.models, request.model)
-        token_ids = await _encoded(model, request, self.library)
+        model = _model(self.context.models, request.model)
+        token_ids = await _encoded(model, request, self.context)
         texts = [_text(model, token_id) for token_id in token_ids] if request.return_token_strs else None
         answer = TokenizeAnswer(count=len(token_ids), max_model_len=model.info.context_length, tokens=token_ids, token_strs=texts)
         await response.send_whole(200, msgspec.json.encode(answer))
@@ -87,11 +86,11 @@ class Tokenize:
 class Detokenize:
     """Answers POST /detokenize."""
 
-    library: Library
+    context: PromptContext
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
         request = decode_body(incoming.body, _DETOKENIZE, frozenset())
-        model = _model(self.library.models, request.model)
+        model = _model(self.context.models, request.model)
         _check_ids(model, request.tokens)
         detokenizer = model.tokenizer.detokenizer(frozenset(), False)
         text = detokenizer.feed(request.tokens) + detokenizer.finish()
@@ -111,20 +110,20 @@ def _model(models: Models, name: str | None) -> ServedModel:
     raise RequestError(f"`model` is required: this server has {known}", param="model", code="missing_field")
 
 
-async def _encoded(model: ServedModel, request: TokenizeRequest, library: Library) -> Sequence[int]:
+async def _encoded(model: ServedModel, request: TokenizeRequest, context: PromptContext) -> Sequence[int]:
     if (request.prompt is None) == (request.messages is None):
         given = "neither" if request.prompt is None else "both"
         raise RequestError(f"`prompt` and `messages`: expected one of them, not {given}", param="prompt", code="missing_field")
     if request.messages is not None:
-        return await _encoded_chat(model, request, request.messages, library)
+        return await _encoded_chat(model, request, request.messages, context)
     assert request.prompt is not None
     for name in _OF_MESSAGES:
         if getattr(request, name) is not None:
             raise RequestError(f"`{name}` needs `messages`: a `prompt` goes through no chat template", param=name)
     check_text_length(model, "prompt", request.prompt)
     if request.add_special_tokens is False:
-        return await library.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt))
-    return await library.transcripts.encode_text(model.tokenizer, request.prompt)
+        return await context.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt))
+    return await context.transcripts.encode_text(model.tokenizer, request.prompt)
 
 
 def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
@@ -135,7 +134,7 @@ def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
     return token_ids
 
 
-async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: list[Message], library: Library) -> Sequence[int]:
+async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: list[Message], context: PromptContext) -> Sequence[int]:
     if request.add_special_tokens:
         message = "`add_special_tokens` is true: expected false with `messages`, whose chat template writes its own"
         raise RequestError(message, param="add_special_tokens")
@@ -151,7 +150,7 @@ async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: 
     prompt = chat_prompt(chat)
     for index, rendered in enumerate(prompt.messages):
         check_text_length(model, f"messages[{index}]", rendered["content"])
-    return (await library.transcripts.encode_chat(None, model.info.name, model.tokenizer, prompt)).token_ids
+    return (await context.transcripts.encode_chat(None, model.info.name, model.tokenizer, prompt)).token_ids
 
 
 def _check_ids(model: ServedModel, token_ids: Sequence[int]) -> None:

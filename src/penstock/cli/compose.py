@@ -22,7 +22,7 @@ from penstock.api.auth.keys import Keyring
 from penstock.api.models import Models
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
-from penstock.api.pipeline.incoming import Library
+from penstock.api.pipeline.request import PromptContext
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.sqlite_store import SqliteStore
 from penstock.api.server import HttpServer, open_listener, raise_file_limit
@@ -191,7 +191,7 @@ async def run_front_end(settings: FrontEndSettings) -> int:
             await stack.enter_async_context(dispatcher)
             responses = await _open_response_store(settings, stack)
             metrics.observe(partial(_read_cluster, pool, router, dispatcher, sessions, transcripts, store, responses))
-            library = Library(models, transcripts)
+            library = PromptContext(models, transcripts)
             runner = Runner(library, sessions, dispatcher, admission, metrics)
             detached = DetachedRuns(settings.resume, admission)
             stack.push_async_callback(detached.close)

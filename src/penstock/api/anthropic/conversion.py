@@ -19,9 +19,10 @@ from penstock.api.anthropic.schema import (
     Tool,
     ToolResultBlock,
 )
+from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import CacheControl, Common
-from penstock.api.pipeline.dialogue import Dialogue, ToolChoice, check_names, described_tool
-from penstock.api.pipeline.hints import Headers, longest_ttl
+from penstock.api.pipeline.hints import longest_ttl
+from penstock.api.pipeline.plan import Dialogue, ToolChoice, check_names, described_tool
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar

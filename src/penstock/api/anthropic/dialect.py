@@ -10,7 +10,7 @@ import msgspec
 from penstock.api.anthropic.blocks import BlockDelta, Blocks, BlockStart, Kind, Step, whole_blocks
 from penstock.api.anthropic.errors import fault_content
 from penstock.api.openai.schema import EphemeralTtl
-from penstock.api.pipeline.dialect import Addition, Answer, Ending, Usage
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
 from penstock.api.pipeline.plan import Plan
 from penstock.wire.messages import Delta, Fault
 
@@ -56,7 +56,7 @@ class MessagesDialect:
         message = self._message([], None, self._usage(usage))
         return _event("message_start", {"message": message}) + _PING
 
-    def event(self, index: int, added: Addition) -> bytes:  # noqa: ARG002
+    def event(self, index: int, added: ChoiceDelta) -> bytes:  # noqa: ARG002
         parts, ending = added.parts, added.ending
         if ending is None and len(parts) == 1 and type(parts[0]) is str and self._blocks.is_in_text:
             return _TEXT_DELTA % (self._blocks.number, msgspec.json.encode(parts[0]))

@@ -12,11 +12,9 @@ from penstock.api.anthropic.conversion import check_thinking, longest_mark, read
 from penstock.api.anthropic.dialect import MessagesDialect
 from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, CountRequest, MessagesRequest, ThinkingAdaptive, ThinkingEnabled
 from penstock.api.openai.schema import Common
-from penstock.api.pipeline.body import decode_body
-from penstock.api.pipeline.dialogue import count_tokens, plan_dialogue
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.incoming import Incoming, Library
-from penstock.api.pipeline.plan import Plan
+from penstock.api.pipeline.plan import Plan, count_tokens, plan_dialogue
+from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.pipeline.response import Response
 from penstock.router.affinity import session_key
 from penstock.wire.errors import RequestError
@@ -27,14 +25,14 @@ _MESSAGES_DECODER = msgspec.json.Decoder(MessagesRequest)
 _COUNT_DECODER = msgspec.json.Decoder(CountRequest)
 
 
-async def parse_messages(incoming: Incoming, library: Library) -> tuple[Plan, MessagesDialect]:
+async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Plan, MessagesDialect]:
     """Raises RequestError, which names the field."""
     request = _decode(incoming.body, _MESSAGES_DECODER)
     check_thinking(request, incoming.headers)
     common = read_common(request)
     hints = read_hints(common, incoming.headers)
     # Without a limit, and so with all the room there is: one that does not fit is not refused, but reached earlier.
-    room = await plan_dialogue(common, read_dialogue(request), hints, incoming.tenant, library)
+    room = await plan_dialogue(common, read_dialogue(request), hints, incoming.tenant, context)
     dialect = MessagesDialect(
         room,
         cache_ttl=None if common.cache_control is None else common.cache_control.ttl,
@@ -48,16 +46,16 @@ async def parse_messages(incoming: Incoming, library: Library) -> tuple[Plan, Me
 class CountTokens:
     """Answers with how many tokens a message's prompt would have: those that the message itself says in its usage, all three together."""
 
-    library: Library
+    context: PromptContext
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
         request = _decode(incoming.body, _COUNT_DECODER)
         common = Common(model=request.model, nvext=request.nvext, cache_control=longest_mark(request))
         session = read_hints(common, incoming.headers).session
-        model = self.library.models.find(request.model)
+        model = self.context.models.find(request.model)
         # In a session, what the model has said keeps the tokens that it said it with.
         key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
-        tokens = await count_tokens(model, read_dialogue(request), self.library, key)
+        tokens = await count_tokens(model, read_dialogue(request), self.context, key)
         await response.send_whole(200, msgspec.json.encode({"input_tokens": tokens}))
         return "ok"
 

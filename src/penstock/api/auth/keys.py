@@ -19,18 +19,24 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.api.auth.quota import Clock, Quota
-from penstock.api.pipeline.hints import NOBODY, owner_of
 from penstock.config.front_end import NO_LIMITS, QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+Headers = Iterable[tuple[bytes, bytes]]
+"""As ASGI has them: names in lower case."""
+
+NOBODY = "nobody"
+"""The name and owner of requests without a key."""
+
 KEY_PREFIX = "psk-"
 RELOAD_SECONDS = 1.0
 MOST_LIMIT = 10**12
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _GIVEN_NAME = re.compile(r"api-key-[0-9]+")
+_BEARER = re.compile(rb"\Abearer(?:\s+|\Z)", re.IGNORECASE)
 _VISIBLE = re.compile(r"[!-~]{1,512}")
 # So much of a hash is looked up in a table, which takes a time that depends on it; the rest is compared in constant time.
 _PREFIX_BYTES = 4
@@ -54,6 +60,17 @@ class Tenant:
     name: str
     owner: str = field(repr=False)
     quota: Quota = field(repr=False)
+
+
+def presented_key(headers: Headers) -> bytes:
+    """The API key of a request: a bearer token, or else `x-api-key`. Empty without a key."""
+    found = dict(headers)
+    return _BEARER.sub(b"", found.get(b"authorization", b"").strip()) or found.get(b"x-api-key", b"").strip()
+
+
+def owner_of(key: bytes) -> str:
+    """The namespace of an API key: a hash. The key itself is not kept."""
+    return hashlib.blake2b(key, digest_size=16, person=b"penstock-owner").hexdigest() if key else NOBODY
 
 
 def key_digest(key: bytes) -> bytes:

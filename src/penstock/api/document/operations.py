@@ -6,7 +6,7 @@ from penstock.api.anthropic.operations import ANTHROPIC_OPERATIONS
 from penstock.api.document.operation import EXAMPLE_MODEL, GENERATES, HINTS, READS, Operation, Parameter, path_id
 from penstock.api.openai import answers
 from penstock.api.openai.schema import ChatRequest, CompletionRequest
-from penstock.api.pipeline.resume import LAST_EVENT_ID
+from penstock.api.pipeline.detached import LAST_EVENT_ID
 from penstock.api.responses.operations import RESPONSE_OPERATIONS
 from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT
 from penstock.api.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest

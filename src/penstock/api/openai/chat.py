@@ -9,12 +9,10 @@ from typing import Any, cast
 import msgspec
 
 from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, Message, MessageToolCall, NamedToolChoice, Tool
-from penstock.api.pipeline.body import decode_body
-from penstock.api.pipeline.dialect import Addition, Answer, Envelope, Usage
-from penstock.api.pipeline.dialogue import Dialogue, ToolChoice, check_names, described_tool, plan_dialogue
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Envelope, Usage
 from penstock.api.pipeline.hints import prompt_text, read_hints
-from penstock.api.pipeline.incoming import Incoming, Library
-from penstock.api.pipeline.plan import Plan, wanted_grammar
+from penstock.api.pipeline.plan import Dialogue, Plan, ToolChoice, check_names, described_tool, plan_dialogue, wanted_grammar
+from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import CallArguments, CallBegin, CallBroken, Part, Reasoning
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
 from penstock.wire.errors import RequestError
@@ -23,10 +21,10 @@ from penstock.wire.messages import Delta, Fault
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
-async def parse_chat(incoming: Incoming, library: Library) -> tuple[Plan, ChatDialect]:
+async def parse_chat(incoming: Incoming, context: PromptContext) -> tuple[Plan, ChatDialect]:
     request = decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT)
     hints = read_hints(request, incoming.headers)
-    plan = await plan_dialogue(request, _dialogue(request), hints, incoming.tenant, library)
+    plan = await plan_dialogue(request, _dialogue(request), hints, incoming.tenant, context)
     return plan, ChatDialect(plan)
 
 
@@ -54,7 +52,7 @@ class ChatDialect:
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
         return b""
 
-    def event(self, index: int, added: Addition) -> bytes:
+    def event(self, index: int, added: ChoiceDelta) -> bytes:
         parts = added.parts
         if self._has_role[index]:
             if not parts:

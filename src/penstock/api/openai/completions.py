@@ -9,11 +9,10 @@ import msgspec
 
 from penstock.api.models import ServedModel
 from penstock.api.openai.schema import UNSUPPORTED_COMPLETION, CompletionRequest
-from penstock.api.pipeline.body import decode_body
-from penstock.api.pipeline.dialect import Addition, Answer, Envelope, Usage
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Envelope, Usage
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.incoming import Incoming, Library
 from penstock.api.pipeline.plan import Plan, Wishes, check_text_length, make_plan, wanted_grammar
+from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import Part
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
@@ -23,11 +22,11 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
 
 
-async def parse_completion(incoming: Incoming, library: Library) -> tuple[Plan, CompletionDialect]:
+async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[Plan, CompletionDialect]:
     request = decode_body(incoming.body, _DECODER, UNSUPPORTED_COMPLETION)
     hints = read_hints(request, incoming.headers)
-    model = library.models.find(request.model)
-    prompts = await _encoded(model, request, library)
+    model = context.models.find(request.model)
+    prompts = await _encoded(model, request, context)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if not max_tokens and not request.echo:
         raise RequestError("`max_tokens` is 0: expected at least 1 unless `echo` is true", param="max_tokens")
@@ -84,7 +83,7 @@ class CompletionDialect:
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
         return b""
 
-    def event(self, index: int, added: Addition) -> bytes:
+    def event(self, index: int, added: ChoiceDelta) -> bytes:
         return self._envelope.event(index, b',"text":' + msgspec.json.encode(_plain(added.parts)), added)
 
     def end(self, usage: Usage) -> bytes:
@@ -140,25 +139,25 @@ def _prompts(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
     return [(f"prompt[{index}]", element) for index, element in enumerate(prompt)]
 
 
-async def _encoded(model: ServedModel, request: CompletionRequest, library: Library) -> list[tuple[str, Sequence[int]]]:
+async def _encoded(model: ServedModel, request: CompletionRequest, context: PromptContext) -> list[tuple[str, Sequence[int]]]:
     prompts = _prompts(request.prompt)
     if request.suffix is None:
-        return [(field, await _tokens(model, field, prompt, library)) for field, prompt in prompts]
+        return [(field, await _tokens(model, field, prompt, context)) for field, prompt in prompts]
     if len(prompts) > 1 or not isinstance(request.prompt, str):
         raise RequestError("`suffix` needs `prompt` to be one string", param="suffix")
     check_text_length(model, "prompt", request.prompt)
     check_text_length(model, "suffix", request.suffix)
-    token_ids = await library.transcripts.encode_infill(model.tokenizer, request.prompt, request.suffix)
+    token_ids = await context.transcripts.encode_infill(model.tokenizer, request.prompt, request.suffix)
     if token_ids is None:
         message = f"`suffix` is not supported by {model.info.name}: its vocabulary has no tokens to fill in the middle; leave it out"
         raise RequestError(message, param="suffix", code="unsupported_field")
     return [("prompt", token_ids)]
 
 
-async def _tokens(model: ServedModel, field: str, prompt: str | list[int], library: Library) -> Sequence[int]:
+async def _tokens(model: ServedModel, field: str, prompt: str | list[int], context: PromptContext) -> Sequence[int]:
     if isinstance(prompt, str):
         check_text_length(model, field, prompt)
-        return await library.transcripts.encode_text(model.tokenizer, prompt)
+        return await context.transcripts.encode_text(model.tokenizer, prompt)
     size = model.info.vocab_size
     for index, token_id in enumerate(prompt):
         if not 0 <= token_id < size:

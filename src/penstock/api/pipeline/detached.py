@@ -4,23 +4,97 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Message, Receive
 
 from penstock.api.pipeline.admission import Admission
-from penstock.api.pipeline.recording import Recorder, Recording
+from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Response, Sink
 from penstock.api.pipeline.writer import EventWriter
 from penstock.config.front_end import ResumeLimits
+from penstock.metrics.frontend import Tally
 from penstock.stream.fanin import ReaderLeft, all_done
 from penstock.wire.errors import GenerationFault, RequestError
 
 log = logging.getLogger(__name__)
 
+LAST_EVENT_ID = b"last-event-id"
+_END_OF_EVENT = b"\n\n"
+
 Work = Callable[[Receive, Sink], Awaitable[str]]
 """Makes an answer into the sink, and returns its outcome; stops when `receive` says that the client has gone."""
+
+
+class Recording:
+    """Events in the order in which they were made, numbered from 0. Its readers are called whenever there is more, or it is closed."""
+
+    def __init__(self, events: Iterable[bytes] = (), closed: bool = False) -> None:
+        self.events: list[bytes] = list(events)
+        self.size = sum(map(len, self.events))
+        self.closed = closed
+        self.body: bytes | None = None
+        """The whole answer, where it is not a stream."""
+        self._readers: set[Callable[[], None]] = set()
+
+    def append(self, events: Iterable[bytes]) -> None:
+        added = list(events)
+        self.events += added
+        self.size += sum(map(len, added))
+        self._wake()
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self.closed = True
+        self._wake()
+
+    def listen(self, reader: Callable[[], None]) -> None:
+        self._readers.add(reader)
+
+    def leave(self, reader: Callable[[], None]) -> None:
+        self._readers.discard(reader)
+
+    def _wake(self) -> None:
+        for reader in list(self._readers):
+            reader()
+
+
+class Recorder:
+    """A sink that records, and never makes anybody wait. With `numbered`, every event carries its number as its SSE id."""
+
+    def __init__(self, recording: Recording, numbered: bool, on_growth: Callable[[int], None]) -> None:
+        self._recording = recording
+        self._numbered = numbered
+        self._on_growth = on_growth
+        self.sending_since: float | None = None
+        self.stalled = False
+
+    async def send_whole(self, status: int, body: bytes) -> None:  # noqa: ARG002, whole answers are never anything but a success
+        self._recording.body = body
+        self._on_growth(len(body))
+
+    def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:  # noqa: ARG002, it is closed by whoever runs it
+        before = self._recording.size
+        split = [event + _END_OF_EVENT for event in events.split(_END_OF_EVENT)[:-1]]
+        if self._numbered:
+            first = len(self._recording.events)
+            split = [b"id: %d\n%b" % (number, event) for number, event in enumerate(split, first)]
+        self._recording.append(split)
+        self._on_growth(self._recording.size - before)
+        return _DONE
+
+
+class _Done:
+    """Awaited, it is over at once."""
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return
+        yield
+
+
+_DONE = _Done()
 
 
 class DetachedRun:
@@ -212,3 +286,36 @@ class DetachedRuns:
         for run in runs:
             await run.ended()
             self.forget(run.id)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Sends the events of a resumable stream behind the one that `Last-Event-ID` names, and goes on live."""
+
+    detached: DetachedRuns
+    tally: Tally
+
+    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
+        stream_id = incoming.path["id"]
+        after = _last_event(incoming)
+        run = self.detached.find(incoming.owner, stream_id)
+        if run is None:
+            # The same whether another key has such a stream or nobody: ids are not to be guessed.
+            message = f"there is no stream `{stream_id[:256]}` to resume: it is over for too long, or was not `stream_options.resumable`"
+            raise RequestError(message, param="id", code="stream_not_found", status=404)
+        if after >= len(run.recording.events):
+            message = f"`Last-Event-ID` is {after}: the stream has events up to {len(run.recording.events) - 1}"
+            raise RequestError(message, param="Last-Event-ID")
+        self.tally.streams_resumed += 1
+        return await self.detached.follow(run, receive, response, after)
+
+
+def _last_event(incoming: Incoming) -> int:
+    """The number of the last event that the client has; -1 for none."""
+    value = dict(incoming.headers).get(LAST_EVENT_ID, b"").strip()
+    if not value:
+        return -1
+    if not value.isdigit() or len(value) > 15:
+        shown = value[:80].decode(errors="replace")
+        raise RequestError(f"`Last-Event-ID` is {shown!r}: expected the id of an event of this stream", param="Last-Event-ID")
+    return int(value)

@@ -43,7 +43,7 @@ class Ending(NamedTuple):
     stop: str | None = None
 
 
-class Addition(NamedTuple):
+class ChoiceDelta(NamedTuple):
     """What an arrival adds to a choice. The members below `ending` are there only where the client asked for them, and `nvext`,
     what the answer says beyond its API, only with the last of a stream."""
 
@@ -83,7 +83,7 @@ class Dialect(Protocol):
     def begin(self, usage: Usage) -> bytes:
         """The events before all others. The usage is that of the prompt."""
 
-    def event(self, index: int, added: Addition) -> bytes:
+    def event(self, index: int, added: ChoiceDelta) -> bytes:
         """The events for what is new in a choice; its last addition has an ending."""
 
     def end(self, usage: Usage) -> bytes:
@@ -122,7 +122,7 @@ class Envelope:
         self._prompts = plan.choice_prompts if plan.return_token_ids else None
         self._has_prompt: set[int] = set()
 
-    def event(self, index: int, content: bytes, added: Addition) -> bytes:
+    def event(self, index: int, content: bytes, added: ChoiceDelta) -> bytes:
         """`content` is the rendered member that holds the text, with a comma before it."""
         opening = b"%b%d%b" % (self._opening, index, content)
         logprobs, ending, token_ids, usage, nvext = added[1:]

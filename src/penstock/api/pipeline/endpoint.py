@@ -13,11 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.api.auth.gate import TENANT
 from penstock.api.errors import ErrorShape
-from penstock.api.pipeline.body import ClientGone, read_body
 from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.dialect import Dialect
-from penstock.api.pipeline.incoming import Incoming, Library
 from penstock.api.pipeline.plan import Plan
+from penstock.api.pipeline.request import ClientGone, Incoming, PromptContext, read_body
 from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.runner import Run
 from penstock.config.front_end import Limits
@@ -27,7 +26,7 @@ from penstock.wire.errors import GenerationFault, RequestError
 
 log = logging.getLogger(__name__)
 
-Parse = Callable[[Incoming, Library], Awaitable[tuple[Plan, Dialect]]]
+Parse = Callable[[Incoming, PromptContext], Awaitable[tuple[Plan, Dialect]]]
 Answer = Callable[[Incoming, Receive, Response], Awaitable[str]]
 """Answers a request, and returns the outcome. May raise RequestError, GenerationFault, ReaderLeft and ClientGone."""
 
@@ -90,12 +89,12 @@ class Generate:
     """Answers with generations, on the connection that asked or, if the client wants to be able to resume, beside it."""
 
     parse: Parse
-    library: Library
+    context: PromptContext
     runner: Run
     detached: DetachedRuns
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
-        plan, dialect = await self.parse(incoming, self.library)
+        plan, dialect = await self.parse(incoming, self.context)
         try:
             if not plan.resumable:
                 return await self.runner.run(plan, dialect, receive, response)

@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from penstock.api.pipeline.admission import Ticket
 from penstock.api.pipeline.choice import Choice
-from penstock.api.pipeline.dialect import Addition, Answer, Dialect, Usage
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Usage
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.response import Sink
 from penstock.api.pipeline.writer import EventWriter
@@ -149,7 +149,7 @@ class Exchange:
             return b"", None
         event = b""
         if self._last is not None:
-            event = self._dialect.event(self._last, Addition((), ending=self._choices[self._last].ending, nvext=self._nvext()))
+            event = self._dialect.event(self._last, ChoiceDelta((), ending=self._choices[self._last].ending, nvext=self._nvext()))
         return event + self._dialect.end(self._usage()), "ok"
 
     async def _collect(self, ticket: Ticket) -> str:
@@ -212,14 +212,14 @@ class Exchange:
             return b""
         usage = self._usage_so_far() if plan.continuous_usage else None
         if ending is None or self._open:
-            return self._dialect.event(arrival.choice, Addition(parts, logprobs, ending, told, usage))
+            return self._dialect.event(arrival.choice, ChoiceDelta(parts, logprobs, ending, told, usage))
         if self._turn.settling is None:
-            return self._dialect.event(arrival.choice, Addition(parts, logprobs, ending, told, usage, self._nvext()))
+            return self._dialect.event(arrival.choice, ChoiceDelta(parts, logprobs, ending, told, usage, self._nvext()))
         # The tokens go out now, the end when it may.
         self._last = arrival.choice
         if not parts and logprobs is None and not told:
             return b""
-        return self._dialect.event(arrival.choice, Addition(parts, logprobs, None, told, usage))
+        return self._dialect.event(arrival.choice, ChoiceDelta(parts, logprobs, None, told, usage))
 
     def _advance(self, arrival: Arrival) -> tuple[Sequence[Part], object, Sequence[int]]:
         """What an arrival adds to its choice, and the tokens of that. Raises GenerationFault when it does not follow what came before."""

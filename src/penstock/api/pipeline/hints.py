@@ -6,13 +6,13 @@ of the headers, only those that count.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
+from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import (
     LONGEST_SECONDS,
     AgentHints,
@@ -29,21 +29,15 @@ from penstock.router.policy import Hints, SessionWish
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 
-Headers = Iterable[tuple[bytes, bytes]]
-"""As ASGI has them: names in lower case."""
-
 ROUTER_HEADER = b"x-penstock-router"
 AFFINITY_HEADER = b"x-session-affinity"
 MAX_ID_BYTES = 256
-NOBODY = "nobody"
-"""The owner of what comes without a key."""
 
 _TTL_SECONDS = {"5m": 300.0, "30m": 1_800.0, "1h": 3_600.0, "12h": 43_200.0}
 _RETENTION_SECONDS = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86_400.0}
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3_600}
 _DURATION = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh])")
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_BEARER = re.compile(rb"\Abearer(?:\s+|\Z)", re.IGNORECASE)
 _BILLING_HEADER = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*\n*)+")
 _LONGEST_VALUE = 80
 
@@ -83,22 +77,6 @@ def read_hints(request: Common, headers: Headers) -> Hints:
         router=_router(found),
         wants_route="route" in (nvext.extra_fields or ()),
     )
-
-
-def presented_key(headers: Headers) -> bytes:
-    """The API key that a request comes with, be it a bearer token or, without one, an `x-api-key`. Empty without any."""
-    found = dict(headers)
-    return _BEARER.sub(b"", found.get(b"authorization", b"").strip()) or found.get(b"x-api-key", b"").strip()
-
-
-def owner(headers: Headers) -> str:
-    """The name space of a client's sessions: that of its API key."""
-    return owner_of(presented_key(headers))
-
-
-def owner_of(key: bytes) -> str:
-    """The name space that belongs to an API key: a hash of it. The key itself is not kept."""
-    return hashlib.blake2b(key, digest_size=16, person=b"penstock-owner").hexdigest() if key else NOBODY
 
 
 def longest_ttl(marks: Iterable[CacheControl | None]) -> float | None:

@@ -11,8 +11,8 @@ from starlette.types import Receive
 from penstock.api.pipeline.admission import Admission, Ticket
 from penstock.api.pipeline.dialect import Dialect
 from penstock.api.pipeline.exchange import Exchange, Producer, Turn
-from penstock.api.pipeline.incoming import Library
 from penstock.api.pipeline.plan import Plan
+from penstock.api.pipeline.request import PromptContext
 from penstock.api.pipeline.response import Sink
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.router.policy import Hints
@@ -42,7 +42,7 @@ class Run(Protocol):
 class Runner(Generic[TurnType]):
     """Where plans are run."""
 
-    library: Library
+    context: PromptContext
     turns: Turns[TurnType]
     producer: Producer[TurnType]
     admission: Admission
@@ -72,7 +72,7 @@ class Runner(Generic[TurnType]):
             outcome = await exchange.run(receive, ticket)
             if plan.chat is not None:
                 for token_ids in exchange.answers:
-                    self.library.transcripts.record(plan.chat, token_ids)
+                    self.context.transcripts.record(plan.chat, token_ids)
             return outcome
         finally:
             self.turns.end(turn)

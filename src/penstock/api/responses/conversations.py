@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive
 
-from penstock.api.pipeline.body import decode_body
-from penstock.api.pipeline.incoming import Incoming
+from penstock.api.pipeline.request import Incoming, decode_body
 from penstock.api.pipeline.response import Response
 from penstock.api.responses.items import Item, read_items
 from penstock.api.responses.paging import check_query, list_body, page_wish

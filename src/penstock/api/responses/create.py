@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Message, Receive
 
 from penstock.api.pipeline.detached import DetachedRuns
-from penstock.api.pipeline.incoming import Incoming
+from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Response, Sink
 from penstock.api.pipeline.runner import Run
 from penstock.api.responses.reading import Reader, Reading

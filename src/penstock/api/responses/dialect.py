@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from penstock.api.errors import fault_status
-from penstock.api.pipeline.dialect import Addition, Answer, Ending, Usage
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
 from penstock.api.responses.events import Events
 from penstock.api.responses.items import Item
 from penstock.api.responses.output import OutputItems
@@ -77,7 +77,7 @@ class ResponseDialect:
         created = b"" if self._is_created else self._lifecycle("created")
         return created + self._lifecycle("in_progress")
 
-    def event(self, index: int, added: Addition) -> bytes:  # noqa: ARG002, there is one choice
+    def event(self, index: int, added: ChoiceDelta) -> bytes:  # noqa: ARG002, there is one choice
         events: list[bytes] = []
         self._output.logprobs.note(cast(Sequence[Item], added.logprobs or ()))
         for part in added.parts:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.api.openai.schema import ContentPart
-from penstock.api.pipeline.body import decode_body
+from penstock.api.pipeline.request import decode_body
 from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS
 from penstock.wire.errors import RequestError
 

@@ -10,11 +10,9 @@ from typing import Any
 import msgspec
 
 from penstock.api.openai.schema import Common, JsonSchemaFormat, ResponseFormat
-from penstock.api.pipeline.body import decode_body
-from penstock.api.pipeline.dialogue import Dialogue, count_tokens, plan_dialogue
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.incoming import Incoming, Library
-from penstock.api.pipeline.plan import Plan, wanted_grammar
+from penstock.api.pipeline.plan import Dialogue, Plan, count_tokens, plan_dialogue, wanted_grammar
+from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.context import Context, read_context
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.items import check_depth, marked_parts
@@ -52,7 +50,7 @@ class Reading:
 class Reader:
     """Reads requests. Without a store nothing is kept, and nothing can be referred to."""
 
-    library: Library
+    library: PromptContext
     store: ResponseStore | None
 
     async def read(self, incoming: Incoming) -> Reading:

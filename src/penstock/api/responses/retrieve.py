@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 from starlette.types import Receive
 
-from penstock.api.pipeline.detached import DetachedRun, DetachedRuns
-from penstock.api.pipeline.incoming import Incoming
-from penstock.api.pipeline.recording import Recording
+from penstock.api.pipeline.detached import DetachedRun, DetachedRuns, Recording
+from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Response
 from penstock.api.responses.dialect import RUNNING, ResponseDialect
 from penstock.api.responses.events import encoded_event

@@ -11,7 +11,7 @@ from penstock.api.errors import ErrorShape, OpenAIErrors
 from penstock.api.handlers import Methods, handled
 from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.endpoint import Answer, Endpoint
-from penstock.api.pipeline.incoming import Library
+from penstock.api.pipeline.request import PromptContext
 from penstock.api.pipeline.runner import Run
 from penstock.api.responses.conversations import Conversations
 from penstock.api.responses.create import CountTokens, CreateResponse
@@ -26,7 +26,7 @@ class Services(Protocol):
     """What the endpoints work with."""
 
     @property
-    def library(self) -> Library: ...
+    def library(self) -> PromptContext: ...
     @property
     def runner(self) -> Run: ...
     @property

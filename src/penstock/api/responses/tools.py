@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.api.pipeline.dialogue import NO_PARAMETERS, ToolChoice, described_tool
+from penstock.api.pipeline.plan import NO_PARAMETERS, ToolChoice, described_tool
 from penstock.api.responses.items import check_depth, read_struct
 from penstock.api.responses.messages import CUSTOM_ARGUMENT
 from penstock.api.responses.schema import HOSTED_TOOLS, AllowedTools, CustomTool, FunctionTool, NamedChoice

@@ -12,7 +12,7 @@ from penstock.api.anthropic.conversation import Conversation
 from penstock.api.anthropic.conversion import longest_mark, read_common, read_dialogue
 from penstock.api.anthropic.schema import Message, MessagesRequest, Role
 from penstock.api.anthropic.thinking import sealed, signature_of
-from penstock.api.pipeline.dialogue import Dialogue, ToolChoice
+from penstock.api.pipeline.plan import Dialogue, ToolChoice
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
 

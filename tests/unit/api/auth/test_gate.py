@@ -12,8 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.auth import gate
 from penstock.api.auth.gate import OPEN_PATHS, TENANT, Gate, check_origin
-from penstock.api.auth.keys import Keyring, KeySettings, given_keys
-from penstock.api.pipeline.hints import NOBODY, owner
+from penstock.api.auth.keys import NOBODY, Headers, Keyring, KeySettings, given_keys, owner_of, presented_key
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.wire.errors import ConfigError
 
@@ -22,6 +21,10 @@ BEARER = {"authorization": f"Bearer {KEY}"}
 PAGE = "https://chat.example.org"
 PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
 STREAM_HEADERS = [(b"content-type", b"text/event-stream")]
+
+
+def owner(headers: Headers) -> str:
+    return owner_of(presented_key(headers))
 
 
 class Answer:

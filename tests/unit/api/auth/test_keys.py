@@ -11,14 +11,31 @@ from typing import Any
 import pytest
 
 from penstock.api.auth import keys as module
-from penstock.api.auth.keys import Key, Keyring, KeySettings, Tenant, check_name, given_keys, key_digest, parse_keys, read_key_file
-from penstock.api.pipeline.hints import NOBODY, owner
+from penstock.api.auth.keys import (
+    NOBODY,
+    Headers,
+    Key,
+    Keyring,
+    KeySettings,
+    Tenant,
+    check_name,
+    given_keys,
+    key_digest,
+    owner_of,
+    parse_keys,
+    presented_key,
+    read_key_file,
+)
 from penstock.config.front_end import QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError, RequestError
 
 ALICE = "psk-of-alice"
 BOB = "psk-of-bob"
+
+
+def owner(headers: Headers) -> str:
+    return owner_of(presented_key(headers))
 
 
 def entry(name: str, key: str, **limits: int) -> str:
@@ -265,3 +282,30 @@ def test_nothing_of_a_key_is_shown() -> None:
     for shown in (repr(settings), repr(settings.given), repr(tenant), repr(tenant.quota), repr(keyring), repr(tally)):
         for secret in (ALICE, digest.hex(), repr(digest), tenant.owner):
             assert secret not in shown
+
+
+# The owner.
+
+
+def test_owner_is_the_key_however_it_comes() -> None:
+    key = owner([(b"authorization", b"Bearer sk-1")])
+    assert key == owner([(b"authorization", b"bearer  sk-1 ")]) == owner([(b"x-api-key", b"sk-1")]) == owner([(b"authorization", b"sk-1")])
+    assert key != owner([(b"authorization", b"Bearer sk-2")])
+    assert owner([(b"authorization", b"Bearer sk-1"), (b"x-api-key", b"sk-2")]) == key, "a bearer token goes first"
+    assert len(bytes.fromhex(key)) == 16
+    assert "sk-1" not in key
+
+
+def test_nobody() -> None:
+    for headers in (
+        [],
+        [(b"authorization", b"")],
+        [(b"authorization", b"Bearer ")],
+        [(b"authorization", b"Bearer")],
+        [(b"x-api-key", b"")],
+    ):
+        assert owner(headers) == NOBODY
+
+
+def test_a_token_may_contain_the_word() -> None:
+    assert owner([(b"authorization", b"Bearer a bearer b")]) != owner([(b"authorization", b"Bearer a b")])

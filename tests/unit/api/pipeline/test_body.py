@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.api.openai.schema import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, ChatRequest, CompletionRequest
-from penstock.api.pipeline.body import decode_body
+from penstock.api.pipeline.request import decode_body
 from penstock.wire.errors import RequestError
 
 KINDS: list[tuple[msgspec.json.Decoder[Any], frozenset[str]]] = [

@@ -20,17 +20,15 @@ from penstock.api.openai.schema import (
     PromptCacheBreakpoint,
     PromptCacheOptions,
 )
-from penstock.api.pipeline.body import decode_body
 from penstock.api.pipeline.hints import (
-    NOBODY,
     SESSION_HEADERS,
     longest_breakpoint,
     longest_ttl,
-    owner,
     prompt_text,
     read_hints,
     without_billing_header,
 )
+from penstock.api.pipeline.request import decode_body
 from penstock.router.policy import Hints, SessionWish
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
@@ -356,33 +354,6 @@ def test_any_headers_are_hints_or_a_refusal(headers: dict[bytes, bytes]) -> None
         assert error.param.encode() in headers
     else:
         assert hints.session is None or 0 < len(hints.session.id.encode()) <= 256
-
-
-# The owner.
-
-
-def test_owner_is_the_key_however_it_comes() -> None:
-    key = owner([(b"authorization", b"Bearer sk-1")])
-    assert key == owner([(b"authorization", b"bearer  sk-1 ")]) == owner([(b"x-api-key", b"sk-1")]) == owner([(b"authorization", b"sk-1")])
-    assert key != owner([(b"authorization", b"Bearer sk-2")])
-    assert owner([(b"authorization", b"Bearer sk-1"), (b"x-api-key", b"sk-2")]) == key, "a bearer token goes first"
-    assert len(bytes.fromhex(key)) == 16
-    assert "sk-1" not in key
-
-
-def test_nobody() -> None:
-    for headers in (
-        [],
-        [(b"authorization", b"")],
-        [(b"authorization", b"Bearer ")],
-        [(b"authorization", b"Bearer")],
-        [(b"x-api-key", b"")],
-    ):
-        assert owner(headers) == NOBODY
-
-
-def test_a_token_may_contain_the_word() -> None:
-    assert owner([(b"authorization", b"Bearer a bearer b")]) != owner([(b"authorization", b"Bearer a b")])
 
 
 # What changes on every call.

@@ -9,8 +9,8 @@ import pytest
 from front_end import MODEL, request
 from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import parse_completion
-from penstock.api.pipeline.incoming import Incoming
 from penstock.api.pipeline.plan import MAX_GRAMMAR_BYTES, Plan
+from penstock.api.pipeline.request import Incoming
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
 

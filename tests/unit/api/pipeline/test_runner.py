@@ -15,7 +15,7 @@ from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring, KeySettings, given_keys
 from penstock.api.auth.quota import Quota
 from penstock.api.openai.chat import parse_chat
-from penstock.api.pipeline.incoming import Library
+from penstock.api.pipeline.request import PromptContext
 from penstock.api.pipeline.response import Response
 from penstock.config.front_end import Limits, QuotaLimits
 from penstock.metrics.frontend import Tally
@@ -183,7 +183,7 @@ async def test_sessions_of_one_name_are_remembered_apart_for_every_key() -> None
         pass
 
     for parse in (parse_chat, parse_messages, CountTokens):
-        library = Library(made.models, Transcripts(2**20))
+        library = PromptContext(made.models, Transcripts(2**20))
         for count, key in enumerate((b"ann", b"bob"), 1):
             tenant = keyring.tenant_of(key)
             assert tenant is not None

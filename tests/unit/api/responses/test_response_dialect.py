@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.pipeline.dialect import Addition, Answer, Ending, Usage
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning, joined
 from penstock.wire.errors import GenerationFault, RequestError
@@ -41,8 +41,8 @@ def stream(additions: Sequence[Sequence[Part]], ending: Ending = STOP, dialect: 
     dialect = dialect or make_dialect()
     rendered = dialect.begin(USAGE)
     for parts in additions:
-        rendered += dialect.event(0, Addition(parts))
-    rendered += dialect.event(0, Addition((), ending=ending))
+        rendered += dialect.event(0, ChoiceDelta(parts))
+    rendered += dialect.event(0, ChoiceDelta((), ending=ending))
     return events_of(rendered + dialect.end(USAGE))
 
 
@@ -182,7 +182,7 @@ def test_length() -> None:
 
 def test_a_fault_in_mid_stream() -> None:
     dialect = make_dialect()
-    rendered = dialect.begin(USAGE) + dialect.event(0, Addition(["Hel"])) + dialect.fault(Fault("worker_lost", "it is gone"))
+    rendered = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["Hel"])) + dialect.fault(Fault("worker_lost", "it is gone"))
     events = events_of(rendered)
     assert names(events)[-2:] == ["output_item.done", "failed"]
     response = events[-1]["response"]
@@ -200,7 +200,7 @@ def test_why_it_failed(status: int, code: str) -> None:
 def test_one_that_nobody_waits_for() -> None:
     dialect = make_dialect()
     assert dialect.snapshot()["status"] == "queued"
-    rendered = dialect.queue() + dialect.begin(USAGE) + dialect.event(0, Addition(["Hel"]))
+    rendered = dialect.queue() + dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["Hel"]))
     assert not dialect.is_over
     assert dialect.snapshot()["status"] == "in_progress"
     events = events_of(rendered + dialect.cancel())
@@ -213,8 +213,8 @@ def test_one_that_nobody_waits_for() -> None:
 
 def test_an_end_that_could_not_be_stored() -> None:
     dialect = make_dialect()
-    begun = dialect.begin(USAGE) + dialect.event(0, Addition(["Hel"], ending=STOP))
-    last = dialect.event(0, Addition(["lo"])) + dialect.end(USAGE)
+    begun = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["Hel"], ending=STOP))
+    last = dialect.event(0, ChoiceDelta(["lo"])) + dialect.end(USAGE)
     events = events_of(begun + dialect.fail_instead(last, RequestError("full", code="store_unavailable", status=503)))
     assert names(events)[-1] == "failed"
     assert "completed" not in names(events)
@@ -223,7 +223,7 @@ def test_an_end_that_could_not_be_stored() -> None:
 def test_what_the_answer_says_beyond_the_api() -> None:
     dialect = make_dialect()
     dialect.begin(USAGE)
-    dialect.event(0, Addition(["a"], ending=STOP, nvext={"session": 1}))
+    dialect.event(0, ChoiceDelta(["a"], ending=STOP, nvext={"session": 1}))
     dialect.end(USAGE)
     assert dialect.snapshot()["nvext"] == {"session": 1}
     whole = msgspec.json.decode(make_dialect().body([Answer(["a"], [], STOP)], USAGE, {"session": 1}))
@@ -238,7 +238,7 @@ def test_logprobs() -> None:
     other = {"token": "<9>", "logprob": -1.0, "bytes": list(b"<9>")}
     second = {"token": "<2>", "logprob": -0.25, "bytes": list(b"<2>"), "top_logprobs": []}
     assert logprobs == [{**first, "top_logprobs": [first, other]}, second]
-    rendered = dialect.begin(USAGE) + dialect.event(0, Addition(["<1><2>"], logprobs, ending=STOP)) + dialect.end(USAGE)
+    rendered = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["<1><2>"], logprobs, ending=STOP)) + dialect.end(USAGE)
     events = {event["type"]: event for event in events_of(rendered)}
     assert events["response.output_text.delta"]["logprobs"] == logprobs
     assert events["response.output_text.done"]["logprobs"] == logprobs
@@ -264,8 +264,8 @@ def test_logprobs_are_those_of_the_text_even_where_it_was_thought_before() -> No
         additions: list[list[Part]] = [parts[:1], parts[1:4], [], parts[4:]]
         for begin, end in pairwise(cuts):
             added = [part for addition in additions[begin:end] for part in addition]
-            rendered += dialect.event(0, Addition(added, shown[begin:end]))
-        events = events_of(rendered + dialect.event(0, Addition((), ending=STOP)) + dialect.end(USAGE))
+            rendered += dialect.event(0, ChoiceDelta(added, shown[begin:end]))
+        events = events_of(rendered + dialect.event(0, ChoiceDelta((), ending=STOP)) + dialect.end(USAGE))
         (piece,) = [event for event in events if event["type"] == "response.output_text.delta"]
         assert [entry["logprob"] for entry in piece["logprobs"]] == [-3.0]
         assert [entry["logprob"] for entry in events[-1]["response"]["output"][-1]["content"][0]["logprobs"]] == [-3.0]
@@ -284,8 +284,10 @@ def test_logprobs_of_text_that_was_held_back_come_with_it(held_back: int) -> Non
     delta = Delta(0, (1, 2, 3), logprobs=tuple(TokenLogprob(-float(place), ()) for place in range(3)))
     shown = dialect.logprobs(0, delta, 3)
     assert isinstance(shown, list)
-    rendered = dialect.begin(USAGE) + dialect.event(0, Addition((), shown[:held_back]))
-    rendered += dialect.event(0, Addition(["<1><2>"], shown[held_back:2])) + dialect.event(0, Addition(["<3>"], shown[2:], ending=STOP))
+    rendered = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta((), shown[:held_back]))
+    rendered += dialect.event(0, ChoiceDelta(["<1><2>"], shown[held_back:2])) + dialect.event(
+        0, ChoiceDelta(["<3>"], shown[2:], ending=STOP)
+    )
     events = events_of(rendered + dialect.end(USAGE))
     pieces = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     assert pieces == [shown[:2], shown[2:]]
@@ -294,7 +296,7 @@ def test_logprobs_of_text_that_was_held_back_come_with_it(held_back: int) -> Non
 
 def test_an_end_that_could_not_be_stored_whatever_it_says() -> None:
     dialect = make_dialect()
-    begun = dialect.begin(USAGE) + dialect.event(0, Addition(["event: response.completed"], ending=STOP))
+    begun = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["event: response.completed"], ending=STOP))
     events = events_of(begun + dialect.fail_instead(dialect.end(USAGE), RequestError("full", status=503)))
     assert names(events)[-2:] == ["output_item.done", "failed"]
     assert events[-1]["response"]["completed_at"] is None

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.api.pipeline.dialect import Addition, Answer, Ending, Usage
-from penstock.api.pipeline.recording import Recorder, Recording
+from penstock.api.pipeline.detached import Recorder, Recording
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.saving import SavingSink
 from penstock.api.responses.sqlite_store import SqliteStore
@@ -65,9 +65,9 @@ async def test_events_wait_for_the_store_at_both_ends(tmp_path: Path) -> None:
         assert found is not None
         assert found.status == "in_progress"
         store.may_write.clear()
-        await wire.send(wire.dialect.event(0, Addition(["Hi"])))
+        await wire.send(wire.dialect.event(0, ChoiceDelta(["Hi"])))
         assert wire.names[-1] == "output_text.delta", "in between, nothing waits"
-        end = wire.dialect.event(0, Addition((), ending=Ending("stop"))) + wire.dialect.end(USAGE)
+        end = wire.dialect.event(0, ChoiceDelta((), ending=Ending("stop"))) + wire.dialect.end(USAGE)
         last = asyncio.create_task(wire.send(end, last=True))
         await asyncio.sleep(0)
         assert "completed" not in wire.names
@@ -80,7 +80,7 @@ async def test_events_wait_for_the_store_at_both_ends(tmp_path: Path) -> None:
 async def test_a_stream_that_comes_at_once_is_put_at_once(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         wire = Wire(store)
-        whole = wire.dialect.begin(USAGE) + wire.dialect.event(0, Addition(["Hi"], ending=Ending("stop"))) + wire.dialect.end(USAGE)
+        whole = wire.dialect.begin(USAGE) + wire.dialect.event(0, ChoiceDelta(["Hi"], ending=Ending("stop"))) + wire.dialect.end(USAGE)
         await wire.send(whole, last=True)
         assert await store.events("ann", "resp_1") == wire.recording.events
         assert wire.sink.is_stored
@@ -91,7 +91,7 @@ async def test_an_end_that_cannot_be_stored_is_none(tmp_path: Path) -> None:
         wire = Wire(store)
         await wire.send(wire.dialect.begin(USAGE))
         await store._database.run(lambda connection: connection.execute("ALTER TABLE responses RENAME TO hidden"))
-        await wire.send(wire.dialect.event(0, Addition(["Hi"], ending=Ending("stop"))) + wire.dialect.end(USAGE), last=True)
+        await wire.send(wire.dialect.event(0, ChoiceDelta(["Hi"], ending=Ending("stop"))) + wire.dialect.end(USAGE), last=True)
         assert wire.names[-1] == "failed"
         assert "completed" not in wire.names
         assert not wire.sink.is_stored

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.api.pipeline.dialogue import ToolChoice
+from penstock.api.pipeline.plan import ToolChoice
 from penstock.api.responses.schema import HOSTED_TOOLS
 from penstock.api.responses.tools import read_tools
 from penstock.wire.errors import RequestError

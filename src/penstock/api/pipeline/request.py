@@ -1,16 +1,20 @@
-"""Request bodies: read within a limit, decoded into a typed struct, refused with the field named."""
+"""A request as it comes in: its body, read within limits and decoded into a typed struct, and what turns it into tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope
 
+from penstock.api.auth.keys import Headers, Tenant
+from penstock.api.models import Models
 from penstock.api.openai.schema import CHOICES
+from penstock.text.transcript import Transcripts
 from penstock.wire.errors import RequestError
 
 T = TypeVar("T")
@@ -19,6 +23,30 @@ _LOCATED = re.compile(r"(?P<problem>.*) - at `(?P<path>\$.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _LONGEST_VALUE = 80
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A request whose body has been read, and whose it is. `path` has the parameters of its path, such as an id."""
+
+    body: bytes
+    headers: Headers
+    tenant: Tenant
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> str:
+        """Whose sessions and answers it may see."""
+        return self.tenant.owner
+
+
+@dataclass(frozen=True)
+class PromptContext:
+    """Models and what was said before: from these a body becomes tokens."""
+
+    models: Models
+    transcripts: Transcripts
 
 
 class ClientGone(Exception):
@@ -85,8 +113,8 @@ def _explain(problem: str, content: Any, unsupported: frozenset[str], choices: M
     if located is None:
         return RequestError(f"the body must be a JSON object: {problem}", code="invalid_type")
     param = located["path"].removeprefix("$").removeprefix(".")
-    if field := next((name for name in (_first(param), param) if name in unsupported), None):
-        return RequestError(f"`{field}` is not supported yet; leave it out", param=field, code="unsupported_field")
+    if refused := next((name for name in (_first(param), param) if name in unsupported), None):
+        return RequestError(f"`{refused}` is not supported yet; leave it out", param=refused, code="unsupported_field")
     expected = located["problem"][:1].lower() + located["problem"][1:]
     if known := choices.get(re.sub(r"\[.*?\]", "", param)):
         expected = f"expected one of {', '.join(known)}"
