@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.checkpoints.checkpoint import find_default_model
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from servers import Process, serving
 from sseload import build_client, figures_of
 

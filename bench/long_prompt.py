@@ -22,7 +22,7 @@ from typing import Self
 import uvloop
 
 from penstock.engine.checkpoints.checkpoint import find_default_model
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.transcript import Transcripts
 from transcripts import prose

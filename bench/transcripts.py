@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.engine.checkpoints.checkpoint import find_default_model
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.transcript import Transcripts
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cluster.dispatch import Dispatcher
-from penstock.cluster.links.address import UnixAddress
+from penstock.cluster.links.link import UnixAddress
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions

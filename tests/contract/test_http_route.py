@@ -30,7 +30,7 @@ from cpu_engines import sglang_flags, vllm_flags
 from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest
 from penstock.backends.http.engine import HttpEngine
 from penstock.backends.http.settings import HttpEngineSettings
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.wire.messages import Sampling
 
 START_SECONDS = 400

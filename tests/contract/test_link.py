@@ -12,8 +12,7 @@ import pytest
 
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.backends.simulator import Simulator, Vocabulary
-from penstock.cluster.links.address import Address, TcpAddress, UnixAddress, parse_address
-from penstock.cluster.links.link import proof
+from penstock.cluster.links.link import Address, TcpAddress, UnixAddress, parse_address, proof
 from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.config.engines import SimulatorConfig

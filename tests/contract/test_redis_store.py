@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 import pytest
 from redis.asyncio import Redis
 
-from penstock.cluster.links.address import Address, TcpAddress, parse_address
+from penstock.cluster.links.link import Address, TcpAddress, parse_address
 from penstock.cluster.membership import Discovery, Registration
 from penstock.cluster.redis_store import CALL_SECONDS, CALLS_AT_ONCE, RedisStore, without_password
 from penstock.router.affinity import AffinityStore, Binding, Claim, MemoryStore, affinity_key, session_key

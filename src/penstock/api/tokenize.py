@@ -16,7 +16,7 @@ from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Mes
 from penstock.api.pipeline.plan import check_text_length
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.pipeline.response import Response
-from penstock.text.tokenizers.encoding import Steps
+from penstock.text.encoding import Steps
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.bench.stream import Stream
-from penstock.text.tokenizers.load import BUILT_IN, load_tokenizer
+from penstock.text.tokenizers.source import BUILT_IN, load_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 

@@ -36,8 +36,8 @@ from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.router import Router
-from penstock.text.tokenizers.encoding import Encoder
-from penstock.text.tokenizers.load import BUILT_IN, load_tokenizer
+from penstock.text.encoding import Encoder
+from penstock.text.tokenizers.source import BUILT_IN, load_tokenizer
 from penstock.text.transcript import Transcripts
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import ModelInfo

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from penstock.cli.models import model_name
 from penstock.cli.settings import WorkerSettings
 from penstock.config.engines import EmbeddedSettings, EngineConfig
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import ModelInfo

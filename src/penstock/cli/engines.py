@@ -13,8 +13,8 @@ from penstock.backends.http.settings import HttpEngineSettings, api_key_from
 from penstock.cli.models import find_model, model_name
 from penstock.cli.settings import WorkerSettings
 from penstock.config.engines import EngineSettings
-from penstock.text.tokenizers.load import load_tokenizer
-from penstock.text.tokenizers.model_config import read_end_ids, read_vocab_size
+from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.messages import KvEvents, ModelInfo
 from penstock.worker.backend import Backend

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, Self
 
-from penstock.cluster.links.address import Address, parse_address
+from penstock.cluster.links.link import Address, parse_address
 from penstock.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)

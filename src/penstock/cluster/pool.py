@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from penstock.cluster.links.address import Address
+from penstock.cluster.links.link import Address
 from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.wire.errors import HandshakeRefused, LinkError, PenstockError, WorkerStalled
 from penstock.wire.messages import ModelInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 # Tables that are kept: more than there are formats that a model writes.
 MOST_TABLES = 8
@@ -157,3 +157,100 @@ class StepDetokenizer:
         before = self._decoder.decode(self._window[: self._known], skip_special_tokens=True)
         after = self._decoder.decode(self._window, skip_special_tokens=True)
         return after[len(before) :]
+
+
+class StopMatcher:
+    """Finds the first of several stop strings in a text that comes in pieces.
+
+    `feed` returns the text that is certainly before any stop; what could still become one is held back. After a match
+    `matched` names the stop string, the text before it has been returned, and nothing more comes.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        if self.matched is not None or not text:
+            return ""
+        held = self._held + text
+        found = self._first_completed(held)
+        if found is not None:
+            start, self.matched = found
+            self._held = ""
+            return held[:start]
+        keep = self._possible_start(held)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def finish(self) -> str:
+        """The text that was held back and became no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_completed(self, text: str) -> tuple[int, str] | None:
+        """Where it starts, and which: the one completed first, so that it does not depend on how the text was cut."""
+        starts = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        return min(starts, key=lambda found: (found[0] + len(found[1]), found[0]), default=None)
+
+    def _possible_start(self, text: str) -> int:
+        """The length of the longest end of `text` that begins a stop string."""
+        longest = min(len(text), max(map(len, self._stops)) - 1)
+        return next((size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in self._stops)), 0)
+
+
+class TextPart(NamedTuple):
+    """What some tokens became: their text, how many of them count, and whether a stop string ended it."""
+
+    text: str
+    tokens: int
+    stopped: bool
+
+
+class TextAssembler:
+    """Tokens in, text out; the same for any split of the same tokens.
+
+    A stop string ends the generation at the token that completed it: later tokens are neither text nor counted. It is itself part of the
+    text only with `includes_stop`; what the token has behind it is not.
+    """
+
+    __slots__ = ("_detokenizer", "_includes_stop", "_matcher")
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), includes_stop: bool = False) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops) if stops else None
+        self._includes_stop = includes_stop
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self._matcher is None else self._matcher.matched
+
+    def feed(self, token_ids: Sequence[int]) -> TextPart:
+        if self._matcher is None:
+            return TextPart(self._detokenizer.feed(token_ids), len(token_ids), False)
+        if self.matched is not None:
+            return TextPart("", 0, True)
+        parts = []
+        for count, token_id in enumerate(token_ids, 1):
+            # One at a time, to know which token completed the stop string.
+            parts.append(self._matcher.feed(self._detokenizer.feed((token_id,))))
+            if self._matcher.matched is not None:
+                return TextPart("".join(parts) + self._stop_text(), count, True)
+        return TextPart("".join(parts), len(token_ids), False)
+
+    def finish(self) -> TextPart:
+        """What was held back. A stop string can still be completed by it, but takes no further token."""
+        tail = self._detokenizer.finish()
+        if self._matcher is None:
+            return TextPart(tail, 0, False)
+        if self.matched is not None:
+            return TextPart("", 0, True)
+        text = self._matcher.feed(tail)
+        if self._matcher.matched is not None:
+            return TextPart(text + self._stop_text(), 0, True)
+        return TextPart(text + self._matcher.finish(), 0, False)
+
+    def _stop_text(self) -> str:
+        return self.matched or "" if self._includes_stop else ""

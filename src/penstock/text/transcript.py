@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.text.tokenizers.encoding import SHORT, Encoder, Steps, at_once
+from penstock.text.encoding import SHORT, Encoder, Steps, at_once
 from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
 
 MOST_BRANCHES = 8

@@ -5,7 +5,6 @@
     ├── RequestError            the client's mistake; names the field
     ├── GenerationFault         a generation ended in a Fault
     ├── GrammarError            a grammar that cannot be, or a text that it does not allow; says where
-    ├── TokenIdsError           a tokenizer handed back what are no token ids
     ├── StreamError             a breach of the stream's contract: loud, never silent
     │   ├── GapError            tokens are missing between two deltas
     │   ├── OverlapError        tokens come twice
@@ -67,10 +66,6 @@ class GenerationFault(PenstockError):
 
 class GrammarError(PenstockError):
     """A schema, regex or grammar that cannot be followed, or a token that does not follow it. The message says where."""
-
-
-class TokenIdsError(PenstockError, TypeError):
-    """A tokenizer handed back something that cannot be token ids."""
 
 
 class StreamError(PenstockError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chat_model import judge_rows, logits, winners
 from penstock.backends.simulated_tokens import logprob_at, tokens_between
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.wire.messages import Submit, TokenLogprob
 
 if TYPE_CHECKING:

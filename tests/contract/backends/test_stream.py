@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from contract.backends.rig import Generation, Rig
-from penstock.cluster.links.address import UnixAddress
+from penstock.cluster.links.link import UnixAddress
 from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.stream.mailbox import Doorbell, Mailbox

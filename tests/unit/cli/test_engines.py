@@ -17,7 +17,7 @@ from penstock.cli.main import main
 from penstock.cli.models import find_model, model_name
 from penstock.cli.settings import ForeignSettings, WorkerSettings, serve_settings, worker_settings
 from penstock.engine.checkpoints.checkpoint import find_default_model
-from penstock.text.tokenizers.model_config import read_end_ids, read_vocab_size
+from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
 from penstock.wire.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from penstock.config.engines import EngineConfig
 from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
 from penstock.engine.engine import Engine
 from penstock.engine.model import Model
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from tiny_models import generation_id, make_submit, run
 

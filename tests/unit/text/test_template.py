@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.text.template import ChatTemplates
-from penstock.text.tokenizers.load import load_tokenizer
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
 from penstock.wire.errors import ConfigError, RequestError
 

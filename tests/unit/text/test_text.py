@@ -7,9 +7,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.text.assembler import TextAssembler, TextPart
-from penstock.text.detokenizer import ByteDetokenizer
-from penstock.text.stops import StopMatcher
+from penstock.text.detokenizer import ByteDetokenizer, StopMatcher, TextAssembler, TextPart
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.tokenizers.words import WordTokenizer
 

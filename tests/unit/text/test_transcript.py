@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
+from penstock.text.tokenizers.cuts import separators
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizers.separators import separators
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.text.transcript import MOST_BRANCHES, EncodedChat, Transcripts

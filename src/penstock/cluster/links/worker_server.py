@@ -9,8 +9,7 @@ import secrets
 import socket
 from pathlib import Path
 
-from penstock.cluster.links.address import Address, UnixAddress
-from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
+from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, Address, LinkProtocol, UnixAddress, check_proof, check_version, proof, unexpected
 from penstock.wire.errors import ConfigError, HandshakeRefused, LinkError
 from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Goodbye, Hello, Message, Welcome
 from penstock.worker.runtime import FrontEndPort, WorkerRuntime

@@ -15,7 +15,7 @@ import torch
 
 from penstock.engine.shape import ModelShape, RopeScaling
 from penstock.text.tokenizers.gguf_file import GgufFile, GgufTensor, read_gguf
-from penstock.text.tokenizers.settings import ModelSettings
+from penstock.text.tokenizers.model_settings import ModelSettings
 from penstock.wire.errors import ConfigError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

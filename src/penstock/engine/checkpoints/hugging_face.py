@@ -11,8 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.engine.shape import ModelShape, RopeScaling
-from penstock.text.tokenizers.model_config import CONFIG, read_end_ids, read_settings
-from penstock.text.tokenizers.settings import ModelSettings
+from penstock.text.tokenizers.model_settings import CONFIG, ModelSettings, read_end_ids, read_settings
 from penstock.wire.errors import ConfigError
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"

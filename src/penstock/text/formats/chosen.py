@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.text.formats.detect import detect
-from penstock.text.formats.make import check_formats
+from penstock.text.formats.make import check_formats, detect
 from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError

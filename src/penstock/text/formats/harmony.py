@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 
 from penstock.text.formats.calls import LONGEST_NAME, Calls
-from penstock.text.formats.flow import Flow
 from penstock.text.formats.json_calls import NO_ARGUMENTS, read_arguments
-from penstock.text.formats.parser import Schemas, SteppingParser
+from penstock.text.formats.parser import Flow, Schemas, SteppingParser
 from penstock.text.formats.source import Malformed, Markers, Steps
 from penstock.text.output import Reasoning
 

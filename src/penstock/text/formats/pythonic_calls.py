@@ -1,4 +1,4 @@
-"""Calls as a programmer would write them: `[f(a=1, b="x"), g()]`, and those of FunctionGemma: `call:f{a:1}`."""
+"""Values in the notation of Python, or in that of Gemma, made JSON as they come."""
 
 from __future__ import annotations
 
@@ -7,9 +7,145 @@ from dataclasses import dataclass
 
 from penstock.text.formats.calls import LONGEST_NAME, Calls
 from penstock.text.formats.json_calls import close
-from penstock.text.formats.literals import LONGEST_KEY, Notation
-from penstock.text.formats.schema_types import quoted
-from penstock.text.formats.source import NO_MARKERS, Malformed, Markers, Source, Steps
+from penstock.text.formats.json_scanner import LONGEST_SCALAR, checked, escaped
+from penstock.text.formats.source import NO_MARKERS, Malformed, Markers, Sink, Source, Steps
+from penstock.text.formats.tagged_calls import quoted
+
+MAX_DEPTH = 64
+LONGEST_KEY = 256
+
+_SCALAR = re.compile(r"[-+.\w]*", re.ASCII)
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_CLOSERS = {"[": "]", "(": ")", "{": "}"}
+_BARE_KEY = re.compile(r"[^\s:{}\[\],<>]*")
+_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|[0-7]{1,3}|(?s:.))")
+_SIZES = {"u": 6, "U": 10, "x": 4}
+_PLAIN = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": "", "\\": "\\", "'": "'", '"': '"'}
+_BACKSLASH = "\\"
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How values are written: what stands around strings, if not quotes, and whether keys stand for themselves."""
+
+    around_strings: Markers = NO_MARKERS
+    has_bare_keys: bool = False
+
+    def value(self, source: Source, sink: Sink, depth: int = 0) -> Steps[None]:
+        """Reads one value and gives the sink its JSON, all of which is certain. Malformed where it is none."""
+        if depth > MAX_DEPTH:
+            raise Malformed
+        yield from source.spaces()
+        beginning = yield from source.peek()
+        if beginning in _CLOSERS:
+            yield from self._items(source, sink, depth)
+        elif (yield from self._is_string(source)):
+            yield from self._string(source, sink)
+        else:
+            sink(_scalar((yield from source.run(_SCALAR, LONGEST_SCALAR))))
+
+    def _items(self, source: Source, sink: Sink, depth: int) -> Steps[None]:
+        opening = source.text[source.at]
+        source.at += 1
+        closing, is_object = _CLOSERS[opening], opening == "{"
+        before = "{" if is_object else "["
+        while True:
+            yield from source.spaces()
+            if (yield from source.peek()) == closing:
+                source.at += 1
+                sink(("" if before == ", " else before) + ("}" if is_object else "]"))
+                return
+            sink(before)
+            if is_object:
+                yield from self._key(source, sink)
+            yield from self.value(source, sink, depth + 1)
+            yield from source.spaces()
+            following = yield from source.peek()
+            if following == ",":
+                source.at += 1
+            elif following != closing:
+                raise Malformed
+            before = ", "
+
+    def _key(self, source: Source, sink: Sink) -> Steps[None]:
+        if (yield from self._is_string(source)):
+            yield from self._string(source, sink)
+        else:
+            key = yield from source.run(_BARE_KEY, LONGEST_KEY)
+            if not key or not self.has_bare_keys:
+                raise Malformed
+            sink(quoted(key))
+        yield from source.spaces()
+        yield from source.expect(":")
+        sink(": ")
+
+    def _is_string(self, source: Source) -> Steps[bool]:
+        """Whether one begins here; its delimiter is read where it is a marker, and not where it is a quote."""
+        if self.around_strings.strings:
+            return (yield from source.take(self.around_strings)) is not None
+        return (yield from source.peek()) in ("'", '"')
+
+    def _string(self, source: Source, sink: Sink) -> Steps[None]:
+        if not self.around_strings.strings:
+            yield from _quoted_string(source, sink)
+            return
+        sink('"')
+        if not (yield from source.until(self.around_strings, lambda piece: sink(escaped(piece)))):
+            raise Malformed
+        sink('"')
+
+
+def _scalar(text: str) -> str:
+    value = _WORDS.get(text) or checked(text)
+    if value is None:
+        raise Malformed
+    return value
+
+
+def _quoted_string(source: Source, sink: Sink) -> Steps[None]:
+    quote = source.text[source.at]
+    source.at += 1
+    if (yield from source.take(Markers(quote * 2))):
+        quote *= 3
+    stops = Markers(quote, _BACKSLASH)
+    sink('"')
+    while True:
+        stop = yield from source.until(stops, lambda piece: sink(escaped(piece)))
+        if stop is None:
+            raise Malformed
+        if stop == quote:
+            sink('"')
+            return
+        source.give_back(1)
+        sink((yield from _escape(source)))
+
+
+def _escape(source: Source) -> Steps[str]:
+    """The JSON of an escape of Python's; a backslash before anything else stands for itself, as there."""
+    while len(source.text) - source.at < _escape_size(source.text[source.at + 1 : source.at + 2]) and not source.ended:
+        yield from source.wait()
+    found = _ESCAPE.match(source.text, source.at)
+    if not found:
+        raise Malformed
+    source.at = found.end()
+    said = found[0][1:]
+    if said in _PLAIN:
+        return escaped(_PLAIN[said])
+    if said[0] in "01234567":
+        return escaped(chr(int(said, 8)))
+    if len(said) == 1:
+        return escaped(found[0])
+    code = int(said[1:], 16)
+    if code > 0xFFFF:
+        return escaped(chr(code)) if code <= 0x10FFFF else escaped(found[0])
+    # Halves of a surrogate pair stay escapes: only together they are a character.
+    return f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else escaped(chr(code))
+
+
+def _escape_size(kind: str) -> int:
+    """How many characters an escape has at most."""
+    return _SIZES.get(kind, 4 if kind.isdecimal() else 2)
+
 
 _PYTHON = Notation()
 _GEMMA = Notation(Markers("<escape>"), has_bare_keys=True)

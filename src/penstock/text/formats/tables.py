@@ -10,9 +10,8 @@ from typing import Protocol
 from penstock.text.formats.calls import Calls
 from penstock.text.formats.json_calls import JsonCalls, NamedCalls, NamedOrListed
 from penstock.text.formats.pythonic_calls import GemmaCalls, PythonicCalls
-from penstock.text.formats.schema_types import NO_STRING, STRING
 from penstock.text.formats.source import Markers, Source, Steps
-from penstock.text.formats.tagged_calls import TaggedCalls
+from penstock.text.formats.tagged_calls import NO_STRING, STRING, TaggedCalls
 
 HARMONY = "harmony"
 JSON = "json"

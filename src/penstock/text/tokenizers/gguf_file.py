@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock.text.tokenizers.settings import ModelSettings
+from penstock.text.tokenizers.model_settings import ModelSettings
 from penstock.wire.errors import ConfigError
 
 MAGIC = b"GGUF"

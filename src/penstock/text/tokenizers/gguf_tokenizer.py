@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from penstock.text.template import DEFAULT
 from penstock.text.tokenizers.gguf_file import read_gguf
+from penstock.text.tokenizers.model_settings import ModelSettings
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizers.settings import ModelSettings
 from penstock.wire.errors import ConfigError
 
 KEY = "tokenizer.ggml"

@@ -10,12 +10,9 @@ import tokenizers
 
 from penstock.text.detokenizer import ByteDetokenizer, ByteTables, Detokenizer, PieceDetokenizer, StepDetokenizer
 from penstock.text.template import DEFAULT, ChatTemplates
-from penstock.text.tokenizers.infill import find_infill_style
-from penstock.text.tokenizers.separators import any_of, by_first_letter, find_all, separators
-from penstock.text.tokenizers.slices import SLICE, can_slice, slices
-from penstock.text.tokenizers.token_ids import as_token_ids
+from penstock.text.tokenizers.cuts import SLICE, any_of, by_first_letter, can_slice, find_all, separators, slices
 from penstock.text.tokenizers.tokenizer import Answer, ChatPrompt
-from penstock.text.tokenizers.vocabulary import byte_pieces, is_byte_level, is_sentence_piece, lost_bytes
+from penstock.text.tokenizers.vocabulary import byte_pieces, find_infill_style, is_byte_level, is_sentence_piece, lost_bytes
 from penstock.wire.errors import ConfigError
 
 PROBE = "water"
@@ -108,7 +105,7 @@ class ModelTokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Not `encode`: that one keeps the interpreter for itself as long as it takes, and finds where each token stands.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return as_token_ids(encoding)
+        return list(encoding.ids)
 
     def _encode_bare(self, text: str) -> list[int]:
         """Without the space that SentencePiece puts before a text."""

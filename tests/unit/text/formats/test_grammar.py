@@ -18,7 +18,7 @@ from penstock.text.formats.grammar import MAX_GRAMMAR_BYTES, after_reasoning, to
 from penstock.text.formats.make import make_parser
 from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 from penstock.text.output import CallArguments, CallBegin, CallEnd, Part, Reasoning, joined
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.wire.errors import GrammarError, RequestError
 from penstock.wire.messages import Grammar
 from schemas import CASES

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from answers.transcript import TOOLS
-from penstock.text.formats.detect import detect
-from penstock.text.formats.make import check_formats, make_parser, opens_reasoning, visible_tokens
+from penstock.text.formats.make import check_formats, detect, make_parser, opens_reasoning, visible_tokens
 from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 from penstock.wire.errors import ConfigError
 

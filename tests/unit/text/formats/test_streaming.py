@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from answers.transcript import TOOLS
-from penstock.text.formats import harmony, json_calls, literals, pythonic_calls, tables
+from penstock.text.formats import harmony, json_calls, pythonic_calls, tables
 from penstock.text.formats.make import make_parser
 from penstock.text.formats.source import Markers
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, OutputParser, Part, Reasoning, joined
@@ -137,7 +137,7 @@ def test_the_cost_is_linear(tools: str, start: str, more: str) -> None:
 
 def marker_sets() -> list[Markers]:
     found: list[Markers] = []
-    for module in (tables, harmony, json_calls, literals, pythonic_calls):
+    for module in (tables, harmony, json_calls, pythonic_calls):
         waiting: list[Any] = list(vars(module).values())
         while waiting:
             value = waiting.pop()

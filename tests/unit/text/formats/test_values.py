@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.text.formats.json_scanner import LONGEST_SCALAR, MAX_DEPTH, JsonScanner
-from penstock.text.formats.literals import Notation
-from penstock.text.formats.schema_types import ANYTHING, NO_STRING, STRING, as_json, types_of_parameter
+from penstock.text.formats.pythonic_calls import Notation
 from penstock.text.formats.source import Malformed, Source
+from penstock.text.formats.tagged_calls import ANYTHING, NO_STRING, STRING, as_json, types_of_parameter
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

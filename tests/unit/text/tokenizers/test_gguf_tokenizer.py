@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from penstock.text.tokenizers.gguf_file import read_gguf
 from penstock.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
-from penstock.text.tokenizers.load import load_tokenizer
+from penstock.text.tokenizers.model_settings import ModelSettings
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizers.settings import ModelSettings
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.wire.errors import ConfigError, RequestError
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.text.detokenizer import StepDetokenizer
-from penstock.text.tokenizers.load import load_tokenizer
 from penstock.text.tokenizers.model_dir import read_model_dir
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
+from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.wire.errors import ConfigError, RequestError
 

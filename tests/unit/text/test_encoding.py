@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
-from penstock.text.tokenizers import encoding
-from penstock.text.tokenizers.encoding import Encoder, Steps, at_once
+from penstock.text import encoding
+from penstock.text.encoding import Encoder, Steps, at_once
+from penstock.text.tokenizers.cuts import CUT, SLICE, slices
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizers.slices import CUT, SLICE, slices
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.text.transcript import MOST_BRANCHES, Transcripts
