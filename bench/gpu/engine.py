@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from penstock.config.engines import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.model import Model
+from penstock.engine.sampler import apply_mask
 from penstock.engine.shape import ModelShape
-from penstock.grammar.grammar import apply_mask
 from penstock.wire.messages import Finish, Sampling, Submit
 
 TINY = ModelShape(256, 4, 8, 2, 32, 512, 1000, 2048, qk_norm=True)

@@ -27,7 +27,7 @@ RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
 # Where a library that is heavy, or does I/O, may be imported.
 CONFINED = {
-    "torch": {"engine", "grammar", "cli"},
+    "torch": {"engine", "cli"},
     "ray": {"cluster"},
     "redis": {"cluster"},
     "granian": {"api"},

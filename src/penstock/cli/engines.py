@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.backends.external.backend import EventFeed, ExternalBackend, Grammars
+from penstock.backends.external.backend import EventFeed, ExternalBackend
 from penstock.backends.external.engine import EventEndpoints, ExternalEngine
 from penstock.backends.http.settings import HttpEngineSettings, api_key_from
 from penstock.cli.models import find_model, model_name
 from penstock.cli.settings import WorkerSettings
 from penstock.config.engines import EngineSettings
+from penstock.grammar.compile_queue import CompileQueue
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
 from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -99,17 +100,16 @@ def _http_settings(settings: WorkerSettings) -> HttpEngineSettings:
     )
 
 
-def _make_grammars(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> Grammars | None:
+def _make_grammars(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> CompileQueue[str] | None:
     if tokenizer.definition is None:
         log.warning("structured output is off: the model's tokenizer has no tokenizer.json")
         return None
     try:
-        from penstock.backends.external.grammars import LarkGrammars
         from penstock.grammar.grammar import GrammarCompiler
     except ImportError as missing:
         log.warning("structured output is off: it needs the package %r", missing.name)
         return None
-    return LarkGrammars(GrammarCompiler(tokenizer.definition, vocab_size, end_ids))
+    return CompileQueue(GrammarCompiler(tokenizer.definition, vocab_size, end_ids).lark)
 
 
 def _make_feed(endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> EventFeed:

@@ -9,12 +9,12 @@ import torch
 from penstock.config.engines import EngineConfig
 from penstock.engine.attention import KVStore
 from penstock.engine.batch import BatchBuilder
-from penstock.engine.compiling import Compilations
 from penstock.engine.model import Model
-from penstock.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs
+from penstock.engine.sampler import NO_TOKEN, MaskPool, Sampler, apply_mask, prompt_logprobs
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import Sequence
-from penstock.grammar.grammar import GrammarCompiler, MaskPool, apply_mask
+from penstock.grammar.compile_queue import CompileQueue, CompileRequest, wait_for_any
+from penstock.grammar.grammar import GrammarCompiler, GrammarMatcher
 from penstock.kv.cache import KVCache
 from penstock.kv.sessions import Sessions
 from penstock.wire.errors import GrammarError
@@ -56,7 +56,8 @@ class Engine:
         self._model = model
         self._vocab_size = min(vocab_size, shape.vocab_size)
         self._end_ids = frozenset(token for token in end_ids if 0 <= token < self._vocab_size)
-        self._compiling = None if compiler is None else Compilations(compiler, clock)
+        self._compile_queue = None if compiler is None else CompileQueue(compiler.compile, clock)
+        self._compiling: dict[bytes, tuple[Sequence, CompileRequest[GrammarMatcher]]] = {}
         self._clock = clock
         self._cache = KVCache(config.kv_pages, config.page_size, config.lease_share)
         self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device, config.reproducible)
@@ -89,15 +90,15 @@ class Engine:
         if request.grammar is None:
             self._scheduler.add(sequence)
         else:
-            assert self._compiling is not None
-            self._compiling.add(sequence)
+            assert self._compile_queue is not None
+            self._compiling[request.id] = sequence, self._compile_queue.request(request.grammar)
 
     def cancel(self, generation: bytes) -> None:
         """Stops a generation in any state; all that it held is free at once. One that is unknown or has ended is ignored."""
         self._refused = [segment for segment in self._refused if segment.id != generation]
         sequence = self._scheduler.remove(generation)
-        if sequence is None and self._compiling is not None:
-            sequence = self._compiling.remove(generation)
+        if sequence is None:
+            sequence, _ = self._compiling.pop(generation, (None, None))
         if sequence is not None:
             self._end_turn(sequence)
 
@@ -123,7 +124,7 @@ class Engine:
         cache, scheduler = self._cache, self._scheduler
         return WorkerStats(
             running=scheduler.running,
-            queued=scheduler.waiting + len(self._compiling or ()),
+            queued=scheduler.waiting + len(self._compiling),
             kv_blocks_used=cache.used,
             kv_blocks_cached=cache.cached,
             kv_blocks_total=cache.pages,
@@ -137,15 +138,15 @@ class Engine:
 
     def close(self) -> None:
         self._masks.close()
-        if self._compiling is not None:
-            self._compiling.close()
+        if self._compile_queue is not None:
+            self._compile_queue.close()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is in one place and everything that holds one is known."""
         sequences = list(self._scheduler)
         paths, tails = [sequence.path for sequence in sequences], [sequence.tail for sequence in sequences]
         self._cache.check_integrity(paths, tails, self.sessions.leases)
-        sequences += self._compiling or ()
+        sequences += [sequence for sequence, _ in self._compiling.values()]
         for session in self.sessions:
             assert session.active_turns == sum(1 for sequence in sequences if sequence.session is session)
 
@@ -174,7 +175,7 @@ class Engine:
         pages = self._cache.pages_for(total_length(request))
         if pages > self._cache.pages:
             return Fault("kv_too_small", f"the request needs {pages} KV pages and the worker has {self._cache.pages}")
-        if request.grammar is not None and self._compiling is None:
+        if request.grammar is not None and self._compile_queue is None:
             return Fault("unsupported", "this model's tokenizer has no grammar support")
         return None
 
@@ -182,13 +183,18 @@ class Engine:
         if not self._compiling:
             return
         if not self._scheduler.has_work:
-            self._compiling.wait(COMPILE_WAIT)
-        for sequence, fault in self._compiling.take():
+            wait_for_any([compilation for _, compilation in self._compiling.values()], COMPILE_WAIT)
+        for generation, (sequence, compilation) in list(self._compiling.items()):
+            compiled = compilation.poll()
+            if compiled is None:
+                continue
+            del self._compiling[generation]
+            fault = compiled if isinstance(compiled, Fault) else _set_matcher(sequence, compiled)
             if fault is None:
                 self._scheduler.add(sequence)
             else:
                 self._end_turn(sequence)
-                self._refused.append(Segment(sequence.request.id, None, fault))
+                self._refused.append(Segment(generation, None, fault))
 
     def _compute(self, work: list[Work], now: float) -> list[Segment]:
         wanted: list[int] = []
@@ -282,3 +288,14 @@ class Engine:
         if session is not None:
             session.usage.count(len(request.token_ids), sequence.cached_tokens or 0, sequence.position - request.offset)
             self.sessions.end_turn(session, self._clock())
+
+
+def _set_matcher(sequence: Sequence, compiled: GrammarMatcher) -> Fault | None:
+    """Gives the sequence a matcher of its own, advanced by the tokens that were generated elsewhere."""
+    request = sequence.request
+    sequence.matcher = compiled.clone()
+    try:
+        sequence.matcher.replay(request.token_ids[len(request.token_ids) - request.offset :])
+    except GrammarError as error:
+        return Fault("invalid_grammar", str(error))
+    return None

@@ -1,4 +1,4 @@
-"""What is checked of a JSON schema before it is compiled, and where in it the compiler's complaint belongs. Pure."""
+"""Checks a JSON schema before it is compiled, and finds the part that a compiler's error is about. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from penstock.wire.errors import GrammarError
 
 Schema = dict[str, Any]
 ProblemOf = Callable[[Schema], str]
-"""What a compiler says against a schema; empty when it has nothing to say."""
+"""A compiler's error about a schema; empty when there is none."""
 
-# The compiler recurses, references included, and a stack that overflows ends the process. With the usual eight megabytes that happens
-# somewhere beyond 1,600 levels; the JSON parser's own limit is 128.
+# The compiler recurses, also through references, and a stack overflow ends the process. With the usual eight megabytes that happens
+# beyond 1,600 levels. The JSON parser's own limit is 128.
 MAX_DEPTH = 64
 MAX_LEVELS = 800
 
 _DEFINITIONS = ("$defs", "definitions")
-_HOLDING_MANY = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas", "anyOf", "oneOf", "allOf", "prefixItems")
-_HOLDING_ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+_WITH_MANY_SCHEMAS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas", "anyOf", "oneOf", "allOf", "prefixItems")
+_WITH_ONE_SCHEMA = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _BOUNDS = (
     ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum")),
     ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum")),
@@ -31,7 +31,7 @@ _ESCAPED_BYTE = re.compile(rb"%([0-9a-fA-F]{2})")
 
 @dataclass(frozen=True)
 class _Part:
-    """A keyword of a schema, or one of the schemas that the keyword holds."""
+    """A keyword of a schema, or one of the schemas under that keyword."""
 
     keyword: str
     key: str | int | None = None
@@ -46,10 +46,10 @@ class _Part:
 
 
 def check_schema(schema: Schema) -> None:
-    """Raises GrammarError for what the compiler would not survive or gets wrong, and for references that lead nowhere."""
+    """Raises GrammarError for schemas that would crash the compiler or that it gets wrong, and for broken references."""
     if _depth(schema) > MAX_DEPTH:
         raise GrammarError(f"the schema is nested more than {MAX_DEPTH} levels deep")
-    # A chain of references is never longer than all that is referred to, one below the other.
+    # No chain of references is longer than the sum of all levels that are referred to.
     levels = 0
     seen: set[int] = set()
     found: list[tuple[str, object]] = [("", "#")]
@@ -61,7 +61,7 @@ def check_schema(schema: Schema) -> None:
         seen.add(id(target))
         levels += _depth(target)
         if levels > MAX_LEVELS:
-            raise GrammarError(f"the schema and what it refers to have more than {MAX_LEVELS} levels")
+            raise GrammarError(f"the schema has, with its references, more than {MAX_LEVELS} levels")
         for inner_path, inner in _within(target, ".".join(_steps(str(reference)))):
             _check_bounds(inner_path, inner)
             if "$ref" in inner:
@@ -69,16 +69,16 @@ def check_schema(schema: Schema) -> None:
 
 
 def locate(schema: Schema, problem_of: ProblemOf) -> str:
-    """The path of what is to blame for the problem that this schema has, such as `properties.age.type`.
+    """The path of the part that causes this schema's problem, such as `properties.age.type`.
 
-    Parts are left out one after the other; the one without which the problem is another, or none, is to blame. The search is
-    binary: a handful of compilations a level.
+    Parts are left out one after the other. The part without which the problem changes or goes causes it. The search is binary: a few
+    compilations per level.
     """
     schema = copy.deepcopy(schema)
     problem = problem_of(schema)
 
     def is_same(node: Schema, changed: Schema) -> bool:
-        """Whether the problem stays when the content of a node is changed."""
+        """Whether the problem stays when a node has this content instead."""
         kept = dict(node)
         _replace(node, changed)
         try:
@@ -89,20 +89,20 @@ def locate(schema: Schema, problem_of: ProblemOf) -> str:
     node, path = schema, ""
     while True:
         parts = _parts(node)
-        blamed = _first_to_blame(node, parts, is_same)
-        if blamed is None:
+        cause = _first_cause(node, parts, is_same)
+        if cause is None:
             return path or "the schema"
-        _replace(node, _without(node, parts[:blamed]))
-        path = parts[blamed].under(path)
-        inner = parts[blamed].of(node)
-        holds_schema = parts[blamed].key is not None or parts[blamed].keyword in _HOLDING_ONE
+        _replace(node, _without(node, parts[:cause]))
+        path = parts[cause].under(path)
+        inner = parts[cause].of(node)
+        holds_schema = parts[cause].key is not None or parts[cause].keyword in _WITH_ONE_SCHEMA
         if not (holds_schema and isinstance(inner, dict)) or is_same(inner, {}):
             return path
         node = inner
 
 
-def _first_to_blame(node: Schema, parts: list[_Part], is_same: Callable[[Schema, Schema], bool]) -> int | None:
-    """A part that changes the problem when it is left out after those before it."""
+def _first_cause(node: Schema, parts: list[_Part], is_same: Callable[[Schema, Schema], bool]) -> int | None:
+    """The part that changes the problem when it is left out together with those before it."""
     low, high = 0, len(parts)
     if is_same(node, _without(node, parts)):
         return None
@@ -116,14 +116,14 @@ def _first_to_blame(node: Schema, parts: list[_Part], is_same: Callable[[Schema,
 
 
 def _parts(schema: Schema) -> list[_Part]:
-    """What may be left out: first the schemas within, definitions before what uses them; `type` last, for without it most is allowed."""
-    held = [_Part(keyword, key) for keyword in _HOLDING_MANY for key in _keys(schema.get(keyword))]
+    """The parts that may be left out: first inner schemas, definitions before their users; `type` last: most is allowed without it."""
+    held = [_Part(keyword, key) for keyword in _WITH_MANY_SCHEMAS for key in _keys(schema.get(keyword))]
     keywords = [_Part(keyword) for keyword in schema if keyword not in (*_DEFINITIONS, "type")]
     return held + keywords + [_Part("type")] * ("type" in schema)
 
 
 def _without(schema: Schema, parts: list[_Part]) -> Schema:
-    """A held schema becomes one that allows all, lest references break; a keyword goes."""
+    """Inner schemas become `{}`, which allows everything, so that references do not break. Keywords are removed."""
     trimmed = {keyword: copy.copy(value) for keyword, value in schema.items()}
     for part in parts:
         if part.key is None:
@@ -134,20 +134,20 @@ def _without(schema: Schema, parts: list[_Part]) -> Schema:
 
 
 def _within(schema: Any, path: str) -> Iterator[tuple[str, Schema]]:
-    """A schema and all within it, each with its path. The depth was checked, so it may recurse."""
+    """A schema and all inner schemas, each with its path. It may recurse: the depth was checked."""
     if not isinstance(schema, dict):
         return
     yield path, schema
-    for keyword in _HOLDING_MANY:
+    for keyword in _WITH_MANY_SCHEMAS:
         for key in _keys(schema.get(keyword)):
             part = _Part(keyword, key)
             yield from _within(part.of(schema), part.under(path))
-    for keyword in _HOLDING_ONE:
+    for keyword in _WITH_ONE_SCHEMA:
         yield from _within(schema.get(keyword), _joined(path, keyword))
 
 
 def _check_bounds(path: str, schema: Schema) -> None:
-    """The compiler lets a whole number through that is excluded when the other bound is less than one away."""
+    """The compiler allows an excluded whole number when the other bound is less than 1 away from it."""
     for excluded, plain, others in _BOUNDS:
         bound = _number(schema.get(excluded))
         if bound is None or bound % 1:
@@ -179,7 +179,7 @@ def _resolved(schema: Schema, path: str, reference: object) -> Any:
 
 
 def _steps(reference: str) -> list[str]:
-    """The steps of a JSON pointer in a URI fragment, with both kinds of escapes undone."""
+    """The steps of a JSON pointer in a URI fragment, unescaped."""
     pointer = _ESCAPED_BYTE.sub(lambda found: bytes([int(found[1], 16)]), reference.encode()).decode("utf-8", "replace")
     return [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
 
@@ -197,13 +197,13 @@ def _joined(path: str, step: str | int) -> str:
 
 
 def _replace(node: Schema, content: Schema) -> None:
-    """In place, so that the schema around it changes, too."""
+    """In place: the schema around it changes with it."""
     node.clear()
     node.update(content)
 
 
 def _depth(value: object) -> int:
-    """How deep objects and lists are nested, found without recursing: the value may be deeper than the stack."""
+    """How deep objects and lists are nested. It does not recurse: the value may be deeper than the stack."""
     deepest = 0
     waiting = [(value, 1)]
     while waiting:

@@ -1,7 +1,7 @@
-"""Grammars in Lark, as they are written here: with JSON schemas, and with texts that a vocabulary may have as one token. Pure.
+"""Grammars in Lark with three directives. Pure.
 
-`%json {…}` is the library's own. Two more are made of what it has: `%token "…"` is that text, or the token that is it; `%upto ["…", "…"]`
-is any text up to the first of these, and that.
+`%json {…}` is a JSON schema, and the library's own. The other two are expanded here: `%token "…"` is this text, as text or as one special
+token; `%upto ["…", "…"]` is any text up to the first of these texts, and that text.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any, NamedTuple
 from penstock.grammar.json_schema import Schema, check_schema
 from penstock.wire.errors import GrammarError
 
-# The library recurses from rule to rule and overflows the stack beyond about 2,600 rules and brackets, one within the other.
+# The library recurses from rule to rule, and overflows the stack at about 2,600 nested rules and brackets.
 MAX_GRAMMAR_LEVELS = 1000
 
-_OWN_OPTIONS = "x-guidance"
-# Comments, strings and regular expressions are read over.
+OWN_OPTIONS = "x-guidance"
+# Comments, strings and regular expressions are skipped.
 _TOKENS = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|%(?P<directive>json|token|upto)\b\s*')
 _ANY_TEXT = "(?s:.*)"
 
 
 class LarkGrammar(NamedTuple):
-    """A grammar that the library may see, and the schemas in it."""
+    """A grammar that is safe for the library, and the schemas in it."""
 
     source: str
     schemas: list[Schema]
 
 
 def read_lark(source: str, options: Mapping[str, Any], tokens: Mapping[str, int]) -> LarkGrammar:
-    """The grammar with every schema given these options. `tokens` are the ids of texts that are tokens of their own.
+    """Expands the directives. Every schema gets these options; `tokens` are the ids of texts that are special tokens.
 
-    Raises GrammarError for schemas that are wrong, and for more levels than the library survives.
+    Raises GrammarError for wrong schemas and for more levels than the library survives.
     """
     reader = _Reader(options, tokens)
     end = 0
@@ -49,7 +49,7 @@ def read_lark(source: str, options: Mapping[str, Any], tokens: Mapping[str, int]
 
 
 class _Reader:
-    """Collects a grammar: what stands in it, and what was made of its directives."""
+    """Collects a grammar: its own text, and the text that its directives expand to."""
 
     def __init__(self, options: Mapping[str, Any], tokens: Mapping[str, int]) -> None:
         self._options = options
@@ -74,12 +74,12 @@ class _Reader:
             case "json", _:
                 raise GrammarError("the schema after %json is not an object")
             case _:
-                raise GrammarError(f"%{directive} is followed by {str(value)[:40]!r}: expected a text, or a list of them for %upto")
+                raise GrammarError(f"%{directive} is followed by {str(value)[:40]!r}: expected a text, or a list of texts for %upto")
 
     def result(self) -> LarkGrammar:
         outside = "".join(self._outside)
         if "%json" in outside:
-            # The library might see a schema where none was seen here, and that could refer to itself as deep as it likes.
+            # The library might read a schema here that was not checked.
             raise GrammarError("%json in a string, a comment or a regular expression is not supported")
         levels = sum(outside.count(mark) for mark in ":([")
         if levels > MAX_GRAMMAR_LEVELS:
@@ -87,36 +87,37 @@ class _Reader:
         return LarkGrammar("\n".join(["".join(self._whole), *self._rules]), self._schemas)
 
     def _schema(self, schema: Schema) -> str:
-        # The library would take options from here, and with them text that is no JSON.
-        schema.pop(_OWN_OPTIONS, None)
+        # The library would take options from here that allow text that is not JSON.
+        schema.pop(OWN_OPTIONS, None)
         check_schema(schema)
         self._schemas.append(schema)
-        return "%json " + json.dumps({**schema, _OWN_OPTIONS: self._options})
+        return "%json " + json.dumps({**schema, OWN_OPTIONS: self._options})
 
     def _token(self, text: str) -> list[str]:
         return [f"<[{self._tokens[text]}]>"] if text in self._tokens else []
 
     def _text_up_to(self, ends: list[str]) -> str:
-        """Spelled out it is found by the library's own means; a token can only come after text that does not spell it out."""
+        """A spelled-out end is found by the library's `suffix`. An end that is a token comes after text without a spelled-out end."""
         name = f"upto_{len(self._rules)}"
-        either = "|".join(map(_regex, ends))
+        either = "|".join(map(escape_regex, ends))
         self._rules.append(f"{name}[suffix=/{either}/]: /{_ANY_TEXT}/")
         tokens = [token for text in ends for token in self._token(text)]
         if not tokens:
             return name
-        # What is not this regex is no text at all, too, such as a token that is none.
+        # `~` alone would also match special tokens, which are not text.
         self._rules.append(f"{name.upper()}: /{_ANY_TEXT}/ & ~/{_ANY_TEXT}({either}){_ANY_TEXT}/")
         return f"({name} | {name.upper()} ({' | '.join(tokens)}))"
 
 
 def _value_at(source: str, start: int, directive: str) -> tuple[Any, int]:
-    """The JSON that begins here, and where it ends."""
+    """The JSON value at `start`, and where it ends."""
     try:
         return json.JSONDecoder().raw_decode(source, start)
     except (ValueError, RecursionError) as error:
         line = source.count("\n", 0, start) + 1
-        raise GrammarError(f"line {line}: what comes after %{directive} is not valid JSON") from error
+        raise GrammarError(f"line {line}: the value after %{directive} is not valid JSON") from error
 
 
-def _regex(text: str) -> str:
+def escape_regex(text: str) -> str:
+    """A regex that matches exactly this text."""
     return "".join(character if character.isalnum() else f"\\x{{{ord(character):x}}}" for character in text)

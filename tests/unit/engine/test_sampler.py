@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine import sampler
-from penstock.engine.noise import uniform
-from penstock.engine.sampler import BLOCK, CANDIDATES, Sampled, Sampler, prompt_logprobs
+from penstock.engine.sampler import CANDIDATES, SUM_WIDTH, Sampled, Sampler, prompt_logprobs, uniform
 from penstock.engine.sequence import Sequence as Generation
 from penstock.wire.messages import Sampling, Submit
 
@@ -108,7 +107,7 @@ def test_the_running_sum_is_in_the_order_of_the_ids() -> None:
         assert before - 1e-5 <= number <= before + probabilities[token] + 1e-5
 
 
-@pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1000])
+@pytest.mark.parametrize("size", [1, 2, SUM_WIDTH - 1, SUM_WIDTH, SUM_WIDTH + 1, 3 * SUM_WIDTH, 1000])
 def test_all_of_the_mass_in_one_place(size: int) -> None:
     for place in {0, size // 2, size - 1}:
         for low in (-1e4, -math.inf):
@@ -117,7 +116,7 @@ def test_all_of_the_mass_in_one_place(size: int) -> None:
             assert set(draw(logits, Sampling(), 50)) == {place}
 
 
-@pytest.mark.parametrize("size", [200, BLOCK, 700])
+@pytest.mark.parametrize("size", [200, SUM_WIDTH, 700])
 def test_no_number_falls_beside_the_weights(size: int) -> None:
     """The least and the greatest number, where the first and the last ids have no weight."""
     weights = torch.full((1, size), 0.1)
@@ -131,21 +130,21 @@ def test_a_number_on_a_border_is_of_what_comes_after_it() -> None:
         return int(sampler._where_passed(weights[None], torch.tensor([[number]], dtype=torch.float64)))
 
     assert [place(number, torch.ones(4)) for number in (0.2, 0.25, 0.5, 0.75)] == [0, 1, 2, 3]
-    assert [place(number, torch.ones(4 * BLOCK)) for number in (0.25, 0.5)] == [BLOCK, 2 * BLOCK]
-    hollow = torch.ones(4 * BLOCK)
-    hollow[: BLOCK + 3] = 0
-    assert place(0.5 / 2**32, hollow) == BLOCK + 3
+    assert [place(number, torch.ones(4 * SUM_WIDTH)) for number in (0.25, 0.5)] == [SUM_WIDTH, 2 * SUM_WIDTH]
+    hollow = torch.ones(4 * SUM_WIDTH)
+    hollow[: SUM_WIDTH + 3] = 0
+    assert place(0.5 / 2**32, hollow) == SUM_WIDTH + 3
 
 
 def test_rounding_does_not_lead_out_of_a_block() -> None:
     """A block's sum in float32 is more than its running sum in float64: what is wanted of it lies beyond its last weight."""
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(2000, 2 * BLOCK, generator=generator)
-    weights[:, BLOCK - 5 : BLOCK] = 0
-    sums = weights[:, :BLOCK].sum(-1).double()
-    beyond = sums > weights[:, :BLOCK].double().sum(-1)
+    weights = torch.rand(2000, 2 * SUM_WIDTH, generator=generator)
+    weights[:, SUM_WIDTH - 5 : SUM_WIDTH] = 0
+    sums = weights[:, :SUM_WIDTH].sum(-1).double()
+    beyond = sums > weights[:, :SUM_WIDTH].double().sum(-1)
     assert beyond.any(), "nothing is rounded up, and so nothing tested"
-    total = sums + weights[:, BLOCK:].sum(-1).double()
+    total = sums + weights[:, SUM_WIDTH:].sum(-1).double()
     numbers = (sums.nextafter(torch.zeros_like(sums)) / total)[:, None]
     places = sampler._where_passed(weights, numbers).squeeze(-1)
     assert bool((weights.gather(-1, places[:, None]) > 0).all())

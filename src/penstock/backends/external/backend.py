@@ -15,14 +15,13 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, ExternalEngine
+from penstock.grammar.compile_queue import CompileQueue
 from penstock.kv.sessions import Session, Sessions
-from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
     Capability,
     Delta,
     Fault,
     Finish,
-    Grammar,
     KvEvents,
     ModelInfo,
     PromptReport,
@@ -43,15 +42,6 @@ log = logging.getLogger(__name__)
 # While tokens are owed, the engine is asked so often whether it still goes on, and sessions that have run out are ended.
 WATCH_SECONDS = 1.0
 MOST_SEED = 2**63 - 1
-
-
-class Grammars(Protocol):
-    """Makes of a grammar what an engine takes."""
-
-    async def lark(self, grammar: Grammar) -> str:
-        """Raises GrammarError that says what is wrong, and where."""
-
-    def close(self) -> None: ...
 
 
 class EventFeed(Protocol):
@@ -132,7 +122,7 @@ class ExternalBackend:
         self,
         model: ModelInfo,
         engine: ExternalEngine,
-        grammars: Grammars | None,
+        grammars: CompileQueue[str] | None,
         make_feed: MakeFeed,
         on_failure: Callable[[], None],
         *,
@@ -265,8 +255,6 @@ class ExternalBackend:
             terminal = Fault("no_terminal", f"{self._model.engine} ended the generation without saying why", retryable=True)
         except EngineRefused as refused:
             terminal = refused.fault
-        except GrammarError as error:
-            terminal = Fault("invalid_grammar", str(error))
         except EngineDied as error:
             self._fail(str(error))
             return
@@ -280,7 +268,9 @@ class ExternalBackend:
 
     async def _engine_request(self, generation: _Generation) -> EngineRequest:
         request, session = generation.request, generation.session
-        lark = None if request.grammar is None or self._grammars is None else await self._grammars.lark(request.grammar)
+        lark = None if request.grammar is None or self._grammars is None else await self._grammars.request(request.grammar).wait()
+        if isinstance(lark, Fault):
+            raise EngineRefused(lark)
         made = request.offset if not generation.to_skip else 0
         return EngineRequest(
             id=secrets.token_hex(16),

@@ -12,6 +12,7 @@ import pytest
 from penstock.backends.external import backend as external_backend
 from penstock.backends.external.backend import ExternalBackend
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
+from penstock.grammar.compile_queue import CompileQueue
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
     BlocksStored,
@@ -89,13 +90,10 @@ class EngineByHand:
         self.is_closed = True
 
 
-class Grammars:
-    async def lark(self, grammar: Grammar) -> str:
-        if grammar.source == "wrong":
-            raise GrammarError("`$.type`: wrong")
-        return f"start: /{grammar.source}/"
-
-    def close(self) -> None: ...
+def to_lark(grammar: Grammar) -> str:
+    if grammar.source == "wrong":
+        raise GrammarError("`$.type`: wrong")
+    return f"start: /{grammar.source}/"
 
 
 class Feed:
@@ -132,7 +130,7 @@ class Rig:
         self.make_feed = Feed
         self._emitted = asyncio.Event()
         options: dict[str, Any] = {"max_sessions": 2, "session_grace": 0.0, **settings}
-        self.backend = ExternalBackend(MODEL, self.engine, Grammars(), self._make_feed, self._fail, **options)
+        self.backend = ExternalBackend(MODEL, self.engine, CompileQueue(to_lark), self._make_feed, self._fail, **options)
 
     def _make_feed(self, endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> Feed:
         self.feeds.append(self.make_feed(endpoints, block_size, on_events))

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonschema
+import numpy
 import pytest
 import tokenizers
-import torch
 
 from penstock.engine.checkpoints.checkpoint import find_default_model
 from penstock.grammar.grammar import MAX_SOURCE_BYTES, GrammarCompiler, GrammarMatcher
@@ -63,10 +63,10 @@ COMPILER = GrammarCompiler(TOKENIZER.to_str(), VOCAB_SIZE, END_IDS)
 
 
 def allowed(matcher: GrammarMatcher) -> list[int]:
-    row = torch.zeros(-(-VOCAB_SIZE // 32), dtype=torch.int32)
-    matcher.fill_mask(row)
-    bits = (row.unsqueeze(1) >> torch.arange(32)) & 1
-    return [int(token_id) for token_id in torch.nonzero(bits.flatten()).flatten() if token_id < VOCAB_SIZE]
+    words = numpy.zeros(-(-VOCAB_SIZE // 32), dtype=numpy.int32)
+    matcher.fill_mask(words.ctypes.data, words.nbytes)
+    bits = numpy.unpackbits(words.view(numpy.uint8), bitorder="little")
+    return [int(token_id) for token_id in bits[:VOCAB_SIZE].nonzero()[0]]
 
 
 def walk(grammar: Grammar, seed: int, begins: str = "") -> str:

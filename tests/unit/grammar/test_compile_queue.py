@@ -1,0 +1,139 @@
+"""Grammars are compiled once, in threads, for all who wait: those that poll and those that await."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.grammar.compile_queue import MAX_KEPT, THREADS, CompileQueue, wait_for_any
+from penstock.wire.errors import GrammarError
+from penstock.wire.messages import Fault, Grammar
+
+
+class Compiler:
+    """Counts its calls. Compiles grammars named "slow…" only when `gate` is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.gate = threading.Event()
+
+    def __call__(self, grammar: Grammar) -> str:
+        self.calls.append(grammar.source)
+        if grammar.source.startswith("slow"):
+            assert self.gate.wait(30)
+        match grammar.source:
+            case "wrong":
+                raise GrammarError("unclosed group")
+            case "odd":
+                raise RuntimeError("something odd")
+            case _:
+                return grammar.source.upper()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    compiler = Compiler()
+    yield compiler
+    compiler.gate.set()
+
+
+def regex(source: str) -> Grammar:
+    return Grammar("regex", source)
+
+
+async def test_each_grammar_is_compiled_once(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler)
+    assert [await queue.request(regex("a")).wait() for _ in range(3)] == ["A"] * 3
+    assert compiler.calls == ["a"]
+    queue.close()
+
+
+async def test_requests_during_the_compilation_join_it(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler)
+    first, *others = [asyncio.create_task(queue.request(regex("slow")).wait()) for _ in range(5)]
+    while not compiler.calls:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    compiler.gate.set()
+    assert await asyncio.gather(*others) == ["SLOW"] * 4, "a request that leaves does not cancel the compilation"
+    assert compiler.calls == ["slow"]
+    queue.close()
+
+
+async def test_the_results_of_the_last_ones_are_kept(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler)
+    for number in range(MAX_KEPT + 1):
+        await queue.request(regex(f"a{number}")).wait()
+    await queue.request(regex("a1")).wait()
+    assert len(compiler.calls) == MAX_KEPT + 1
+    await queue.request(regex("a0")).wait()
+    assert len(compiler.calls) == MAX_KEPT + 2
+    queue.close()
+
+
+@pytest.mark.parametrize(("source", "message"), [("wrong", "unclosed group"), ("odd", "the grammar could not be compiled: something odd")])
+async def test_an_error_becomes_a_fault_for_everyone(compiler: Compiler, source: str, message: str) -> None:
+    queue = CompileQueue(compiler)
+    for _ in range(2):
+        assert await queue.request(regex(source)).wait() == Fault("invalid_grammar", message)
+    assert compiler.calls == [source]
+    queue.close()
+
+
+async def test_a_slow_grammar_is_refused_and_the_one_behind_it_is_not(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler, max_compile_seconds=0.05)
+    slow = [asyncio.create_task(queue.request(regex(f"slow{number}")).wait()) for number in range(THREADS)]
+    quick = asyncio.create_task(queue.request(regex("quick")).wait())
+    expected = Fault("invalid_grammar", "the grammar takes more than 0.05 seconds to compile: make it simpler")
+    assert await asyncio.gather(*slow) == [expected] * THREADS
+    compiler.gate.set()
+    assert await quick == "QUICK"
+    queue.close()
+
+
+async def test_a_grammar_that_waits_too_long_for_a_thread_can_be_tried_again(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler, max_queue_seconds=0.05)
+    slow = [asyncio.create_task(queue.request(regex(f"slow{number}")).wait()) for number in range(THREADS)]
+    while len(compiler.calls) < THREADS:
+        await asyncio.sleep(0)
+    refused = await queue.request(regex("quick")).wait()
+    assert isinstance(refused, Fault)
+    assert (refused.code, refused.retryable) == ("grammar_queue", True)
+    compiler.gate.set()
+    assert await asyncio.gather(*slow) == ["SLOW0", "SLOW1"]
+    queue.close()
+
+
+def test_polling_sees_the_same_limits(compiler: Compiler) -> None:
+    clock = Clock()
+    queue = CompileQueue(compiler, clock)
+    slow = [queue.request(regex(f"slow{number}")) for number in range(THREADS)]
+    queued = queue.request(regex("quick"))
+    wait_for_any(slow, 0.0)
+    assert [request.poll() for request in (*slow, queued)] == [None] * 3
+    while len(compiler.calls) < THREADS:
+        pass
+    clock.now = 11.0
+    faults = [request.poll() for request in slow]
+    assert [fault.code for fault in faults if isinstance(fault, Fault)] == ["invalid_grammar"] * THREADS
+    assert queued.poll() is None, "the time of the slow ones is not its own"
+    clock.now = 61.0
+    fault = queued.poll()
+    assert isinstance(fault, Fault)
+    assert fault.code == "grammar_queue"
+    compiler.gate.set()
+    wait_for_any([queued], 30.0)
+    assert queued.poll() == "QUICK"
+    queue.close()
