@@ -95,10 +95,10 @@ class Running:
         )
 
     def wait_ready(self) -> None:
-        began = time.monotonic()
+        deadline = time.monotonic() + START_SECONDS
         while not self._answers():
             assert self._process.poll() is None, self.told()
-            assert time.monotonic() - began < START_SECONDS, self.told()
+            assert time.monotonic() < deadline, self.told()
             time.sleep(0.5)
 
     def _answers(self) -> bool:

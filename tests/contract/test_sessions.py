@@ -146,13 +146,15 @@ async def test_one_owner_does_not_see_the_others(tmp_path: Path) -> None:
 async def test_a_session_expires_after_the_end_of_its_last_turn(tmp_path: Path) -> None:
     async with three_workers(tmp_path) as workers, FrontEnd(workers) as front_end:
         await front_end.run(submit(1), wish("open", timeout=0.2))
-        began = asyncio.get_running_loop().time()
-        turn, _ = await front_end.run(submit(2, 600), wish())
-        assert asyncio.get_running_loop().time() - began > 0.4, "the turn outlasts the timeout, and keeps the session"
+        await front_end.run(submit(4), wish("open", "idle", timeout=0.2))
+        running = asyncio.create_task(front_end.run(submit(2, 1500), wish()))
+        await until(lambda: front_end.sessions.counts["expired"] == 1)
+        assert not running.done(), "a session without a turn has expired by now"
+        turn, _ = await running
         assert turn.state == "open"
         assert held(workers) == 1
         await until(lambda: held(workers) == 0)
-        assert front_end.sessions.counts["expired"] == 1
+        assert front_end.sessions.counts["expired"] == 2
         turn, _ = await front_end.run(submit(3), wish())
         assert turn.state == "unknown"
         assert leased(workers) == 0
@@ -240,7 +242,7 @@ async def test_a_session_that_finds_no_lease_where_it_goes_keeps_its_time_and_mo
             await until(lambda: len(front_end.pool.members) == 1)
             turn, _ = await front_end.run(submit(6), wish())
             assert (turn.state, turn.worker) == ("over_quota", full.name)
-            await until(lambda: len(front_end.sessions._tasks) == 2)
+            await until(lambda: front_end.sessions.unsettled == 0)
             key = session_key("somebody", "simulator", "agent")
             now = 91.0
             assert await store.get(key) is not None
@@ -387,7 +389,7 @@ async def test_nothing_is_left_of_many_sessions(tmp_path: Path) -> None:
         store.check_integrity()
         assert len(store) == 0
         assert worker.simulator.stats().kv_blocks_leased == 0
-        await until(lambda: len(front_end.sessions._tasks) == 2)
+        await until(lambda: front_end.sessions.unsettled == 0)
 
 
 class SlowStore(MemoryStore):
@@ -447,7 +449,7 @@ async def test_a_session_that_is_closed_while_it_moves_stays_closed(tmp_path: Pa
         store.may_write.set()
         _, reader = await running
         assert reader.tokens == expected(2, 400)
-        await until(lambda: len(store) == 0 and len(front_end.sessions._tasks) == 2)
+        await until(lambda: len(store) == 0 and front_end.sessions.unsettled == 0)
         (other,) = [worker for worker in workers if worker is not home]
         assert other.simulator.stats().sessions == 0
 
@@ -476,7 +478,7 @@ async def test_a_renewal_that_comes_after_the_last_turns_end_prolongs_nothing(tm
         running = asyncio.create_task(front_end.run(submit(1, 200), wish("open")))
         await until(lambda: store.waiting == 1)
         await running
-        await until(lambda: len(front_end.sessions._tasks) == 2)
+        await until(lambda: front_end.sessions.unsettled == 0)
         store.may_renew.set()
         await until(lambda: store.waiting == 0)
         key = session_key("somebody", "simulator", "agent")
@@ -516,7 +518,7 @@ async def test_a_turn_while_the_reaper_asks_keeps_its_session(tmp_path: Path, fi
     key = session_key("somebody", "simulator", "agent")
     async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store) as front_end:
         await front_end.run(submit(1), wish("open", timeout=0.3))
-        await until(lambda: len(front_end.sessions._tasks) == 2)
+        await until(lambda: front_end.sessions.unsettled == 0)
         binding = await store.get(key)
         assert binding is not None
         # Another front end has it, too.
@@ -527,7 +529,7 @@ async def test_a_turn_while_the_reaper_asks_keeps_its_session(tmp_path: Path, fi
         gates = [store.may_settle, store.may_reap] if first == "the turn's end" else [store.may_reap, store.may_settle]
         for gate in gates:
             gate.set()
-            await until(lambda: len(front_end.sessions._tasks) == 2 if store.may_settle.is_set() else store.reaps == 2)
+            await until(lambda: front_end.sessions.unsettled == 0 if store.may_settle.is_set() else store.reaps == 2)
         await until(lambda: store.reaps == 2)
         assert len(front_end.sessions) == 1
         assert await front_end.sessions.close_session("somebody", "agent")
@@ -563,4 +565,4 @@ async def test_turns_of_a_session_over_quota_end_in_any_order(tmp_path: Path) ->
         turn, reader = await long
         assert (turn.state, reader.tokens) == ("over_quota", expected(1, 300))
         await until(lambda: held(workers) == 0 and len(front_end.sessions) == 0)
-        assert not front_end.sessions._active
+        assert front_end.sessions.in_turn == 0

@@ -59,16 +59,16 @@ def prompt_tokens(usage: Usage) -> int:
 
 
 def test_a_message(model_client: Anthropic) -> None:
-    message = model_client.messages.create(
+    response = model_client.messages.with_raw_response.create(
         model=DEFAULT_MODEL, max_tokens=20, extra_body=GREEDY, messages=said("What is the capital of France?")
     )
+    message = response.parse()
     [block] = message.content
     assert block.type == "text"
     assert "Paris" in block.text
     assert (message.role, message.stop_reason, message.model) == ("assistant", "end_turn", DEFAULT_MODEL)
     assert message.usage.output_tokens > 0
-    assert message._request_id is not None
-    assert message._request_id.startswith("req_")
+    assert response.headers["request-id"].startswith("req_")
 
 
 def test_a_stream_is_the_same_message_in_pieces(model_client: Anthropic) -> None:

