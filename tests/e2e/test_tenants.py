@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 
 from e2e.harness import Server
-from penstock.api.document.operations import OPERATIONS
+from penstock.api.app import ROUTES
 
 ALICE, MALLORY = "key-of-alice", "key-of-mallory"
 # What belongs to nobody: models are for all.
 PUBLIC = {("GET", "/v1/models/{id}")}
 OWNED = [
-    (operation.method, operation.path)
-    for operation in OPERATIONS
-    if "{" in operation.path and (operation.method, operation.path) not in PUBLIC
+    (route.method, route.documented_path) for route in ROUTES if "{" in route.path and (route.method, route.documented_path) not in PUBLIC
 ]
 
 

@@ -1,33 +1,38 @@
-"""The ASGI application: its routes, and what becomes of their errors."""
+"""The ASGI application: one table declares every route, for the server and for the API's document."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response as StarletteResponse
-from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.api.anthropic.errors import AnthropicErrors
-from penstock.api.anthropic.messages import CountTokens, parse_messages
-from penstock.api.document.docs import document_routes
-from penstock.api.errors import ErrorShape, OpenAIErrors
-from penstock.api.handlers import Methods, handled, refusal
-from penstock.api.model_routes import model_routes
+from penstock.api.anthropic import answers as anthropic
+from penstock.api.anthropic.errors import OVERLOADED, AnthropicErrors
+from penstock.api.anthropic.messages import count_message_tokens, parse_messages
+from penstock.api.anthropic.schema import CountRequest, MessagesRequest
+from penstock.api.document.docs import ApiDocument
+from penstock.api.document.route import EXAMPLE_MODEL, GENERATES, HINTS, READS, Content, Handler, Parameter, Route, limit_parameter, path_id
+from penstock.api.errors import OpenAIErrors, refusal
+from penstock.api.models import describe_model, describe_models
+from penstock.api.openai import answers
 from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import parse_completion
+from penstock.api.openai.schema import ChatRequest, CompletionRequest
 from penstock.api.pipeline.admission import Admission
-from penstock.api.pipeline.detached import DetachedRuns, Resume
+from penstock.api.pipeline.detached import LAST_EVENT_ID, DetachedRuns, Resume
 from penstock.api.pipeline.endpoint import Answer, Endpoint, Generate, Parse
-from penstock.api.pipeline.request import PromptContext
+from penstock.api.pipeline.request import Incoming, PromptContext
+from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.runner import Run
-from penstock.api.responses.routes import response_endpoints, response_routes
+from penstock.api.responses.routes import RESPONSE_ROUTES
 from penstock.api.responses.store import ResponseStore
-from penstock.api.sessions import session_routes
-from penstock.api.tokenize import Detokenize, Tokenize
+from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT, SessionHandlers
+from penstock.api.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest, detokenize, tokenize
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.metrics.frontend import CONTENT_TYPE, FrontEndMetrics
 from penstock.wire.errors import RequestError
@@ -35,95 +40,353 @@ from penstock.wire.errors import RequestError
 
 @dataclass(frozen=True)
 class Services:
-    """What the endpoints work with."""
+    """What the handlers work with. Without `responses`, no response is stored."""
 
-    library: PromptContext
+    context: PromptContext
     runner: Run
     detached: DetachedRuns
     sessions: Sessions
     admission: Admission
     metrics: FrontEndMetrics
     responses: ResponseStore | None = None
-    """Where responses are kept, if they are."""
-
-    def endpoint(self, route: str, answer: Answer, errors: ErrorShape) -> Endpoint:
-        return Endpoint(route, answer, self.admission.limits, self.metrics, errors)
 
     def generate(self, parse: Parse) -> Generate:
-        return Generate(parse, self.library, self.runner, self.detached)
+        return Generate(parse, self.context, self.runner, self.detached)
+
+    def resume(self) -> Resume:
+        return Resume(self.detached, self.metrics.tally)
+
+    @cached_property
+    def document(self) -> ApiDocument:
+        return ApiDocument(ROUTES)
 
 
 def make_app(services: Services) -> Application:
-    """The front end's routes."""
-    models, admission, metrics = services.library.models, services.admission, services.metrics
-
-    async def live(_: Request) -> object:
-        return {"status": "live"}
-
-    async def ready(_: Request) -> object:
-        if admission.is_draining:
-            return _json(503, {"status": "draining"})
-        served = [model.info.name for model in models.all()]
-        return _json(200 if served else 503, {"status": "ready" if served else "no worker is ready", "models": served})
-
-    async def show_metrics(_: Request) -> object:
-        return StarletteResponse(metrics.render(), media_type=CONTENT_TYPE)
-
-    generating = {
-        "/v1/completions": services.endpoint("completions", services.generate(parse_completion), OpenAIErrors()),
-        "/v1/chat/completions": services.endpoint("chat", services.generate(parse_chat), OpenAIErrors()),
-        "/v1/messages": services.endpoint("messages", services.generate(parse_messages), AnthropicErrors()),
-        "/v1/messages/count_tokens": services.endpoint("count_tokens", CountTokens(services.library), AnthropicErrors()),
-        **response_endpoints(services, services.responses),
-        "/tokenize": services.endpoint("tokenize", Tokenize(services.library), OpenAIErrors()),
-        "/detokenize": services.endpoint("detokenize", Detokenize(services.library), OpenAIErrors()),
-    }
-    resume = services.endpoint("resume", Resume(services.detached, metrics.tally), OpenAIErrors())
-    router = Router(
-        [
-            Route("/live", handled({"GET": live})),
-            Route("/ready", handled({"GET": ready})),
-            Route("/metrics", handled({"GET": show_metrics})),
-            *document_routes(),
-            *model_routes(models),
-            *session_routes(services.sessions, models),
-            *response_routes(services, services.responses),
-            Route("/v1/chat/completions/{id}", Methods({"GET": resume})),
-            Route("/v1/completions/{id}", Methods({"GET": resume})),
-        ],
-        default=_not_found,
-    )
-
-    return Application(generating, router)
+    """The front end's application, with every route of the table."""
+    return Application(ROUTES, services)
 
 
 class Application:
-    """The routes. Those that generate, all with POST, are found without the router, whose cost shows when thousands come at once."""
+    """Finds the endpoint of a request.
 
-    def __init__(self, generating: Mapping[str, Endpoint], router: Router) -> None:
-        self._generating = {path: Methods({"POST": endpoint}, endpoint.errors) for path, endpoint in generating.items()}
-        self._router = router
+    Paths without parameters, among them all that generate, are found with one lookup: a search through patterns shows in the profile when
+    thousands of requests arrive at once.
+    """
+
+    def __init__(self, routes: Iterable[Route], services: Services) -> None:
+        self._fixed: dict[str, dict[str, Endpoint]] = {}
+        patterns: dict[str, dict[str, Endpoint]] = {}
+        for route in routes:
+            endpoint = _make_endpoint(route, services)
+            methods = (patterns if "{" in route.path else self._fixed).setdefault(route.path, {})
+            methods[route.method] = endpoint
+            if route.method == "GET" and route.event is None:
+                methods["HEAD"] = endpoint
+        self._patterns = [(compile_path(path)[0], methods) for path, methods in patterns.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        application = self._generating.get(scope["path"], self._router)
+        methods = self._fixed.get(scope["path"]) or self._match(scope)
+        application: ASGIApp = methods.get(scope["method"]) or _refuse(scope, methods)
         await application(scope, receive, send)
 
-    @property
-    def operations(self) -> set[tuple[str, str]]:
-        """Every method and path that is answered, with the names of the path's parameters in braces."""
-        found = {("POST", path) for path in self._generating}
-        for route in self._router.routes:
-            assert isinstance(route, Route)
-            assert isinstance(route.endpoint, Methods), f"{route.path} takes any method"
-            found |= {(method, route.path_format) for method in route.endpoint.names}
-        return found
+    def _match(self, scope: Scope) -> Mapping[str, Endpoint]:
+        """The endpoints of a path with parameters, by method; the parameters are put into the scope. Empty when there is no such path."""
+        for pattern, methods in self._patterns:
+            if found := pattern.match(scope["path"]):
+                scope["path_params"] = found.groupdict()
+                return methods
+        return {}
 
 
-def _json(status: int, content: object) -> StarletteResponse:
-    return StarletteResponse(msgspec.json.encode(content), status, media_type="application/json")
+def _refuse(scope: Scope, methods: Mapping[str, Endpoint]) -> ASGIApp:
+    """The answer where no endpoint takes the request."""
+    path = scope["path"][:256]
+    if not methods:
+        error = RequestError(f"there is no {path} here", code="not_found", status=404)
+        return refusal(error, AnthropicErrors() if path.startswith("/v1/messages/") else OpenAIErrors())
+    allowed = ", ".join(sorted(methods))
+    error = RequestError(f"{path} takes {allowed}, not {scope['method']}", code="method_not_allowed", status=405)
+    return refusal(error, next(iter(methods.values())).errors, {"allow": allowed})
 
 
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    error = RequestError(f"there is no {scope['path'][:256]} here", code="not_found", status=404)
-    errors = AnthropicErrors() if scope["path"].startswith("/v1/messages/") else OpenAIErrors()
-    await refusal(error, errors)(scope, receive, send)
+def _make_endpoint(route: Route, services: Services) -> Endpoint:
+    assert (route.handler is None) != (route.stream is None), f"{route.name}: expected a handler or a stream"
+    answer = route.stream(services) if route.stream is not None else _answer_of(partial(cast(Handler, route.handler), services))
+    return Endpoint(route.metric, answer, services.admission.limits, services.metrics, route.shape)
+
+
+def _answer_of(handler: Callable[[Incoming], Awaitable[Any]]) -> Answer:
+    """Sends what the handler returns."""
+
+    async def answer(incoming: Incoming, _: Receive, response: Response) -> str:
+        value = await handler(incoming)
+        content = value if isinstance(value, Content) else Content(msgspec.json.encode(value))
+        headers = [(name.encode(), text.encode()) for name, text in content.headers.items()]
+        await response.send_whole(content.status, content.body, [(b"content-type", content.media_type.encode()), *headers])
+        return "ok"
+
+    return answer
+
+
+async def _live(_: Services, __: Incoming) -> answers.Liveness:
+    return answers.Liveness("live")
+
+
+async def _ready(services: Services, _: Incoming) -> Content:
+    served = [model.info.name for model in services.context.models.all()]
+    if services.admission.is_draining:
+        return Content(msgspec.json.encode(answers.Readiness("draining")), status=503)
+    if not served:
+        return Content(msgspec.json.encode(answers.Readiness("no worker is ready", [])), status=503)
+    return Content(msgspec.json.encode(answers.Readiness("ready", served)))
+
+
+async def _show_metrics(services: Services, _: Incoming) -> Content:
+    return Content(services.metrics.render(), CONTENT_TYPE)
+
+
+async def _openapi(services: Services, _: Incoming) -> Content:
+    return services.document.openapi
+
+
+async def _docs(services: Services, _: Incoming) -> Content:
+    return services.document.page
+
+
+async def _list_models(services: Services, _: Incoming) -> answers.ModelList:
+    return describe_models(services.context.models)
+
+
+async def _get_model(services: Services, incoming: Incoming) -> answers.Model:
+    return describe_model(services.context.models, incoming.path["id"])
+
+
+def _sessions(services: Services) -> SessionHandlers:
+    return SessionHandlers(services.sessions, services.context.models)
+
+
+_STREAMS = "With `stream`, events arrive as tokens are generated; the last one is `[DONE]`."
+_RESUMES = "Only for streams requested with `stream_options.resumable`."
+_RESUME = (
+    path_id("The id in the stream's events."),
+    Parameter(
+        LAST_EVENT_ID.decode(),
+        "header",
+        "The id of the last event received. Without it, all events are sent.",
+        {"type": "string", "pattern": "^[0-9]{1,15}$"},
+    ),
+)
+_CHAT = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "What is a penstock?"}]}
+_MODEL = path_id("The model's name. It may contain slashes.")
+_SESSION = path_id("The session's id. It may contain slashes.")
+_ANTHROPIC_READS = (400, 404, 408, 413, OVERLOADED)
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        stream=lambda services: services.generate(parse_chat),
+        metric="chat",
+        tag="OpenAI",
+        summary="Generate the next message of a chat",
+        description=_STREAMS,
+        body=ChatRequest,
+        answer=answers.ChatCompletion,
+        event=answers.ChatCompletionChunk,
+        parameters=HINTS,
+        errors=GENERATES,
+        example={**_CHAT, "max_tokens": 64},
+    ),
+    Route(
+        method="GET",
+        path="/v1/chat/completions/{id}",
+        stream=Services.resume,
+        metric="resume",
+        tag="OpenAI",
+        summary="Resume the stream of a chat after a lost connection",
+        description=_RESUMES,
+        event=answers.ChatCompletionChunk,
+        parameters=_RESUME,
+        errors=READS,
+    ),
+    Route(
+        method="POST",
+        path="/v1/completions",
+        stream=lambda services: services.generate(parse_completion),
+        metric="completions",
+        tag="OpenAI",
+        summary="Continue a text",
+        description=_STREAMS,
+        body=CompletionRequest,
+        answer=answers.Completion,
+        event=answers.Completion,
+        parameters=HINTS,
+        errors=GENERATES,
+        example={"model": EXAMPLE_MODEL, "prompt": "A penstock is", "max_tokens": 32},
+    ),
+    Route(
+        method="GET",
+        path="/v1/completions/{id}",
+        stream=Services.resume,
+        metric="resume",
+        tag="OpenAI",
+        summary="Resume the stream of a completion after a lost connection",
+        description=_RESUMES,
+        event=answers.Completion,
+        parameters=_RESUME,
+        errors=READS,
+    ),
+    *RESPONSE_ROUTES,
+    Route(
+        method="POST",
+        path="/v1/messages",
+        stream=lambda services: services.generate(parse_messages),
+        metric="messages",
+        tag="Anthropic",
+        summary="Generate the next message of a chat, in Anthropic's format",
+        description="With `stream`, events arrive as tokens are generated, from `message_start` to `message_stop`.",
+        body=MessagesRequest,
+        answer=anthropic.AnthropicMessage,
+        event=anthropic.MessageEvent,
+        parameters=HINTS,
+        errors=(*_ANTHROPIC_READS, 429),
+        shape=AnthropicErrors(),
+        example={**_CHAT, "max_tokens": 64},
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=lambda services, incoming: count_message_tokens(incoming, services.context),
+        metric="count_tokens",
+        tag="Anthropic",
+        summary="Count the tokens of a message's prompt",
+        body=CountRequest,
+        answer=anthropic.TokenCount,
+        parameters=HINTS,
+        errors=_ANTHROPIC_READS,
+        shape=AnthropicErrors(),
+        example=_CHAT,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models",
+        handler=_list_models,
+        tag="Models",
+        summary="List the models that are available now",
+        answer=answers.ModelList,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models/{id:path}",
+        handler=_get_model,
+        tag="Models",
+        summary="Get one model",
+        answer=answers.Model,
+        parameters=(_MODEL,),
+        errors=(404, 503),
+    ),
+    Route(
+        method="GET",
+        path="/v1/sessions",
+        handler=lambda services, incoming: _sessions(services).list_sessions(incoming),
+        tag="Sessions",
+        summary="List the sessions of this API key",
+        answer=answers.SessionList,
+        parameters=(
+            limit_parameter(DEFAULT_LIMIT, MAX_LIMIT),
+            Parameter("after", "query", "Return only ids that sort after this one.", {"type": "string"}),
+        ),
+        errors=(400,),
+    ),
+    Route(
+        method="GET",
+        path="/v1/sessions/{id:path}",
+        handler=lambda services, incoming: _sessions(services).get_session(incoming),
+        tag="Sessions",
+        summary="Get one session",
+        answer=answers.Session,
+        parameters=(_SESSION,),
+        errors=(404,),
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/sessions/{id:path}",
+        handler=lambda services, incoming: _sessions(services).close_session(incoming),
+        tag="Sessions",
+        summary="Close a session, now or when its last running turn ends",
+        answer=answers.DeletedSession,
+        parameters=(_SESSION,),
+        errors=(404,),
+    ),
+    Route(
+        method="POST",
+        path="/tokenize",
+        handler=lambda services, incoming: tokenize(incoming, services.context),
+        metric="tokenize",
+        tag="Tokens",
+        summary="Get the tokens of a prompt or a chat",
+        body=TokenizeRequest,
+        answer=TokenizeAnswer,
+        errors=READS,
+        example={"model": EXAMPLE_MODEL, "prompt": "A penstock is", "return_token_strs": True},
+    ),
+    Route(
+        method="POST",
+        path="/detokenize",
+        handler=lambda services, incoming: detokenize(incoming, services.context),
+        metric="detokenize",
+        tag="Tokens",
+        summary="Get the text of tokens",
+        body=DetokenizeRequest,
+        answer=DetokenizeAnswer,
+        errors=READS,
+        example={"model": EXAMPLE_MODEL, "tokens": [49, 50, 51]},
+    ),
+    Route(
+        method="GET",
+        path="/live",
+        handler=_live,
+        tag="Operation",
+        summary="Check that the process runs",
+        answer=answers.Liveness,
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/ready",
+        handler=_ready,
+        tag="Operation",
+        summary="Check that requests can be answered: 503 without a worker and while the server shuts down",
+        answer=answers.Readiness,
+        failure=answers.Readiness,
+        errors=(503,),
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        handler=_show_metrics,
+        tag="Operation",
+        summary="Get the metrics, for Prometheus",
+        media_type="text/plain",
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/openapi.json",
+        handler=_openapi,
+        tag="Operation",
+        summary="Get this document",
+        media_type="application/json",
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/docs",
+        handler=_docs,
+        tag="Operation",
+        summary="Read this document as a page",
+        media_type="text/html",
+        needs_key=False,
+    ),
+)

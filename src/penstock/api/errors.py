@@ -1,12 +1,15 @@
-"""Errors in OpenAI's shape, and which status each has."""
+"""Errors in OpenAI's shape, and the HTTP status of each."""
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
+from starlette.responses import Response
 
+from penstock.api.openai.answers import Error, ErrorDetails
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Fault
 
@@ -30,19 +33,21 @@ _STATUS_OF_FAULT = {
     "grammar_queue": 503,
     "shutting_down": 503,
 }
-_FAULTS_OF_A_GRAMMAR = {"invalid_grammar", "unsupported"}
+_GRAMMAR_FAULTS = {"invalid_grammar", "unsupported"}
 _RETRY_AFTER = {429: b"1", 503: b"1", 529: b"1"}
 
 
 class ErrorShape(Protocol):
-    """How an API tells what went wrong."""
+    """How an API reports errors. `answer` is the struct of an error's body."""
+
+    answer: Any
 
     def fresh(self) -> ErrorShape:
-        """The same, for one more request: with an id of its own, where the API has ids."""
+        """The shape for one more request: with a new request id, where the API has ids."""
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What every answer to this request has, be it an error or not."""
+        """The headers of every answer to this request, error or not."""
 
     def request_status(self, error: RequestError) -> int: ...
 
@@ -54,8 +59,9 @@ class ErrorShape(Protocol):
 
 
 class OpenAIErrors:
-    """The shape of OpenAI's errors."""
+    """OpenAI's errors."""
 
+    answer: Any = Error
     headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012, never changed
 
     def fresh(self) -> OpenAIErrors:
@@ -68,28 +74,32 @@ class OpenAIErrors:
         return fault_status(error.fault)
 
     def of_request(self, error: RequestError) -> bytes:
-        return request_error_body(error)
+        return error_body(error.message, _kind(error.status), error.param, error.code)
 
     def of_fault(self, error: GenerationFault) -> bytes:
         return fault_body(error.fault, error.grammar_field)
 
 
+def refusal(error: RequestError, errors: ErrorShape, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer to a request that reaches no endpoint."""
+    shape = errors.fresh()
+    status = shape.request_status(error)
+    known = {name.decode(): value.decode() for name, value in [*error_headers(status, error.retry_after), *shape.headers]}
+    return Response(shape.of_request(error), status, {**known, **(headers or {})})
+
+
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
-
-
-def request_error_body(error: RequestError) -> bytes:
-    return error_body(error.message, _kind(error.status), error.param, error.code)
+    return msgspec.json.encode(Error(ErrorDetails(message, kind, param, code)))
 
 
 def fault_body(fault: Fault, grammar_field: str | None = None) -> bytes:
-    """`grammar_field` is where the request has its grammar: a worker that refuses the grammar does not know."""
+    """`grammar_field` is the field of the request that has the grammar; the worker does not know it."""
     return error_body(fault.message, _kind(fault_status(fault)), fault_field(fault, grammar_field), fault.code)
 
 
 def fault_field(fault: Fault, grammar_field: str | None) -> str | None:
-    """The field that a fault is about, where it is about one."""
-    return grammar_field if fault.code in _FAULTS_OF_A_GRAMMAR else None
+    """The field of the request that caused a fault, if known."""
+    return grammar_field if fault.code in _GRAMMAR_FAULTS else None
 
 
 def fault_status(fault: Fault) -> int:
@@ -97,7 +107,7 @@ def fault_status(fault: Fault) -> int:
 
 
 def error_headers(status: int, retry_after: float | None = None) -> list[tuple[bytes, bytes]]:
-    """`retry_after` is in seconds, where it is known; HTTP has whole ones."""
+    """`retry_after` is in seconds; the header rounds it up to whole ones."""
     headers = [(b"content-type", b"application/json")]
     if retry_after is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))

@@ -1,4 +1,4 @@
-"""The models that the front end can serve now, each with its tokenizer."""
+"""The models that the front end serves, each with its tokenizer; GET /v1/models and /v1/models/{id}."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.api.openai.answers import Model, ModelDetails, ModelList
 from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
@@ -28,9 +29,9 @@ class Worker(Protocol):
 
 
 class Models:
-    """Looks models up by name among those of the live workers; keeps a tokenizer for each that was ever announced.
+    """Finds the models of the live workers by name. Keeps the tokenizer of every model it has seen.
 
-    A model whose workers are all gone can still be asked for, for a while: they may be about to come back.
+    A model whose last worker has gone stays available for `remember_seconds`: a worker may come back.
     """
 
     def __init__(self, remember_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,19 +42,19 @@ class Models:
         self._live: Callable[[], Iterable[ModelInfo]] = tuple
 
     def observe(self, live: Callable[[], Iterable[ModelInfo]]) -> None:
-        """Says where the live workers' models come from."""
+        """Sets the function that lists the models of the live workers."""
         self._live = live
 
     async def prepare(self, info: ModelInfo) -> None:
-        """Loads the model's tokenizer, beside the event loop. Raises ConfigError when it cannot."""
+        """Loads the model's tokenizer in a thread. Raises ConfigError when that fails."""
         if info.tokenizer not in self._tokenizers:
             self._tokenizers[info.tokenizer] = await asyncio.to_thread(load_tokenizer, info.tokenizer)
 
     def joined(self, _: Worker) -> None:
-        """What is live is asked for when it is needed."""
+        """Nothing to do: `observe` gives the live models."""
 
     def left(self, worker: Worker) -> None:
-        """A worker is gone, perhaps the last of its model."""
+        """Remembers the worker's model: it may have been the last one."""
         self._last_seen[worker.model.name] = worker.model, self._clock()
 
     def all(self) -> list[ServedModel]:
@@ -63,7 +64,7 @@ class Models:
         return [ServedModel(info, self._tokenizers[info.tokenizer], count[name]) for name, info in unique.items()]
 
     def find(self, name: str) -> ServedModel:
-        """Raises RequestError: 404 for an unknown model, 503 when no worker is there at all."""
+        """Raises RequestError: 404 for an unknown model, 503 when there is no worker."""
         for info in self._live():
             if info.name == name:
                 return ServedModel(info, self._tokenizers[info.tokenizer])
@@ -75,3 +76,29 @@ class Models:
         if not known:
             raise RequestError("no worker is ready", code="no_worker", status=503)
         raise RequestError(f"`model` is {name[:256]!r}: this server has {known}", param="model", code="model_not_found", status=404)
+
+
+def describe_models(models: Models) -> ModelList:
+    """Answers GET /v1/models."""
+    return ModelList("list", [_described(model) for model in models.all()])
+
+
+def describe_model(models: Models, name: str) -> Model:
+    """Answers GET /v1/models/{id}. Raises RequestError when there is no such model."""
+    live = next((model for model in models.all() if model.info.name == name), None)
+    return _described(live or models.find(name))
+
+
+def _described(model: ServedModel) -> Model:
+    info = model.info
+    details = ModelDetails(
+        engine=info.engine,
+        tokenizer=info.tokenizer,
+        context_length=info.context_length,
+        workers=model.workers,
+        roles=list(info.roles),
+        capabilities=list(info.capabilities),
+        tool_parser=info.tool_parser,
+        reasoning_parser=info.reasoning_parser,
+    )
+    return Model(info.name, "model", info.created, "penstock", details)

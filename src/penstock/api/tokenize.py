@@ -1,30 +1,27 @@
-"""POST /tokenize and /detokenize: what a prompt is to the model, and back."""
+"""POST /tokenize and /detokenize: from a prompt to its tokens, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
-from starlette.types import Receive
 
 from penstock.api.models import Models, ServedModel
 from penstock.api.openai.chat import chat_prompt
 from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, Text, Tool
 from penstock.api.pipeline.plan import check_text_length
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
-from penstock.api.pipeline.response import Response
 from penstock.text.encoding import Steps
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Either a `prompt` or `messages`. `model` may be left out where only one is served.
+    """Either a `prompt` or `messages`. `model` is optional when the server has only one.
 
-    `add_special_tokens` is of a prompt, and true where it is not said: chat templates write their own.
+    `add_special_tokens` applies to a `prompt` and defaults to true. Chat templates write their own special tokens.
     """
 
     model: str | None = None
@@ -40,14 +37,14 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Token ids, at most as many as the model's context has. `model` may be left out where only one is served."""
+    """Token ids, at most the model's context length. `model` is optional when the server has only one."""
 
     tokens: list[int]
     model: str | None = None
 
 
 class TokenizeAnswer(Struct, kw_only=True, omit_defaults=True):
-    """The tokens, and how many a prompt may have at most. `token_strs` with `return_token_strs` only."""
+    """`max_model_len` is the model's context length. `token_strs` is set only with `return_token_strs`."""
 
     count: int
     max_model_len: int
@@ -56,46 +53,32 @@ class TokenizeAnswer(Struct, kw_only=True, omit_defaults=True):
 
 
 class DetokenizeAnswer(Struct):
-    """The text of the tokens, special ones included."""
+    """The text of the tokens, including special tokens."""
 
     prompt: str
 
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
-_OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+_MESSAGES_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 
 
-@dataclass(frozen=True)
-class Tokenize:
+async def tokenize(incoming: Incoming, context: PromptContext) -> TokenizeAnswer:
     """Answers POST /tokenize."""
-
-    context: PromptContext
-
-    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
-        request = decode_body(incoming.body, _TOKENIZE, frozenset())
-        model = _model(self.context.models, request.model)
-        token_ids = await _encoded(model, request, self.context)
-        texts = [_text(model, token_id) for token_id in token_ids] if request.return_token_strs else None
-        answer = TokenizeAnswer(count=len(token_ids), max_model_len=model.info.context_length, tokens=token_ids, token_strs=texts)
-        await response.send_whole(200, msgspec.json.encode(answer))
-        return "ok"
+    request = decode_body(incoming.body, _TOKENIZE, frozenset())
+    model = _model(context.models, request.model)
+    token_ids = await _encoded(model, request, context)
+    texts = [_text(model, token_id) for token_id in token_ids] if request.return_token_strs else None
+    return TokenizeAnswer(count=len(token_ids), max_model_len=model.info.context_length, tokens=token_ids, token_strs=texts)
 
 
-@dataclass(frozen=True)
-class Detokenize:
+async def detokenize(incoming: Incoming, context: PromptContext) -> DetokenizeAnswer:
     """Answers POST /detokenize."""
-
-    context: PromptContext
-
-    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
-        request = decode_body(incoming.body, _DETOKENIZE, frozenset())
-        model = _model(self.context.models, request.model)
-        _check_ids(model, request.tokens)
-        detokenizer = model.tokenizer.detokenizer(frozenset(), False)
-        text = detokenizer.feed(request.tokens) + detokenizer.finish()
-        await response.send_whole(200, msgspec.json.encode(DetokenizeAnswer(text)))
-        return "ok"
+    request = decode_body(incoming.body, _DETOKENIZE, frozenset())
+    model = _model(context.models, request.model)
+    _check_ids(model, request.tokens)
+    detokenizer = model.tokenizer.detokenizer(frozenset(), False)
+    return DetokenizeAnswer(detokenizer.feed(request.tokens) + detokenizer.finish())
 
 
 def _model(models: Models, name: str | None) -> ServedModel:
@@ -117,9 +100,9 @@ async def _encoded(model: ServedModel, request: TokenizeRequest, context: Prompt
     if request.messages is not None:
         return await _encoded_chat(model, request, request.messages, context)
     assert request.prompt is not None
-    for name in _OF_MESSAGES:
+    for name in _MESSAGES_ONLY:
         if getattr(request, name) is not None:
-            raise RequestError(f"`{name}` needs `messages`: a `prompt` goes through no chat template", param=name)
+            raise RequestError(f"`{name}` needs `messages`: a `prompt` uses no chat template", param=name)
     check_text_length(model, "prompt", request.prompt)
     if request.add_special_tokens is False:
         return await context.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt))
@@ -136,7 +119,7 @@ def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
 
 async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: list[Message], context: PromptContext) -> Sequence[int]:
     if request.add_special_tokens:
-        message = "`add_special_tokens` is true: expected false with `messages`, whose chat template writes its own"
+        message = "`add_special_tokens` is true: expected false with `messages`, because the chat template writes its own"
         raise RequestError(message, param="add_special_tokens")
     chat = ChatRequest(
         model=model.info.name,
@@ -154,9 +137,9 @@ async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: 
 
 
 def _check_ids(model: ServedModel, token_ids: Sequence[int]) -> None:
-    longest, size = model.info.context_length, model.tokenizer.vocab_size
-    if len(token_ids) > longest:
-        raise RequestError(f"`tokens` has {len(token_ids):,}: expected at most the model's context of {longest:,}", param="tokens")
+    max_tokens, size = model.info.context_length, model.tokenizer.vocab_size
+    if len(token_ids) > max_tokens:
+        raise RequestError(f"`tokens` has {len(token_ids):,}: expected at most {max_tokens:,}, the model's context", param="tokens")
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < size:
             name = f"tokens[{index}]"

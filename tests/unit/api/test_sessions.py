@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from starlette.routing import Router
 from starlette.types import Message
 
+from penstock.api.app import Services, make_app
 from penstock.api.auth.gate import TENANT
 from penstock.api.auth.keys import Keyring, KeySettings
 from penstock.api.models import Models
-from penstock.api.sessions import session_routes
-from penstock.metrics.frontend import Tally
+from penstock.api.pipeline.admission import Admission
+from penstock.api.pipeline.detached import DetachedRuns
+from penstock.api.pipeline.request import PromptContext
+from penstock.api.pipeline.runner import Runner
+from penstock.config.front_end import Limits, ResumeLimits
+from penstock.metrics.frontend import FrontEndMetrics, Tally
 from penstock.router.affinity import Binding, session_key
 from penstock.router.policy import Hints, SessionWish
+from penstock.text.transcript import Transcripts
 from workers import FrontEnd, Worker, submit
 
 KEYRING = Keyring(KeySettings(), Tally())
@@ -45,10 +50,15 @@ class Client:
         models.observe(lambda: [member.model for member in front_end.pool.members])
         self.front_end = front_end
         self.models = models
-        self._router = Router(session_routes(front_end.sessions, models))
+        metrics = FrontEndMetrics(Tally())
+        admission = Admission(Limits(), metrics.tally)
+        library = PromptContext(models, Transcripts(0))
+        runner = Runner(library, front_end.sessions, front_end.dispatcher, admission, metrics)
+        detached = DetachedRuns(ResumeLimits(), admission)
+        self._app = make_app(Services(library, runner, detached, front_end.sessions, admission, metrics))
         self.headers: dict[bytes, bytes] = {}
 
-    async def ask(self, method: str, target: str, key: bytes = KEY) -> tuple[int, Any]:
+    async def ask(self, method: str, target: str, key: bytes = KEY, headers: Sequence[tuple[bytes, bytes]] = ()) -> tuple[int, Any]:
         path, _, query = target.partition("?")
         scope = {"type": "http", "method": method, "path": unquote(path), "raw_path": path.encode(), "query_string": query.encode()}
         sent: list[Message] = []
@@ -59,7 +69,7 @@ class Client:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        await self._router({**scope, "headers": [], "server": ("localhost", 8000), TENANT: KEYRING.tenant_of(key)}, receive, send)
+        await self._app({**scope, "headers": list(headers), "server": ("localhost", 8000), TENANT: KEYRING.tenant_of(key)}, receive, send)
         self.headers = dict(sent[0]["headers"])
         assert self.headers[b"content-type"] == b"application/json"
         return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
@@ -138,6 +148,16 @@ async def test_another_keys_session_is_as_absent_as_nobodys(method: str, tmp_pat
         assert (await client.ask("GET", "/v1/sessions/theirs", OTHER_KEY))[0] == 200, "and it is still there"
         assert (await client.ask("GET", "/v1/sessions/free", NO_KEY))[0] == 200
         assert (await client.ask("GET", "/v1/sessions/free"))[0] == 404
+
+
+async def test_two_keys_of_one_tenant_see_the_same_sessions(tmp_path: Path) -> None:
+    """The owner of a session is the request's tenant. The key itself is not looked at."""
+    async with serving(tmp_path) as client:
+        for header in (b"Bearer sk-1", b"Bearer sk-rotated"):
+            _, body = await client.ask("GET", "/v1/sessions", headers=[(b"authorization", header)])
+            assert len(body["data"]) == 5
+            assert (await client.ask("GET", "/v1/sessions/agent-0", headers=[(b"authorization", header)]))[0] == 200
+        assert (await client.ask("DELETE", "/v1/sessions/agent-0", headers=[(b"authorization", b"Bearer sk-rotated")]))[0] == 200
 
 
 async def test_list_page_by_page(tmp_path: Path) -> None:

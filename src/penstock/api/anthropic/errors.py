@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import uuid
+from typing import Any
 
 import msgspec
 
+from penstock.api.anthropic.answers import AnthropicError
 from penstock.api.errors import fault_field, fault_status
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Fault
@@ -29,6 +31,8 @@ _INDEX = re.compile(r"\[(\d+)\]")
 
 class AnthropicErrors:
     """The shape of Anthropic's errors, for one request. Some sentences are looked for by clients: that of a prompt that is too long."""
+
+    answer: Any = AnthropicError
 
     def __init__(self) -> None:
         self._request_id = f"req_{uuid.uuid4().hex}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive
 
+from penstock.api.anthropic.answers import TokenCount
 from penstock.api.anthropic.conversion import check_thinking, longest_mark, read_common, read_dialogue
 from penstock.api.anthropic.dialect import MessagesDialect
 from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, CountRequest, MessagesRequest, ThinkingAdaptive, ThinkingEnabled
@@ -15,7 +15,6 @@ from penstock.api.openai.schema import Common
 from penstock.api.pipeline.hints import read_hints
 from penstock.api.pipeline.plan import Plan, count_tokens, plan_dialogue
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
-from penstock.api.pipeline.response import Response
 from penstock.router.affinity import session_key
 from penstock.wire.errors import RequestError
 
@@ -42,22 +41,15 @@ async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Pl
     return _limited(room, request.max_tokens), dialect
 
 
-@dataclass(frozen=True)
-class CountTokens:
-    """Answers with how many tokens a message's prompt would have: those that the message itself says in its usage, all three together."""
-
-    context: PromptContext
-
-    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
-        request = _decode(incoming.body, _COUNT_DECODER)
-        common = Common(model=request.model, nvext=request.nvext, cache_control=longest_mark(request))
-        session = read_hints(common, incoming.headers).session
-        model = self.context.models.find(request.model)
-        # In a session, what the model has said keeps the tokens that it said it with.
-        key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
-        tokens = await count_tokens(model, read_dialogue(request), self.context, key)
-        await response.send_whole(200, msgspec.json.encode({"input_tokens": tokens}))
-        return "ok"
+async def count_message_tokens(incoming: Incoming, context: PromptContext) -> TokenCount:
+    """Counts the tokens of a message's prompt: the sum of the three input counts in the message's usage."""
+    request = _decode(incoming.body, _COUNT_DECODER)
+    common = Common(model=request.model, nvext=request.nvext, cache_control=longest_mark(request))
+    session = read_hints(common, incoming.headers).session
+    model = context.models.find(request.model)
+    # In a session, what the model has said keeps the tokens that it said it with.
+    key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
+    return TokenCount(await count_tokens(model, read_dialogue(request), context, key))
 
 
 def _limited(plan: Plan, max_tokens: int) -> Plan:

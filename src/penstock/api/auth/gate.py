@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.api.anthropic.errors import AnthropicErrors
 from penstock.api.auth.keys import Keyring, presented_key
-from penstock.api.errors import ErrorShape, OpenAIErrors
-from penstock.api.handlers import refusal
+from penstock.api.errors import ErrorShape, OpenAIErrors, refusal
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError, RequestError
 

@@ -1,4 +1,4 @@
-"""GET /openapi.json and /docs: the API's document, for programs and for people."""
+"""GET /openapi.json and /docs: the API's document, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from html import escape
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.document.openapi import Document, make_document
-from penstock.api.document.operations import OPERATIONS
-from penstock.api.handlers import handled
+from penstock.api.document.route import Content, Route
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --accent: light-dark(#0b5cad, #7cb7ff); }
@@ -41,54 +37,42 @@ _LIMITS = {
     "exclusiveMinimum": "more than {}",
     "maximum": "at most {}",
     "exclusiveMaximum": "less than {}",
-    "minLength": "{} characters or more",
+    "minLength": "at least {} characters",
     "maxLength": "at most {} characters",
-    "pattern": "like {}",
-    "minItems": "{} elements or more",
+    "pattern": "matches {}",
+    "minItems": "at least {} elements",
     "maxItems": "at most {} elements",
-    "minProperties": "{} members or more",
+    "minProperties": "at least {} members",
     "maxProperties": "at most {} members",
 }
 _REFERENCE = "#/components/schemas/"
 
 
 class ApiDocument:
-    """The document, made when it is first asked for."""
+    """The document of some routes, as JSON and as a page. Each is made on first use."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._routes = tuple(routes)
 
     @cached_property
-    def content(self) -> Document:
-        return make_document(OPERATIONS)
+    def openapi(self) -> Content:
+        return Content(msgspec.json.encode(self._content))
 
     @cached_property
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self.content)
-
-    @cached_property
-    def page(self) -> bytes:
-        return render_page(self.content).encode()
-
-    @cached_property
-    def page_headers(self) -> dict[str, str]:
-        """They forbid a browser to load or to run anything but the style that the page has."""
+    def page(self) -> Content:
+        # The headers let a browser load and run nothing but the page's own style.
         style = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
         policy = f"default-src 'none'; style-src 'sha256-{style}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        return {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+        return Content(render_page(self._content).encode(), "text/html; charset=utf-8", headers=headers)
 
-
-def document_routes() -> list[Route]:
-    document = ApiDocument()
-
-    async def openapi(_: Request) -> object:
-        return Response(document.encoded, media_type="application/json")
-
-    async def docs(_: Request) -> object:
-        return Response(document.page, headers=document.page_headers, media_type="text/html")
-
-    return [Route("/openapi.json", handled({"GET": openapi})), Route("/docs", handled({"GET": docs}))]
+    @cached_property
+    def _content(self) -> Document:
+        return make_document(self._routes)
 
 
 def render_page(document: Document) -> str:
-    """One page of HTML that needs nothing else: no scripts, no other files."""
+    """One page of HTML, without scripts or other files."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     operations = [(path, method, described) for path, methods in document["paths"].items() for method, described in methods.items()]
     components: Mapping[str, Document] = document["components"]["schemas"]
@@ -98,7 +82,7 @@ def render_page(document: Document) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head><body>'
         f"<h1>{title}</h1>{_paragraphs(document['info']['description'])}"
-        f'<p>The same for programs: <a href="/openapi.json">openapi.json</a>.</p>'
+        f'<p>For programs: <a href="/openapi.json">openapi.json</a>.</p>'
         f"{_contents(operations)}{sections}<h2>Types</h2>{types}</body></html>\n"
     )
 
@@ -113,7 +97,7 @@ def _operation(path: str, method: str, described: Document, components: Mapping[
         f'<h2 id="{escape(described["operationId"])}">{_heading(path, method)}</h2>',
         _paragraphs(described["summary"] + "."),
         _paragraphs(described.get("description", "")),
-        "" if described.get("security") == [] else '<p class="note">Needs an API key where the server has any.</p>',
+        "" if described.get("security") == [] else '<p class="note">Needs an API key, if the server has keys.</p>',
         f"<pre>{escape(_curl(path, method, described))}</pre>",
         _parameters(described.get("parameters", [])),
         _body(described, components),
@@ -131,9 +115,9 @@ def _paragraphs(text: str) -> str:
 
 
 def _marked(text: str) -> str:
-    """Escaped, with what stands in backticks as code."""
+    """Escapes the text and marks what is in backticks as code."""
     pieces = text.split("`")
-    # An odd one out is no mark.
+    # A last backtick without a partner is plain text.
     closed = len(pieces) if len(pieces) % 2 else len(pieces) - 1
     marked = [f"<code>{escape(piece)}</code>" if index % 2 else escape(piece) for index, piece in enumerate(pieces[:closed])]
     return "".join(marked) + "".join(f"`{escape(piece)}" for piece in pieces[closed:])
@@ -182,7 +166,7 @@ def _answers(responses: Mapping[str, Document]) -> str:
         kinds = []
         for media_type, content in response["content"].items():
             schema = content.get("x-event") or content["schema"]
-            kind = f", of {_type_text(schema)}" if "$ref" in schema or "anyOf" in schema else ""
+            kind = f": {_type_text(schema)}" if "$ref" in schema or "anyOf" in schema else ""
             kinds.append(f"<code>{escape(media_type)}</code>{kind}")
         rows.append((escape(status), "<br>".join(kinds), _marked(response["description"])))
     return _table(("Status", "Answer", ""), rows)
@@ -212,7 +196,7 @@ def _default(field: Document) -> str:
 
 
 def _type_text(schema: Document) -> str:
-    """What a value may be, in a few words."""
+    """The type of a value, in a few words."""
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(_REFERENCE)
         return f'<a href="#type-{escape(name)}">{escape(name)}</a>'
@@ -242,7 +226,7 @@ def _limits_of(schema: Any) -> list[str]:
 
 
 def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """The cells are HTML already."""
+    """An HTML table. The cells are already HTML."""
     body = "".join([f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows])
     head = "".join([f"<th>{escape(title)}</th>" for title in titles])
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else ""

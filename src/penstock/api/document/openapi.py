@@ -1,4 +1,4 @@
-"""The API's OpenAPI document, made of the table of its operations and the types that their bodies are decoded into."""
+"""The OpenAPI document: made from the route table and the types of its bodies and answers."""
 
 from __future__ import annotations
 
@@ -8,53 +8,50 @@ from typing import Any, cast
 import msgspec
 
 from penstock import __version__
-from penstock.api.document.operation import Operation
+from penstock.api.document.route import Route
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _REFERENCE = "#/components/schemas/"
-_PACKAGES = {"api": "openai"}
-_DESCRIPTION = """OpenAI's API over HTTP, and what goes beyond it.
+_DESCRIPTION = """The OpenAI and Anthropic APIs over HTTP, with extensions.
 
-What is wrong with a request is said in its answer: `error.message` names the field, its value and what would be right. Unknown fields are
-refused. Whatever can be asked with GET can be asked with HEAD. Where no API keys were given to the server, none is needed.
+A wrong request gets an error whose `error.message` names the field, its value and what is expected. Unknown fields are errors. Every GET
+that does not stream also takes HEAD. A server without API keys accepts every request.
 """
 _ERRORS = {
-    400: "Something in the request is wrong.",
-    401: "An API key is needed, or this one is not known.",
-    404: "There is no such thing.",
-    405: "The path does not take this method.",
-    408: "The body did not come in time.",
-    409: "It is not in a state in which this can be done.",
+    400: "The request is wrong.",
+    401: "The API key is missing or unknown.",
+    404: "Not found.",
+    408: "The body did not arrive in time.",
+    409: "Its current state does not allow this.",
     413: "The body is too large.",
-    429: "Too much at once: try again later.",
-    503: "No worker can take it now: try again later.",
-    529: "Too much at once, or no worker: try again later.",
+    429: "Too many requests: try again later.",
+    503: "No worker is available: try again later.",
+    529: "The server is overloaded or has no worker: try again later.",
 }
-_RETRY_AFTER = {"Retry-After": {"description": "In how many seconds to try again.", "schema": {"type": "integer", "minimum": 1}}}
-_TRIES_AGAIN = (429, 503, 529)
+_RETRY_AFTER = {"Retry-After": {"description": "Try again after this many seconds.", "schema": {"type": "integer", "minimum": 1}}}
+_RETRYABLE = (429, 503, 529)
 
 Document = dict[str, Any]
 
 
-def make_document(operations: Iterable[Operation]) -> Document:
-    """An OpenAPI 3.1 document of these operations."""
-    listed = list(operations)
-    types = list(dict.fromkeys(kind for operation in listed for kind in _types(operation)))
+def make_document(routes: Iterable[Route]) -> Document:
+    """An OpenAPI 3.1 document of these routes."""
+    listed = list(routes)
+    types = list(dict.fromkeys(kind for route in listed for kind in _types(route)))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE + "{name}")
     schema_of = dict(zip(types, schemas, strict=True))
-    for operation in listed:
-        _refine(operation, schema_of, components)
     paths: dict[str, Document] = {}
-    for operation in listed:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schema_of)
+    for route in listed:
+        _describe_elements(route, schema_of, components)
+        paths.setdefault(route.documented_path, {})[route.method.lower()] = _operation(route, schema_of)
     return _with_short_names(
         {
             "openapi": "3.1.0",
             "info": {"title": "Penstock", "version": __version__, "description": _DESCRIPTION},
             "servers": [{"url": "/"}],
             "security": [{"bearer": []}, {"key": []}, {}],
-            "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in listed)],
+            "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in listed)],
             "paths": paths,
             "components": {
                 "schemas": components,
@@ -68,7 +65,7 @@ def make_document(operations: Iterable[Operation]) -> Document:
 
 
 def _with_short_names(document: Document) -> Document:
-    """Types whose name another has, too, are named by their modules: here by what these are about."""
+    """msgspec names two types of the same name by their modules. Here they are named by their packages."""
     schemas = document["components"]["schemas"]
     renamed = {_REFERENCE + name: _REFERENCE + _short(name) for name in schemas}
     document["components"]["schemas"] = {_short(name): schema for name, schema in schemas.items()}
@@ -87,69 +84,67 @@ def _short(name: str) -> str:
     if "." not in name:
         return name
     package, _, kind = name.split(".")[-3:]
-    return f"{_PACKAGES.get(package, package)}.{kind}"
+    return f"{package}.{kind}"
 
 
-def _types(operation: Operation) -> list[Any]:
-    elements = [kind for kinds in operation.elements.values() for kind in kinds]
-    return [kind for kind in (operation.body, operation.answer, operation.event, operation.error, *elements) if kind is not None]
+def _types(route: Route) -> list[Any]:
+    elements = [kind for kinds in route.elements.values() for kind in kinds]
+    return [kind for kind in (route.body, route.answer, route.event, _failure(route), *elements) if kind is not None]
 
 
-def _refine(operation: Operation, schema_of: Mapping[Any, Document], components: Document) -> None:
-    """Says what the elements of lists may be that are only objects to the decoder of the whole body."""
-    for name, kinds in operation.elements.items():
-        field = components[operation.body.__name__]["properties"][name]
+def _failure(route: Route) -> Any:
+    return route.failure or route.shape.answer
+
+
+def _describe_elements(route: Route, schema_of: Mapping[Any, Document], components: Document) -> None:
+    """Says which types the elements of a list have, where the body's decoder takes any object."""
+    for name, kinds in route.elements.items():
+        field = components[route.body.__name__]["properties"][name]
         (array,) = [one for one in field.get("anyOf", [field]) if one.get("type") == "array"]
         array["items"] = {"anyOf": [schema_of[kind] for kind in kinds]}
 
 
-def _described(operation: Operation, schema_of: Mapping[Any, Document]) -> Document:
+def _operation(route: Route, schema_of: Mapping[Any, Document]) -> Document:
     described: Document = {
-        "operationId": operation.name,
-        "tags": [operation.tag],
-        "summary": operation.summary,
-        "responses": _responses(operation, schema_of),
+        "operationId": route.name,
+        "tags": [route.tag],
+        "summary": route.summary,
+        "responses": _responses(route, schema_of),
     }
-    if operation.description:
-        described["description"] = operation.description
-    if operation.parameters:
+    if route.description:
+        described["description"] = route.description
+    if route.parameters:
         described["parameters"] = [
-            {
-                "name": parameter.name,
-                "in": parameter.place,
-                "description": parameter.description,
-                "required": parameter.place == "path",
-                "schema": parameter.schema,
-            }
-            for parameter in operation.parameters
+            {"name": name, "in": place, "description": description, "required": place == "path", "schema": schema}
+            for name, place, description, schema in route.parameters
         ]
-    if operation.body is not None:
-        content = {"schema": schema_of[operation.body]} | ({} if operation.example is None else {"example": operation.example})
+    if route.body is not None:
+        content = {"schema": schema_of[route.body]} | ({} if route.example is None else {"example": route.example})
         described["requestBody"] = {"required": True, "content": {_JSON: content}}
-    if not operation.needs_key:
+    if not route.needs_key:
         described["security"] = []
     return described
 
 
-def _responses(operation: Operation, schema_of: Mapping[Any, Document]) -> Document:
-    statuses = [*operation.errors, *([401] if operation.needs_key else [])]
-    responses = {"200": {"description": "It worked.", "content": _content(operation, schema_of)}}
+def _responses(route: Route, schema_of: Mapping[Any, Document]) -> Document:
+    statuses = [*route.errors, *([401] if route.needs_key else [])]
+    responses = {"200": {"description": "Success.", "content": _content(route, schema_of)}}
     for status in sorted(statuses):
         responses[str(status)] = {
             "description": _ERRORS[status],
-            "content": {_JSON: {"schema": schema_of[operation.error]}},
-            **({"headers": _RETRY_AFTER} if status in _TRIES_AGAIN else {}),
+            "content": {_JSON: {"schema": schema_of[_failure(route)]}},
+            **({"headers": _RETRY_AFTER} if status in _RETRYABLE else {}),
         }
     return responses
 
 
-def _content(operation: Operation, schema_of: Mapping[Any, Document]) -> Document:
+def _content(route: Route, schema_of: Mapping[Any, Document]) -> Document:
     content: Document = {}
-    if operation.answer is not None:
-        content[_JSON] = {"schema": schema_of[operation.answer]}
-    if operation.event is not None:
-        # There is no way to say it of the events of a stream: what the data of each is stands in a member of our own.
-        content[_EVENTS] = {"x-event": schema_of[operation.event]}
-    if operation.media_type is not None:
-        content[operation.media_type] = {"schema": {} if operation.media_type == _JSON else {"type": "string"}}
+    if route.answer is not None:
+        content[_JSON] = {"schema": schema_of[route.answer]}
+    if route.event is not None:
+        # OpenAPI cannot describe the events of a stream. `x-event` has the schema of each event's data.
+        content[_EVENTS] = {"x-event": schema_of[route.event]}
+    if route.media_type is not None:
+        content[route.media_type] = {"schema": {} if route.media_type == _JSON else {"type": "string"}}
     return content

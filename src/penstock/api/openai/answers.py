@@ -1,4 +1,7 @@
-"""What the OpenAI endpoints answer, as types. They are for the API's document, and tests hold answers to it: nothing is made of them."""
+"""The answers of the OpenAI endpoints, and of models, sessions and health checks.
+
+Chats and completions are written by hand for speed. Their types are for the API's document, and tests compare both.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +178,7 @@ class Completion(Struct):
 
 
 class ModelDetails(Struct):
-    """What a model's workers say of it."""
+    """What the workers of a model report."""
 
     engine: str
     tokenizer: str
@@ -201,7 +204,8 @@ class ModelList(Struct):
 
 
 class Session(Struct, kw_only=True):
-    """`expires_in` is null while a turn is active: the timeout starts when the last turn ends."""
+    """`hit_rate` is the share of prompt tokens that needed no prefill. `expires_in` is null while a turn is active: the timeout starts when
+    the last turn ends."""
 
     id: str
     object: Literal["session"] = "session"
@@ -234,6 +238,6 @@ class Liveness(Struct):
     status: Literal["live"]
 
 
-class Readiness(Struct):
+class Readiness(Struct, omit_defaults=True):
     status: str
     models: list[str] | None = None

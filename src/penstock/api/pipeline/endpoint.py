@@ -38,7 +38,8 @@ class Endpoint:
     It speaks ASGI itself: nothing stands between the stream and the server.
     """
 
-    route: str
+    route: str | None
+    """The name of the route in the metric of requests. None: requests are not counted."""
     answer: Answer
     limits: Limits
     metrics: FrontEndMetrics
@@ -75,11 +76,12 @@ class Endpoint:
                 await response.send_error(500, errors.of_request(RequestError("internal error", code="internal_error", status=500)))
             raise
         finally:
-            self.metrics.tally.requests[self.route, outcome] += 1
+            if self.route is not None:
+                self.metrics.tally.requests[self.route, outcome] += 1
 
     async def _answer(self, scope: Scope, receive: Receive, response: Response) -> str:
         body = await read_body(scope, receive, self.limits.max_body_bytes, self.limits.stall_seconds)
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1"))) if scope["query_string"] else {}
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)) if scope["query_string"] else {}
         incoming = Incoming(body, scope["headers"], scope[TENANT], scope.get("path_params", {}), query)
         return await self.answer(incoming, receive, response)
 

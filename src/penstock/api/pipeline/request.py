@@ -139,3 +139,19 @@ def _value_at(value: Any, param: str) -> str:
             break
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
+
+
+def check_query(query: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raises RequestError for a parameter that is not known."""
+    for name in query:
+        if name not in known:
+            expected = " or ".join(name for name in known if not name.endswith("[]"))
+            raise RequestError(f"unknown parameter `{name[:80]}`: expected {expected}", param=name[:80], code="unknown_field")
+
+
+def read_limit(query: Mapping[str, str], default: int, maximum: int) -> int:
+    """The `limit` of a list. Raises RequestError when it is not a number from 1 to the maximum."""
+    limit = query.get("limit", str(default))
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= len(str(maximum)) and 1 <= int(limit) <= maximum):
+        raise RequestError(f"`limit` is {limit[:80]!r}: expected a number from 1 to {maximum}", param="limit")
+    return int(limit)

@@ -50,8 +50,8 @@ class Response:
         self.stalled = False
         self.sending_since: float | None = None
 
-    async def send_whole(self, status: int, body: bytes) -> None:
-        await self._send_body(status, body, _JSON_HEADERS)
+    async def send_whole(self, status: int, body: bytes, headers: Headers = _JSON_HEADERS) -> None:
+        await self._send_body(status, body, headers)
 
     async def send_error(self, status: int, body: bytes, retry_after: float | None = None) -> None:
         await self._send_body(status, body, error_headers(status, retry_after))

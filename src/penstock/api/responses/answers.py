@@ -1,7 +1,8 @@
-"""What the routes of responses answer, as types. They are for the API's document, and tests hold answers to it: nothing is made of them."""
+"""The answers of /v1/responses and /v1/conversations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -34,7 +35,7 @@ class ResponseUsage(Struct):
 
 
 class ResponseObject(Struct):
-    """A response as it is now. The members behind `usage` repeat the request."""
+    """A response as it is now. The members after `usage` repeat the request."""
 
     id: str
     object: Literal["response"]
@@ -72,40 +73,40 @@ class ResponseObject(Struct):
 
 
 class ResponseEvent(Struct):
-    """One event of a stream, such as `response.output_text.delta`; what else it has depends on its type. They are numbered from 0."""
+    """One event of a stream, such as `response.output_text.delta`. Its other members depend on its type. Numbers start at 0."""
 
     type: str
     sequence_number: int
 
 
-class ResponseTokenCount(Struct):
-    object: Literal["response.input_tokens"]
+class ResponseTokenCount(Struct, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
-class DeletedResponse(Struct):
+class DeletedResponse(Struct, kw_only=True):
     id: str
-    object: Literal["response"]
-    deleted: bool
+    object: Literal["response"] = "response"
+    deleted: bool = True
 
 
-class Conversation(Struct):
+class Conversation(Struct, kw_only=True):
     id: str
-    object: Literal["conversation"]
+    object: Literal["conversation"] = "conversation"
     created_at: int
-    metadata: dict[str, str]
+    metadata: Mapping[str, str]
 
 
-class DeletedConversation(Struct):
+class DeletedConversation(Struct, kw_only=True):
     id: str
-    object: Literal["conversation.deleted"]
-    deleted: bool
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: bool = True
 
 
-class ItemList(Struct):
+class ItemList(Struct, kw_only=True):
     """A page of items."""
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None
@@ -113,7 +114,7 @@ class ItemList(Struct):
 
 
 class AnyItem(Struct):
-    """One item; what else it has depends on its type."""
+    """One item. Its other members depend on its type."""
 
     id: str
     type: str

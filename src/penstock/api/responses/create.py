@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what counts the tokens of such a request."""
+"""POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -75,18 +75,6 @@ class CreateResponse:
         if reading.is_stream:
             return await self.detached.follow(run, receive, response)
         await response.send_whole(200, msgspec.json.encode(queued))
-        return "ok"
-
-
-@dataclass(frozen=True)
-class CountTokens:
-    """Answers POST /v1/responses/input_tokens."""
-
-    reader: Reader
-
-    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:  # noqa: ARG002
-        count = await self.reader.count(incoming)
-        await response.send_whole(200, msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count}))
         return "ok"
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
 from penstock.api.responses import rows
+from penstock.api.responses.answers import Conversation
 from penstock.api.responses.database import Database, used_bytes
 from penstock.api.responses.items import Item
 from penstock.api.responses.liveness import Liveness
@@ -103,14 +104,14 @@ class SqliteStore:
     async def find_items(self, owner: str, ids: Sequence[str]) -> dict[str, Item]:
         return await self._database.run(rows.find_items, owner, ids)
 
-    async def create_conversation(self, owner: str, metadata: Mapping[str, str], items: Sequence[Item]) -> dict[str, Any]:
+    async def create_conversation(self, owner: str, metadata: Mapping[str, str], items: Sequence[Item]) -> Conversation:
         return await self._database.run(self._create_conversation, owner, metadata, items)
 
-    async def get_conversation(self, owner: str, conversation_id: str) -> dict[str, Any] | None:
+    async def get_conversation(self, owner: str, conversation_id: str) -> Conversation | None:
         return await self._database.run(self._conversation, owner, conversation_id)
 
-    async def update_conversation(self, owner: str, conversation_id: str, metadata: Mapping[str, str]) -> dict[str, Any] | None:
-        def update(connection: sqlite3.Connection) -> dict[str, Any] | None:
+    async def update_conversation(self, owner: str, conversation_id: str, metadata: Mapping[str, str]) -> Conversation | None:
+        def update(connection: sqlite3.Connection) -> Conversation | None:
             if self._conversation(connection, owner, conversation_id) is None:
                 return None
             query = "UPDATE conversations SET metadata = ?, used = ? WHERE id = ? AND owner = ?"
@@ -228,7 +229,7 @@ class SqliteStore:
 
     def _create_conversation(
         self, connection: sqlite3.Connection, owner: str, metadata: Mapping[str, str], items: Sequence[Item]
-    ) -> dict[str, Any]:
+    ) -> Conversation:
         conversation_id, now = f"conv_{secrets.token_hex(24)}", self._clock()
         values = (conversation_id, owner, now, now, msgspec.json.encode(metadata))
         connection.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", values)
@@ -236,7 +237,7 @@ class SqliteStore:
         self._keep_bounds(connection, conversation_id)
         return _conversation(conversation_id, now, metadata)
 
-    def _conversation(self, connection: sqlite3.Connection, owner: str, conversation_id: str) -> dict[str, Any] | None:
+    def _conversation(self, connection: sqlite3.Connection, owner: str, conversation_id: str) -> Conversation | None:
         query = "SELECT created, metadata FROM conversations WHERE id = ? AND owner = ? AND used >= ?"
         row = connection.execute(query, (conversation_id, owner, self._oldest)).fetchone()
         return None if row is None else _conversation(conversation_id, row[0], msgspec.json.decode(row[1]))
@@ -247,5 +248,5 @@ class SqliteStore:
         self.size = used_bytes(connection)
 
 
-def _conversation(conversation_id: str, created: float, metadata: Mapping[str, str]) -> dict[str, Any]:
-    return {"id": conversation_id, "object": "conversation", "created_at": int(created), "metadata": metadata}
+def _conversation(conversation_id: str, created: float, metadata: Mapping[str, str]) -> Conversation:
+    return Conversation(id=conversation_id, created_at=int(created), metadata=metadata)

@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 from typing import Any
 
 from front_end import FrontEnd, says
+from penstock.api.app import ROUTES
 from penstock.api.document.docs import ApiDocument, render_page
 from penstock.api.document.openapi import make_document
-from penstock.api.document.operation import Operation
-from penstock.api.document.operations import OPERATIONS
+from penstock.api.document.route import Route
 
 VOID = {"meta", "br"}
 
@@ -48,18 +48,18 @@ class Page(HTMLParser):
 
 
 def test_it_lists_every_route_with_its_fields_limits_and_an_example() -> None:
-    page = Page(ApiDocument().page.decode())
-    for operation in OPERATIONS:
-        assert f"{operation.method} {operation.path}" in page.text
-        assert operation.name in page.ids
-        assert f"#{operation.name}" in page.links
+    page = Page(ApiDocument(ROUTES).page.body.decode())
+    for route in ROUTES:
+        assert f"{route.method} {route.documented_path}" in page.text
+        assert route.name in page.ids
+        assert f"#{route.name}" in page.links
     for words in ("max_completion_tokens", "at most 128", "required", "repetition_penalty", "at least 0.01", "text/event-stream"):
         assert words in page.text, words
-    assert page.text.count("curl http://localhost:8000/") == len(OPERATIONS)
+    assert page.text.count("curl http://localhost:8000/") == len(ROUTES)
 
 
 def test_its_links_lead_somewhere_and_nothing_is_loaded() -> None:
-    page = Page(ApiDocument().page.decode())
+    page = Page(ApiDocument(ROUTES).page.body.decode())
     assert len(set(page.ids)) == len(page.ids)
     assert {link for link in page.links if not link.startswith("#")} == {"/openapi.json"}
     assert {link.removeprefix("#") for link in page.links if link.startswith("#")} <= set(page.ids)
@@ -69,10 +69,10 @@ def test_its_links_lead_somewhere_and_nothing_is_loaded() -> None:
 
 def test_whatever_the_document_says_is_text() -> None:
     evil = "</p><script>alert('`x`\"&')</script>"
-    operation = Operation(
+    route = Route(
         method="POST", path="/<b>", tag=evil, summary=evil, description=f"`{evil}` `odd", example={"a": evil}, body=dict[str, Any]
     )
-    document = make_document([operation])
+    document = make_document([route])
     document["info"]["title"] = evil
     document["components"]["schemas"] = {
         f'"><{name}': {**schema, "description": evil} for name, schema in document["components"]["schemas"].items()

@@ -1,4 +1,4 @@
-"""The API's document: it tells of every route, and of no other; what the application answers is what it says."""
+"""The route table: the application serves every route of it, and answers what its document says."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import schemathesis
 from jsonschema import Draft202012Validator
 
 from front_end import FrontEnd, says
+from penstock.api.app import ROUTES
+from penstock.api.auth.gate import OPEN_PATHS
 from penstock.api.document.openapi import make_document
-from penstock.api.document.operation import Operation
-from penstock.api.document.operations import OPERATIONS
+from penstock.api.document.route import Route
 from penstock.api.responses.sqlite_store import SqliteStore
 
-WITH_EXAMPLES = [operation for operation in OPERATIONS if operation.example is not None]
+WITH_EXAMPLES = [route for route in ROUTES if route.example is not None]
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return cast(dict[str, Any], json.loads(msgspec.json.encode(make_document(OPERATIONS))))
+    return cast(dict[str, Any], json.loads(msgspec.json.encode(make_document(ROUTES))))
 
 
 def strings_at(value: Any, name: str) -> Iterator[str]:
@@ -40,12 +41,25 @@ def strings_at(value: Any, name: str) -> Iterator[str]:
             yield from strings_at(member, name)
 
 
-async def test_it_has_every_route_of_the_application_and_no_other(document: dict[str, Any], tmp_path: Path) -> None:
-    front_end = FrontEnd(says("x"), responses=SqliteStore(tmp_path / "responses"))
-    served = {(method, path) for method, path in front_end.application.operations if method != "HEAD"}
-    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert served - told == set(), "routes that the document does not tell of"
-    assert told - served == set(), "routes that the application does not have"
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+async def test_the_application_serves_every_route(route: Route, tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "responses") as store:
+        front_end = FrontEnd(says("x"), responses=store)
+        await front_end.send(route.method, route.documented_path.replace("{id}", "m").replace("{item_id}", "x"))
+        assert b'"not_found"' not in front_end.body
+        assert front_end.status not in (405, 500)
+
+
+def test_the_gate_opens_the_paths_that_need_no_key() -> None:
+    assert {route.path for route in ROUTES if not route.needs_key} == OPEN_PATHS
+
+
+async def test_a_path_that_no_route_has() -> None:
+    front_end = FrontEnd(says("x"))
+    for path in ("/", "/v1", "/v1/sessions2", "/v1/responses/a/b", "/v1/messages/batches"):
+        await front_end.send("GET", path)
+        assert front_end.status == 404
+        assert path in front_end.json["error"]["message"]
 
 
 def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
@@ -58,16 +72,16 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 
 def test_every_operation_has_a_name_of_its_own_and_declares_the_parameters_of_its_path(document: dict[str, Any]) -> None:
-    names = [operation.name for operation in OPERATIONS]
+    names = [route.name for route in ROUTES]
     assert len(set(names)) == len(names)
-    for operation in OPERATIONS:
-        declared = {parameter.name for parameter in operation.parameters if parameter.place == "path"}
-        assert declared == set(re.findall(r"{(.*?)}", operation.path)), operation.path
+    for route in ROUTES:
+        declared = {parameter.name for parameter in route.parameters if parameter.place == "path"}
+        assert declared == set(re.findall(r"{(.*?)}", route.documented_path)), route.path
 
 
 def test_a_fuzzer_can_read_it(document: dict[str, Any]) -> None:
     schema: Any = schemathesis.openapi.from_dict(document)
-    assert {result.ok().label for result in schema.get_all_operations()} == {f"{one.method} {one.path}" for one in OPERATIONS}
+    assert {result.ok().label for result in schema.get_all_operations()} == {f"{one.method} {one.documented_path}" for one in ROUTES}
 
 
 def test_it_says_the_limits_that_the_decoder_has(document: dict[str, Any]) -> None:
@@ -100,15 +114,15 @@ def test_what_needs_no_key_says_so(document: dict[str, Any]) -> None:
     assert "text/event-stream" in chat["responses"]["200"]["content"]
 
 
-@pytest.mark.parametrize("operation", WITH_EXAMPLES, ids=lambda operation: operation.name)
-def test_its_examples_are_right(document: dict[str, Any], operation: Operation) -> None:
-    msgspec.convert(operation.example, operation.body)
-    content = document["paths"][operation.path]["post"]["requestBody"]["content"]["application/json"]
+@pytest.mark.parametrize("route", WITH_EXAMPLES, ids=lambda route: route.name)
+def test_its_examples_are_right(document: dict[str, Any], route: Route) -> None:
+    msgspec.convert(route.example, route.body)
+    content = document["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
     Draft202012Validator({**content["schema"], "components": document["components"]}).validate(content["example"])
 
 
 def test_every_body_has_an_example() -> None:
-    assert [operation.path for operation in OPERATIONS if operation.body is not None and operation.example is None] == []
+    assert [route.path for route in ROUTES if route.body is not None and route.example is None] == []
 
 
 OPEN = ("AnyItem", "MessageEvent", "ResponseEvent")
@@ -193,7 +207,7 @@ async def test_conversations_are_as_it_says(document: dict[str, Any], tmp_path: 
         await ask("DELETE", f"{base}/{conversation}", told)
 
 
-@pytest.mark.parametrize("path", [operation.path for operation in WITH_EXAMPLES])
+@pytest.mark.parametrize("path", [route.path for route in WITH_EXAMPLES])
 async def test_errors_are_as_it_says(document: dict[str, Any], path: str, tmp_path: Path) -> None:
     front_end = FrontEnd(says("x"), responses=SqliteStore(tmp_path / "responses"))
     await front_end.send("POST", path.replace("{id}", "x"), b'{"unheard_of": 1}')

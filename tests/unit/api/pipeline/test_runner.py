@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from front_end import FrontEnd, Produce, request, says
-from penstock.api.anthropic.messages import CountTokens, parse_messages
+from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring, KeySettings, given_keys
 from penstock.api.auth.quota import Quota
 from penstock.api.openai.chat import parse_chat
 from penstock.api.pipeline.request import PromptContext
-from penstock.api.pipeline.response import Response
 from penstock.config.front_end import Limits, QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import Mailbox
@@ -179,19 +178,11 @@ async def test_sessions_of_one_name_are_remembered_apart_for_every_key() -> None
     incoming, made = await request(body)
     keyring = Keyring(KeySettings(), Tally())
 
-    async def send(_: object) -> None:
-        pass
-
-    for parse in (parse_chat, parse_messages, CountTokens):
+    for parse in (parse_chat, parse_messages, count_message_tokens):
         library = PromptContext(made.models, Transcripts(2**20))
         for count, key in enumerate((b"ann", b"bob"), 1):
             tenant = keyring.tenant_of(key)
             assert tenant is not None
             asked = replace(incoming, headers=[(b"x-session-id", b"s")], tenant=tenant)
-            if parse is CountTokens:
-                await CountTokens(library)(asked, send, Response(send, Tally()))  # type: ignore[arg-type]
-            elif parse is parse_chat:
-                await parse_chat(asked, library)
-            else:
-                await parse_messages(asked, library)
+            await parse(asked, library)
             assert len(library.transcripts) == count

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.api.responses import rows
@@ -99,7 +100,7 @@ async def test_another_owner_sees_and_changes_nothing(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         response = asked("r1", "Hi")
         await store.put(response, answered("Hello!", events=EVENTS))
-        conversation = (await store.create_conversation("ann", {}, [said("a", item_id="msg_a")]))["id"]
+        conversation = (await store.create_conversation("ann", {}, [said("a", item_id="msg_a")])).id
         attempts: list[Callable[[str], Awaitable[object]]] = [
             lambda owner: store.get(owner, "r1"),
             lambda owner: store.events(owner, "r1"),
@@ -197,24 +198,24 @@ async def test_pages(tmp_path: Path) -> None:
 async def test_conversations(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         conversation = await store.create_conversation("ann", {"a": "b"}, [said("one", item_id="msg_1")])
-        assert conversation["object"] == "conversation"
-        updated = await store.update_conversation("ann", conversation["id"], {"a": "c"})
-        assert updated == {**conversation, "metadata": {"a": "c"}} == await store.get_conversation("ann", conversation["id"])
-        added = await store.add_items("ann", conversation["id"], [said("again", item_id="msg_1")])
+        assert conversation.object == "conversation"
+        updated = await store.update_conversation("ann", conversation.id, {"a": "c"})
+        assert updated == msgspec.structs.replace(conversation, metadata={"a": "c"}) == await store.get_conversation("ann", conversation.id)
+        added = await store.add_items("ann", conversation.id, [said("again", item_id="msg_1")])
         assert added is not None
         assert added[0]["id"] != "msg_1", "an id is of one item"
-        assert texts(await store.conversation_items("ann", conversation["id"])) == ["one", "again"]
-        assert await store.delete_item("ann", conversation["id"], "msg_1")
-        assert texts(await store.conversation_items("ann", conversation["id"])) == ["again"]
-        assert await store.delete_conversation("ann", conversation["id"])
-        assert await store.conversation_items("ann", conversation["id"]) is None
+        assert texts(await store.conversation_items("ann", conversation.id)) == ["one", "again"]
+        assert await store.delete_item("ann", conversation.id, "msg_1")
+        assert texts(await store.conversation_items("ann", conversation.id)) == ["again"]
+        assert await store.delete_conversation("ann", conversation.id)
+        assert await store.conversation_items("ann", conversation.id) is None
         assert await store.find_items("ann", [added[0]["id"]]) == {}
 
 
 async def test_turns_at_once_lose_nothing(tmp_path: Path) -> None:
     """Two front ends, and of each many turns at once."""
     async with SqliteStore(tmp_path / "r.db") as one, SqliteStore(tmp_path / "r.db") as other:
-        conversation = (await one.create_conversation("ann", {}, []))["id"]
+        conversation = (await one.create_conversation("ann", {}, [])).id
 
         async def turn(store: SqliteStore, number: int) -> None:
             response = asked(f"r{number}", f"question {number}", conversation=conversation)
@@ -230,7 +231,7 @@ async def test_turns_at_once_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("status", "count"), [("completed", 2), ("incomplete", 2), ("failed", 0), ("cancelled", 0)])
 async def test_only_what_was_said_is_in_the_conversation(tmp_path: Path, status: str, count: int) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
-        conversation = (await store.create_conversation("ann", {}, []))["id"]
+        conversation = (await store.create_conversation("ann", {}, [])).id
         await store.put(asked("r1", "Hi", conversation=conversation), answered("Hello!", status))
         assert len(await store.conversation_items("ann", conversation) or ()) == count
 
@@ -239,7 +240,7 @@ async def test_responses_grow_old(tmp_path: Path) -> None:
     clock = Clock()
     async with SqliteStore(tmp_path / "r.db", StoreLimits(seconds=100), clock) as store:
         await store.put(asked("r1", "Hi"), answered("Hello!", events=EVENTS))
-        conversation = (await store.create_conversation("ann", {}, []))["id"]
+        conversation = (await store.create_conversation("ann", {}, [])).id
         running = asked("r2", "Hi")
         await store.begin(running, RUNNING)
         clock.now += 60
@@ -265,7 +266,7 @@ async def test_the_oldest_make_room(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db", StoreLimits(bytes=limit), Clock()) as store:
         running = asked("running", "Hi")
         await store.begin(running, RUNNING)
-        conversation = (await store.create_conversation("ann", {}, []))["id"]
+        conversation = (await store.create_conversation("ann", {}, [])).id
         for number in range(100):
             await store.put(asked(f"r{number}", "x" * 20_000), answered("y" * 20_000))
             assert store.size <= limit
@@ -385,7 +386,7 @@ async def test_a_file_of_another_version(tmp_path: Path) -> None:
 
 async def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
-        conversation = (await store.create_conversation("ann", {}, []))["id"]
+        conversation = (await store.create_conversation("ann", {}, [])).id
         with pytest.raises(KeyError):
             await store.add_items("ann", conversation, [said("one"), {"type": "message"}])
         assert await store.conversation_items("ann", conversation) == []
