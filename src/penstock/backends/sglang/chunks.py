@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
-from penstock.stream.cumulative import CumulativeReader
-from penstock.wire.errors import OverlapError
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
 BAD_REQUEST = 400
@@ -27,8 +25,9 @@ class ChunkReader:
 
     def __init__(self, request: EngineRequest, *, is_incremental: bool) -> None:
         self._request = request
-        self._cumulative = None if is_incremental else CumulativeReader()
+        self._is_incremental = is_incremental
         self._count = 0
+        self._last_token: int | None = None
         self._owes_prompt_logprobs = request.prompt_logprobs
         # SGLang ignores these, too, when it is to ignore the model's own end.
         self._own_stops = frozenset(request.stop_ids) if request.ignore_eos else frozenset()
@@ -50,20 +49,26 @@ class ChunkReader:
         return chunk if not self._own_stops else self._stopped(chunk)
 
     def _new_tokens(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        if self._cumulative is None:
+        """Raises when a cumulative chunk is shorter than what was read, or has another token where the last one was."""
+        if self._is_incremental:
             return tuple(token_ids)
-        try:
-            delta = self._cumulative.read(token_ids)
-        except OverlapError as error:
-            raise _breach(str(error)) from error
-        return () if delta is None else delta.token_ids
+        count = self._count
+        if len(token_ids) < count:
+            raise _breach(f"a cumulative chunk of {len(token_ids)} tokens came after one of {count}")
+        if count and token_ids[count - 1] != self._last_token:
+            raise _breach(f"a cumulative chunk has token {token_ids[count - 1]} where {self._last_token} came before")
+        # A copy: the engine may go on growing its list.
+        new = tuple(token_ids[count:])
+        if new:
+            self._last_token = new[-1]
+        return new
 
     def _check_count(self, meta: Mapping[str, Any], finish: FinishReason | None) -> None:
         """A cumulative chunk's list is the engine's own and may have grown since the chunk was counted; at the end it has not."""
         announced = meta["completion_tokens"]
-        is_exact = self._cumulative is None or finish is not None
+        is_exact = self._is_incremental or finish is not None
         if self._count != announced if is_exact else self._count < announced:
-            mode = "incremental" if self._cumulative is None else "cumulative"
+            mode = "incremental" if self._is_incremental else "cumulative"
             raise _breach(f"its {mode} chunks have {self._count} tokens where it has made {announced}")
         if finish == "length" and self._count < self._request.max_tokens:
             raise _breach(f"it ended after {self._count} of {self._request.max_tokens} tokens, for their number")
@@ -72,7 +77,7 @@ class ChunkReader:
         if self._request.logprobs is None:
             return None
         # Incremental chunks have those of their own tokens.
-        start = 0 if self._cumulative is None else first
+        start = 0 if self._is_incremental else first
         entries: Sequence[Entry] = meta["output_token_logprobs"][start : start + len(token_ids)]
         tops = meta["output_top_logprobs"][start : start + len(token_ids)] if self._request.logprobs else [()] * len(token_ids)
         if [entry[1] for entry in entries] != list(token_ids) or len(tops) != len(token_ids):

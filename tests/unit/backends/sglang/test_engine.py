@@ -98,6 +98,11 @@ class TestCumulativeChunks:
         reader.read(raw([1], 1))
         assert "has token 2 where 1 came before" in breach(reader, raw([2], 2))
 
+    def test_a_shorter_chunk_is_caught(self) -> None:
+        reader = ChunkReader(asked(), is_incremental=False)
+        reader.read(raw([1, 2], 2))
+        assert "1 tokens came after one of 2" in breach(reader, raw([1], 2))
+
     def test_at_the_end_nothing_more_may_be_there(self) -> None:
         reader = ChunkReader(asked(), is_incremental=False)
         assert "4 tokens where it has made 3" in breach(reader, raw([1, 2, 3, 4], 3, LENGTH))
