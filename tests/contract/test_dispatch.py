@@ -232,7 +232,7 @@ async def test_without_a_worker_it_waits_and_then_says_so(tmp_path: Path) -> Non
         with pytest.raises(GenerationFault) as caught:
             async with asyncio.timeout(10):
                 await task
-        assert fault_of(caught) == Fault("no_worker", "no worker for model 'simulator' has come within 0.3 s")
+        assert fault_of(caught) == Fault("no_worker", "no worker for model 'simulator' came within 0.3 s")
 
 
 async def test_a_worker_that_comes_in_time_goes_on(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ async def test_a_full_queue_refuses_with_the_reason(tmp_path: Path) -> None:
         with pytest.raises(GenerationFault) as caught:
             front_end.start(submit(9))
         assert fault_of(caught).code == "queue_full"
-        assert "2 generations wait for a worker already; the limit is 2" in fault_of(caught).message
+        assert "2 generations are waiting for a worker; the limit is 2" in fault_of(caught).message
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()

@@ -305,7 +305,7 @@ def test_several_models_behind_one_front_end(serve: Callable[..., Server], runni
         assert answer.nvext["route"][0]["worker"] == worker
     running[0].kill()
     wait_until(lambda: [model.id for model in server.client.models.list()] == ["large"])
-    with pytest.raises(openai.InternalServerError, match="no worker for model 'small' has come within 1 s"):
+    with pytest.raises(openai.InternalServerError, match="no worker for model 'small' came within 1 s"):
         server.client.completions.create(model="small", prompt="x")
     assert server.client.completions.create(model="large", prompt="x", seed=2).choices[0].text == predicted(2, 16)
 

@@ -111,7 +111,7 @@ def test_a_stream_that_no_worker_can_go_on_with_ends_in_an_error(serve: Callable
     stream = iter(server.client.completions.create(model="simulator", prompt="x", max_tokens=5000, seed=1, stream=True))
     text = next(stream).choices[0].text
     server.child("worker").kill()
-    with pytest.raises(openai.APIError, match="no worker for model 'simulator' has come within 0 s"):
+    with pytest.raises(openai.APIError, match="no worker for model 'simulator' came within 0 s"):
         for chunk in stream:
             text += chunk.choices[0].text
     assert predicted(1, 5000).startswith(text)

@@ -1,4 +1,4 @@
-"""Dispatch: from a generation to the worker that makes it, and to the next one when that fails."""
+"""Dispatch: sends a generation to a worker, and to another one when that fails."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Self
 
 from msgspec import structs
 
-from penstock.cluster.links.worker_link import Generation, WorkerLink
+from penstock.cluster.links.worker_link import WorkerLink
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
-from penstock.cluster.waiting import Waiter, WaitingQueue
+from penstock.cluster.waiting import Attempt, Waiter, WaitingQueue
 from penstock.config.front_end import DispatchLimits
-from penstock.router.load import Assignment
 from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router
 from penstock.stream.mailbox import Mailbox
@@ -27,26 +26,17 @@ from penstock.wire.messages import GENERATION_ID_BYTES, Fault, PromptReport, Sna
 
 log = logging.getLogger(__name__)
 
-# How often in a row a generation may change its worker without a new token.
-FRUITLESS_MIGRATIONS = 3
-# The first pause, doubled each time, before it goes to one that has just failed it, because there is no other.
+# How many times in a row a generation may change its worker without a new token.
+MAX_FRUITLESS_MIGRATIONS = 3
+# The pause before a generation goes back to a worker that just failed it, because there is no other. Doubles each time.
 PAUSE_SECONDS = 0.05
 WATCH_SECONDS = 0.25
-# What is assumed of a worker that does not say how many generations it computes at once.
+# Assumed for a worker that does not say how many generations it computes at once.
 UNKNOWN_BATCH = 4096
 
 
-class Attempt(NamedTuple):
-    """A generation on one worker."""
-
-    member: Member
-    id: bytes
-    generation: Generation
-    assignment: Assignment
-
-
 class Production:
-    """One generation's life: what was asked for, and where it goes on. `failed` are the links that failed it since its last token."""
+    """One generation: its request, its reader and its turn. `failed` holds the links that failed it since its last token."""
 
     __slots__ = ("failed", "mailbox", "model", "request", "turn")
 
@@ -58,7 +48,7 @@ class Production:
         self.failed: set[WorkerLink] = set()
 
     def next_request(self, generation_id: bytes) -> Submit:
-        """What is left to do: the same request, from the next offset on, behind the tokens that there are."""
+        """The request from the next offset on, with the tokens so far added to its prompt."""
         request, history = self.request, self.mailbox.history
         if not history:
             return request if generation_id == request.id else structs.replace(request, id=generation_id)
@@ -72,10 +62,12 @@ class Production:
 
 
 class Dispatcher:
-    """Produces generations on the workers of a pool, as a context. One `produce` is one generation's life.
+    """Runs generations on the workers of a pool, while it is entered as a context. One call of `produce` is one generation.
 
-    A generation whose worker is lost, stalls, drains or gives a retryable fault goes on with another, from the next offset: as often
-    as tokens come in between, else a few times. When nobody has room it waits its turn; when its model has no worker at all, for a while.
+    Delivery: a generation whose worker is lost, stalls, drains or gives a retryable fault continues on another worker from the next
+    offset, so no token is lost or repeated. It may do so without limit as long as every worker adds tokens, and at most
+    MAX_FRUITLESS_MIGRATIONS times in a row without one. It waits in a queue while no worker has room, and at most `worker_wait`
+    seconds while its model has no worker at all.
     """
 
     def __init__(self, pool: WorkerPool, router: Router, limits: DispatchLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,8 +75,8 @@ class Dispatcher:
         self._router = router
         self._limits = limits
         self._clock = clock
-        self._queues: dict[str, WaitingQueue[Attempt]] = {}
-        # Since when a model that somebody waits for has had no worker.
+        self._queues: dict[str, WaitingQueue] = {}
+        # When a model with waiting generations lost its last worker.
         self._deserted: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self.migrations: Counter[str] = Counter()
@@ -92,7 +84,7 @@ class Dispatcher:
 
     @property
     def queued(self) -> int:
-        """Generations that no worker has room for."""
+        """Generations that wait until a worker has room."""
         return sum(len(queue) for queue in self._queues.values())
 
     async def __aenter__(self) -> Self:
@@ -105,21 +97,21 @@ class Dispatcher:
         await asyncio.wait([self._watch])
 
     def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> Coroutine[None, None, None]:
-        """Sends the request to a worker, at once if one has room, and returns what waits for its finish.
+        """Sends the request, at once if a worker has room, and returns a coroutine that ends when the generation has ended.
 
-        Its deltas go to the mailbox meanwhile. Cancelling what waits stops the generation, in the queue or on its worker. Both raise
-        GenerationFault when it fails for good.
+        Its deltas go to the mailbox. Cancelling the coroutine stops the generation, in the queue or on its worker. Both the call and
+        the coroutine raise GenerationFault when the generation fails for good.
         """
         production = Production(model, request, mailbox, turn)
         attempt = None if len(self._queue(model)) else self._try_send(production, request.id)
         if attempt is not None:
             return self._run_to_completion(production, attempt)
         if self.queued >= self._limits.max_queued:
-            message = f"{self.queued:,} generations wait for a worker already; the limit is {self._limits.max_queued:,}"
+            message = f"{self.queued:,} generations are waiting for a worker; the limit is {self._limits.max_queued:,}"
             raise GenerationFault(Fault("queue_full", message))
         return self._run_to_completion(production, self._enqueue(production, request.id, is_new=True))
 
-    # What the pool and its links tell.
+    # Called by the pool and by its links.
 
     def joined(self, member: Member) -> None:
         member.link.observer = _Observer(self, member)
@@ -133,7 +125,7 @@ class Dispatcher:
     def stepped(self, member: Member, step: Step) -> None:
         self._router.report(member.name, step.stats)
         if step.events is not None and self._router.receive(member.name, step.events):
-            log.info("KV events of %s were missed; asking for a snapshot", member.name)
+            log.info("KV events of %s were missed: asking for a snapshot", member.name)
             member.link.request_snapshot()
         self.pump(member.model.name)
 
@@ -141,31 +133,31 @@ class Dispatcher:
         self._router.load_snapshot(member.name, snapshot)
 
     def draining(self, member: Member) -> None:
-        log.info("worker %s is draining: nothing new goes there", member.name)
+        log.info("worker %s is draining and gets no new generations", member.name)
 
     def pump(self, model: str) -> None:
-        """There may be room again."""
+        """Sends waiting generations if a worker has room now."""
         queue = self._queues.get(model)
         if queue:
             queue.send()
 
-    async def _run_to_completion(self, production: Production, sent: Attempt | Waiter[Attempt]) -> None:
-        """Until the terminal, on as many workers as it takes."""
+    async def _run_to_completion(self, production: Production, sent: Attempt | Waiter) -> None:
+        """Waits for the terminal, on as many workers as it takes."""
         mailbox, fruitless = production.mailbox, 0
         while True:
-            attempt = await _room(sent) if isinstance(sent, Waiter) else sent
+            attempt = await sent.wait() if isinstance(sent, Waiter) else sent
             begun_at = mailbox.next_offset
             try:
                 await attempt.generation.done
             except asyncio.CancelledError:
-                attempt.member.link.cancel(attempt.id)
+                attempt.cancel()
                 raise
             except GenerationFault as error:
                 if not error.fault.retryable:
                     raise
                 fault = error.fault
             except LinkError as error:
-                fault = Fault("worker_lost", f"worker {attempt.member.name} was lost in mid-generation: {error}", retryable=True)
+                fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
             else:
                 return
             finally:
@@ -176,32 +168,32 @@ class Dispatcher:
             else:
                 fruitless += 1
             production.failed.add(attempt.member.link)
-            if fruitless > FRUITLESS_MIGRATIONS:
-                message = f"{fruitless} attempts in a row failed without a token; the last: {fault.message}"
+            if fruitless > MAX_FRUITLESS_MIGRATIONS:
+                message = f"{fruitless} attempts in a row failed without a token; the last one: {fault.message}"
                 raise GenerationFault(Fault(fault.code, message))
             self.migrations[fault.code] += 1
             if fruitless and not self._others(production) and self._pool.usable(production.model):
-                # Nobody but those who have just failed it: they may need a moment.
+                # Only workers that just failed it are left. They may need a moment.
                 await asyncio.sleep(PAUSE_SECONDS * 2**fruitless)
             again = secrets.token_bytes(GENERATION_ID_BYTES)
             sent = self._try_send(production, again) or self._enqueue(production, again, is_new=False)
 
     def _others(self, production: Production) -> list[Member]:
-        """The workers that have not just failed it. One that was connected anew is another."""
+        """The workers that have not just failed it. A worker that was connected again counts as another."""
         return [member for member in self._pool.usable(production.model) if member.link not in production.failed]
 
-    def _enqueue(self, production: Production, generation_id: bytes, *, is_new: bool) -> Waiter[Attempt]:
+    def _enqueue(self, production: Production, generation_id: bytes, *, is_new: bool) -> Waiter:
         try_send = partial(self._try_send, production, generation_id)
         return self._queue(production.model).add(try_send, production.request.priority, is_new=is_new)
 
     def _try_send(self, production: Production, generation_id: bytes) -> Attempt | None:
-        """Sends it to the worker that the router chooses; None when nobody has room. Those that failed it are the last resort.
+        """Sends it to the worker that the router chooses; None when no worker has room. Workers that failed it are the last resort.
 
-        Every frame of a worker makes another attempt for those that wait.
+        Waiting generations try again with every frame that a worker sends.
         """
         members = self._pool.usable(production.model)
         if production.failed:
-            # It has lost a worker, and an attempt is too dear to be made with one that may be dead already.
+            # It lost a worker before. Do not spend an attempt on one that may be dead, too.
             members = [member for member in self._others(production) or members if member.link.has_just_spoken]
         usable = {member.name: member for member in members}
         candidates = [Candidate(name, self._has_room(member), member.is_quiet) for name, member in usable.items()]
@@ -232,18 +224,18 @@ class Dispatcher:
         return Attempt(member, generation_id, member.link.submit(request, production.mailbox, on_report), assignment)
 
     def _has_room(self, member: Member) -> bool:
-        """One that is quiet has none: it would not begin before it speaks again, if ever."""
+        """A quiet worker has no room: it would not begin before it speaks again."""
         link, batch = member.link, member.model.max_batch or UNKNOWN_BATCH
         return link.unbegun < self._limits.worker_queue and link.active < batch + self._limits.worker_queue and not member.is_quiet
 
-    def _queue(self, model: str) -> WaitingQueue[Attempt]:
+    def _queue(self, model: str) -> WaitingQueue:
         queue = self._queues.get(model)
         if queue is None:
             queue = self._queues[model] = WaitingQueue(self._clock)
         return queue
 
     async def _watch_deserted(self) -> None:
-        """Ends the waiting for workers that do not come."""
+        """Ends the wait for workers that do not come."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = self._clock()
@@ -253,12 +245,12 @@ class Dispatcher:
                     continue
                 since = self._deserted.setdefault(model, now)
                 if now - since >= self._limits.worker_wait:
-                    message = f"no worker for model {model!r} has come within {self._limits.worker_wait:g} s"
+                    message = f"no worker for model {model!r} came within {self._limits.worker_wait:g} s"
                     queue.fail(now - self._limits.worker_wait, partial(GenerationFault, Fault("no_worker", message)))
 
 
 class _Observer:
-    """What one worker's link tells, with the worker's name."""
+    """Passes the reports of one worker's link to the dispatcher, with the worker."""
 
     def __init__(self, dispatcher: Dispatcher, member: Member) -> None:
         self._dispatcher = dispatcher
@@ -272,23 +264,3 @@ class _Observer:
 
     def draining(self) -> None:
         self._dispatcher.draining(self._member)
-
-
-async def _room(waiter: Waiter[Attempt]) -> Attempt:
-    """Waits in the queue until a worker has room."""
-    try:
-        return await waiter.sent
-    except asyncio.CancelledError:
-        _take_back(waiter)
-        raise
-
-
-def _take_back(waiter: Waiter[Attempt]) -> None:
-    """Its reader has left. If it was sent in the same moment, it is stopped there."""
-    sent = waiter.sent
-    if sent.done() and not sent.cancelled() and sent.exception() is None:
-        attempt = sent.result()
-        attempt.member.link.cancel(attempt.id)
-        attempt.assignment.ended()
-    else:
-        sent.cancel()

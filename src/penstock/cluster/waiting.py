@@ -1,83 +1,95 @@
-"""The queue of one model: generations that no worker has room for yet."""
+"""The queue of one model: generations that wait until a worker has room."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
+import math
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
-Sent = TypeVar("Sent")
+from penstock.cluster.links.worker_link import Generation
+from penstock.cluster.pool import Member
+from penstock.lazy_heap import LazyHeap
+from penstock.router.load import Assignment
 
-# What one class of priority is worth: so many seconds of waiting. So a lower class is overtaken for a while, and never starves.
-SECONDS_A_CLASS = 10.0
+# One step of priority is worth this many seconds of waiting. So low priorities are overtaken for a while and never starve.
+SECONDS_PER_PRIORITY = 10.0
 
 
-class Waiter(Generic[Sent]):
-    """One generation in the queue. `sent` gets what its sending gave, or the error that ended its waiting."""
+class Attempt(NamedTuple):
+    """A generation that was sent to one worker."""
 
-    __slots__ = ("_try_send", "place", "sent", "since")
+    member: Member
+    id: bytes
+    generation: Generation
+    assignment: Assignment
 
-    def __init__(self, try_send: Callable[[], Sent | None], place: tuple[float, int], since: float) -> None:
-        self._try_send = try_send
-        self.place = place
+    def cancel(self) -> None:
+        """Stops the generation on its worker."""
+        self.member.link.cancel(self.id)
+        self.assignment.ended()
+
+
+class Waiter:
+    """One generation in the queue. `sent` holds the attempt once there is one, or the error that ended the wait."""
+
+    __slots__ = ("sent", "since", "try_send")
+
+    def __init__(self, try_send: Callable[[], Attempt | None], since: float) -> None:
+        self.try_send = try_send
         self.since = since
-        self.sent: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
+        self.sent: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
 
-    def __lt__(self, other: Waiter[Sent]) -> bool:
-        return self.place < other.place
+    async def wait(self) -> Attempt:
+        """Returns once the generation is sent. If the wait is cancelled it is never sent; if it was sent just then, it is stopped."""
+        try:
+            return await self.sent
+        except asyncio.CancelledError:
+            if self.sent.done() and not self.sent.cancelled() and self.sent.exception() is None:
+                self.sent.result().cancel()
+            else:
+                self.sent.cancel()
+            raise
 
-    def try_send(self) -> bool:
-        """Whether it need not wait any longer."""
-        if self.sent.done():
-            return True
-        sent = self._try_send()
-        if sent is not None:
-            self.sent.set_result(sent)
-        return sent is not None
 
+class WaitingQueue:
+    """Waiters by priority and arrival. Generations that lost their worker go before all new ones.
 
-class WaitingQueue(Generic[Sent]):
-    """Ordered by priority and arrival. What has been running already, and lost its worker, goes before all that is new.
-
-    A waiter that is cancelled is never sent: it is skipped when its turn comes, and does not count as waiting.
+    A cancelled waiter is never sent. It leaves the queue in the next turn of the event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._heap: list[Waiter[Sent]] = []
-        self._arrivals = 0
-        self._waiting = 0
+        self._waiters: LazyHeap[Waiter, float] = LazyHeap()
 
     def __len__(self) -> int:
-        return self._waiting
+        return len(self._waiters)
 
-    def add(self, try_send: Callable[[], Sent | None], priority: int, *, is_new: bool) -> Waiter[Sent]:
-        now = self._clock()
-        self._arrivals += 1
-        order = now - priority * SECONDS_A_CLASS if is_new else float("-inf")
-        waiter = Waiter(try_send, (order, self._arrivals), now)
-        waiter.sent.add_done_callback(self._left)
-        self._waiting += 1
-        heapq.heappush(self._heap, waiter)
+    def add(self, try_send: Callable[[], Attempt | None], priority: int, *, is_new: bool) -> Waiter:
+        waiter = Waiter(try_send, self._clock())
+        waiter.sent.add_done_callback(lambda _: self._waiters.discard(waiter))
+        self._waiters.put(waiter, waiter.since - priority * SECONDS_PER_PRIORITY if is_new else -math.inf)
         return waiter
 
     def send(self) -> None:
-        """Sends the first ones, as long as there is room for the first."""
-        while self._heap and self._heap[0].try_send():
-            heapq.heappop(self._heap)
+        """Sends waiters in order, until a worker has no room for the first one."""
+        while (first := self._waiters.least()) is not None:
+            _, waiter = first
+            if not waiter.sent.done():
+                attempt = waiter.try_send()
+                if attempt is None:
+                    return
+                waiter.sent.set_result(attempt)
+            self._waiters.discard(waiter)
 
     def fail(self, before: float, make_error: Callable[[], Exception]) -> None:
-        """Ends the waiting of those who came before this time, each with an error of its own."""
-        for waiter in self._heap:
+        """Ends the wait of everyone who came before this time. Each gets its own error."""
+        for waiter in list(self._waiters):
             if waiter.since < before and not waiter.sent.done():
                 waiter.sent.set_exception(make_error())
-        self._heap = [waiter for waiter in self._heap if not waiter.sent.done()]
-        heapq.heapify(self._heap)
+                self._waiters.discard(waiter)
 
-    def _left(self, _: asyncio.Future[Sent]) -> None:
-        self._waiting -= 1
-        if len(self._heap) > 2 * self._waiting + 64:
-            self._heap = [waiter for waiter in self._heap if not waiter.sent.done()]
-            heapq.heapify(self._heap)
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless memory is bounded by the number of waiters."""
+        self._waiters.check_integrity()
