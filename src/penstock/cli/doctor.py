@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from penstock import __version__
-from penstock.backends.external.capabilities import EngineReport, Feature
+from penstock.backends.external.engine import EngineReport, Feature
 from penstock.wire.errors import ConfigError
 
 EXIT_PROBLEM = 1
@@ -88,13 +88,13 @@ def _report_embedded() -> EngineReport:
 
 
 def _report_vllm() -> EngineReport:
-    from penstock.backends.vllm.report import report
+    from penstock.backends.vllm.arguments import report
 
     return report()
 
 
 def _report_sglang() -> EngineReport:
-    from penstock.backends.sglang.report import report
+    from penstock.backends.sglang.arguments import report
 
     return report()
 

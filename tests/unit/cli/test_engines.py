@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chat_model import chat_model
-from penstock.backends.external.capabilities import EngineReport, Feature
+from penstock.backends.external.engine import EngineReport, Feature
 from penstock.cli.doctor import REPORTS, describe
 from penstock.cli.engines import make_external
 from penstock.cli.flags import make_parser

@@ -1,4 +1,4 @@
-"""What is asked of an engine that others have made. `external.backend.ExternalBackend` makes a backend of it."""
+"""The interface to an external engine (vLLM, SGLang, or a server behind HTTP). `ExternalBackend` makes a worker's backend of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.wire.messages import Bootstrap, Capability, Fault, FinishReason, S
 
 
 class EngineRefused(PenstockError):
-    """The engine does not take this generation, or gave it up. Nothing else is hurt."""
+    """The engine refused or gave up this generation. Other generations are not affected."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.message)
@@ -21,15 +21,15 @@ class EngineRefused(PenstockError):
 
 
 class EngineDied(PenstockError):
-    """The engine is gone, with all that it was doing."""
+    """The engine is gone, with all its generations."""
 
 
 class EngineRequest(Struct, frozen=True, gc=False):
-    """One generation as an engine is asked for it: what was generated elsewhere is part of the prompt.
+    """One generation, as an engine gets it. Tokens that another worker generated are part of the prompt.
 
-    `id` is new for every request and of a fixed length, so that no id begins another one. All token ids have been checked, as have the
-    context length and the sampling; `seed` is from 0 to below 2**63, None where any will do. `lark` is a grammar for llguidance.
-    `session_id` names a session that was granted a lease; `is_retained` says that the KV is to be kept rather than other KV.
+    `id` is unique and of a fixed length, so no id is a prefix of another. Token ids, context length and sampling are already checked.
+    `seed` is in [0, 2**63), or None: any seed. `lark` is a grammar for llguidance. `session_id` names a session that has a lease.
+    `is_retained`: the engine should keep this KV longer than other KV.
     """
 
     id: str
@@ -51,11 +51,11 @@ class EngineRequest(Struct, frozen=True, gc=False):
 
 
 class Chunk(Struct, frozen=True, gc=False):
-    """What is new of a generation: tokens that no chunk before had, and no list that the engine goes on growing.
+    """The new part of a generation: tokens that no earlier chunk had, copied from the engine's own lists.
 
-    The token that ended the text is among them. `logprobs` has an entry a token where they were asked for, else it is None.
-    `cached_tokens` and `prompt_logprobs` count where they come before the first token, or with it; the latter has an entry a prompt
-    token, the first of them None. The last chunk has the `finish`.
+    The token that ended the text is included. `logprobs` has one entry per token, or is None if not requested. `cached_tokens` and
+    `prompt_logprobs` are read with the first token or before it; `prompt_logprobs` has one entry per prompt token, the first is None.
+    Only the last chunk has a `finish`.
     """
 
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class Chunk(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoints:
-    """Where an engine publishes its KV events over ZMQ, and where those that were missed are asked for."""
+    """The ZMQ addresses of an engine's KV events: where it publishes them, and where missed ones can be requested again."""
 
     publisher: str
     replay: str | None = None
@@ -76,8 +76,8 @@ class EventEndpoints:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What is known of an engine once it runs. `kv_blocks` and `max_batch` are 0 where it does not say. `capabilities` are those that the
-    engine has, as it is set up; what needs nothing of the engine is not among them."""
+    """What is known about an engine after its start. `kv_blocks` and `max_batch` are 0 if unknown. `capabilities` lists only what the
+    engine itself does; `ExternalBackend` adds its own."""
 
     context_length: int
     block_size: int
@@ -88,21 +88,42 @@ class EngineFacts:
 
 
 class ExternalEngine(Protocol):
-    """An engine, tokens in and tokens out. All methods are called on the event loop and never block it."""
+    """An engine: tokens in, tokens out. All methods are called on the event loop and never block it."""
 
     async def start(self, on_death: Callable[[str], None]) -> EngineFacts:
-        """Loads the model. Raises ConfigError when it cannot. From then on, `on_death` is called with the reason when the engine's process
-        ends by itself; never after `close` has begun."""
+        """Loads the model. Raises ConfigError if that fails. Afterwards `on_death` is called with the reason when the engine dies, but
+        never after `close` was called."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks until one has a finish. Closing the generator, or cancelling who awaits it, stops the generation in the engine, begun or
-        not, and returns when the engine has been told. Raises EngineRefused, or EngineDied."""
+        """Yields chunks until one has a finish. Closing the generator or cancelling its reader aborts the generation in the engine, and
+        returns when the engine was told. Raises EngineRefused or EngineDied."""
 
     async def ping(self) -> None:
         """Returns when the engine's own loop has answered, between two of its steps."""
 
     async def close_session(self, session_id: str) -> None:
-        """The session is over: what the engine keeps for it alone can go. Unknown ones are ignored."""
+        """Lets the engine free what it keeps for this session only. Unknown sessions are ignored."""
 
     async def close(self) -> None:
-        """Ends the engine's processes, and awaits that."""
+        """Ends the engine's processes and waits for their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One thing that an engine may be able to do. `detail` says how, or why not."""
+
+    name: str
+    is_available: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What `penstock doctor` prints about an engine. `version` is None if it is not installed, `supported` is the supported range in
+    words, `problem` says why the engine cannot be used."""
+
+    engine: str
+    version: str | None
+    supported: str
+    problem: str | None = None
+    features: tuple[Feature, ...] = ()

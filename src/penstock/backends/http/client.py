@@ -1,6 +1,6 @@
-"""HTTP to one engine's server: the one file here that knows aiohttp.
+"""The HTTP client for one engine's server. Only this file knows aiohttp.
 
-No redirect is followed and no cookie kept: a request goes to the address that was given, or nowhere.
+Redirects are not followed and cookies are not kept: a request goes to the configured address or nowhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.backends.http.dialects import Body, message_in
 from penstock.backends.http.settings import HttpEngineSettings
-from penstock.backends.http.sse_lines import DONE, EventLines, EventTooLarge
+from penstock.backends.http.sse import DONE, EventReader, EventTooLarge
 from penstock.wire.errors import ConfigError, PenstockError
 
 try:
@@ -24,24 +24,24 @@ except ImportError as missing:
     raise ConfigError(f"--engine http needs the package {missing.name!r}: pip install 'penstock[http]'") from missing
 
 MIB = 2**20
-MOST_ERROR_BYTES = 64 * 1024
-MOST_ANSWER_BYTES = 64 * MIB
-# Servers close connections that have been idle for five seconds, most of them; one that is about to be closed must not be used.
+MAX_ERROR_BYTES = 64 * 1024
+MAX_ANSWER_BYTES = 64 * MIB
+# Most servers close idle connections after five seconds. A connection that is about to be closed must not be used.
 KEEPALIVE_SECONDS = 2.0
-# After the last token: how long the end of the answer may take to come, so that its connection can be used again.
+# How long to wait for the end of an answer after its last token, so that its connection can be used again.
 ENDING_SECONDS = 2.0
 
 
 class Unreachable(PenstockError):
-    """No connection could be made. The message says why."""
+    """Connecting failed. The message says why."""
 
 
 class Broken(PenstockError):
-    """The connection broke before the answer's end, the server fell silent, or it sent what is no answer. The message says which."""
+    """The connection broke, the server went silent, or the answer cannot be read. The message says which."""
 
 
 class Silent(Broken):
-    """The server is there, and says nothing."""
+    """The server is connected, but sends nothing."""
 
 
 class Answer(NamedTuple):
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
     @property
     def json(self) -> object:
-        """What the body says; None where it is no JSON."""
+        """The decoded body. None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (ValueError, RecursionError):
@@ -59,13 +59,13 @@ class Answer(NamedTuple):
 
     @property
     def message(self) -> str:
-        """What it says went wrong."""
+        """The error message of the body."""
         content = self.json
         return message_in(content) if content else self.body[:200].decode("utf-8", "replace").strip() or "nothing"
 
 
 class Stream:
-    """An answer that comes as events, or whole. `refusal` is what came instead."""
+    """An answer that comes as events, or whole. `refusal` is an error answer instead."""
 
     def __init__(self, response: aiohttp.ClientResponse, refusal: Answer | None) -> None:
         self._response = response
@@ -73,19 +73,19 @@ class Stream:
         self._ends_at: float | None = None
 
     def end_soon(self) -> None:
-        """All that matters has come; what is left may not take long, whatever it is."""
+        """Limits the time for the rest of the answer, of which nothing is needed."""
         if self._ends_at is None:
             self._ends_at = asyncio.get_running_loop().time() + ENDING_SECONDS
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The data of each event but the one that says that there are no more; a whole answer is one event. Raises Broken."""
+        """The data of each event, without the final `[DONE]`. A whole answer counts as one event. Raises Broken."""
         if self._response.content_type != "text/event-stream":
-            yield await _read(self._response, MOST_ANSWER_BYTES)
+            yield await _read(self._response, MAX_ANSWER_BYTES)
             return
-        lines, is_done = EventLines(MOST_ANSWER_BYTES), False
+        reader, is_done = EventReader(MAX_ANSWER_BYTES), False
         while data := await self._next():
             try:
-                events = lines.feed(data)
+                events = reader.feed(data)
             except EventTooLarge as error:
                 raise Broken(str(error)) from error
             for event in events:
@@ -96,7 +96,7 @@ class Stream:
                     yield event
 
     async def _next(self) -> bytes:
-        """What has come meanwhile; nothing at the end."""
+        """The bytes received since the last call. Empty at the end."""
         with _translated():
             try:
                 async with asyncio.timeout_at(self._ends_at):
@@ -108,7 +108,7 @@ class Stream:
 
 
 class EngineClient:
-    """Connections to one server, as many as there are generations, kept a moment for the next one."""
+    """Connections to one server: one per generation, kept for KEEPALIVE_SECONDS afterwards."""
 
     def __init__(self, settings: HttpEngineSettings) -> None:
         self._url = settings.url
@@ -121,7 +121,7 @@ class EngineClient:
     def open(self) -> None:
         """Must be called on the event loop."""
         tracing = aiohttp.TraceConfig()
-        tracing.on_connection_reuseconn.append(_note_kept)
+        tracing.on_connection_reuseconn.append(_note_reuse)
         self._session = aiohttp.ClientSession(
             trace_configs=[tracing],
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
@@ -140,27 +140,27 @@ class EngineClient:
         assert self._session is not None
         with _translated():
             async with asyncio.timeout(seconds), self._session.get(self._url + path, allow_redirects=False) as response:
-                return Answer(response.status, response.content_type, await _read(response, MOST_ANSWER_BYTES))
+                return Answer(response.status, response.content_type, await _read(response, MAX_ANSWER_BYTES))
 
     async def post(self, path: str, body: Body, seconds: float) -> Answer:
-        """For answers that come soon. Raises Unreachable or Broken."""
+        """For short answers. Raises Unreachable or Broken."""
         assert self._session is not None
         with _translated():
             async with asyncio.timeout(seconds), await self._send(path, body) as response:
-                return Answer(response.status, response.content_type, await _read(response, MOST_ANSWER_BYTES))
+                return Answer(response.status, response.content_type, await _read(response, MAX_ANSWER_BYTES))
 
     @contextlib.asynccontextmanager
     async def stream(self, path: str, body: Body) -> AsyncGenerator[Stream, None]:
-        """For answers that take their time. Leaving it before the end of the answer closes the connection. Raises Unreachable or Broken."""
+        """For long answers. Leaving the context before the end of the answer closes the connection. Raises Unreachable or Broken."""
         with _translated():
             response = await self._send(path, body)
         try:
             refusal = None
             if response.status != 200:
-                refusal = Answer(response.status, response.content_type, await _read_beginning(response, MOST_ERROR_BYTES))
+                refusal = Answer(response.status, response.content_type, await _read_start(response, MAX_ERROR_BYTES))
             yield Stream(response, refusal)
         finally:
-            # Keeps the connection if the answer was read to its end, and closes it otherwise.
+            # Keeps the connection if the answer was read to its end, else closes it.
             response.release()
 
     async def _send(self, path: str, body: Body) -> aiohttp.ClientResponse:
@@ -173,37 +173,33 @@ class EngineClient:
                     self._url + path, data=content, headers=headers, allow_redirects=False, trace_request_ctx=use
                 )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                # A connection that was kept, and that the server closed or reset as this was on its way: nobody has read it. Of a new one
-                # that is not known, and what has been begun must not be begun again.
-                if not use.is_of_kept:
+                # On a kept connection: the server closed it before it read the request, so it is sent again. On a new connection the
+                # server may have begun the request, which must not run twice.
+                if not use.is_reused:
                     raise
 
 
 class _Use:
-    """Whether a request went over a connection that had been kept."""
+    """Whether a request used a kept connection."""
 
-    is_of_kept = False
+    is_reused = False
 
 
-async def _note_kept(_session: aiohttp.ClientSession, context: Any, _params: aiohttp.TraceConnectionReuseconnParams) -> None:
+async def _note_reuse(_session: aiohttp.ClientSession, context: Any, _params: aiohttp.TraceConnectionReuseconnParams) -> None:
     if isinstance(context.trace_request_ctx, _Use):
-        context.trace_request_ctx.is_of_kept = True
+        context.trace_request_ctx.is_reused = True
 
 
-async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """The body. One that is longer than that is no answer."""
-    parts, size = [], 0
-    with _translated():
-        while part := await response.content.readany():
-            size += len(part)
-            if size > most_bytes:
-                raise Broken(f"the answer is longer than {most_bytes:,} bytes")
-            parts.append(part)
-    return b"".join(parts)
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body. Raises Broken if it is longer."""
+    body = await _read_start(response, max_bytes + 1)
+    if len(body) > max_bytes:
+        raise Broken(f"the answer is longer than {max_bytes:,} bytes")
+    return body
 
 
-async def _read_beginning(response: aiohttp.ClientResponse, enough_bytes: int) -> bytes:
-    """So much of the body, or a little more: servers that say what was wrong with a request may repeat it."""
+async def _read_start(response: aiohttp.ClientResponse, enough_bytes: int) -> bytes:
+    """At least `enough_bytes` of the body, if it has them. Error bodies may repeat a whole request."""
     parts, size = [], 0
     with _translated():
         while size < enough_bytes and (part := await response.content.readany()):
@@ -214,7 +210,7 @@ async def _read_beginning(response: aiohttp.ClientResponse, enough_bytes: int) -
 
 @contextlib.contextmanager
 def _translated() -> Generator[None, None, None]:
-    """Errors of aiohttp and of sockets as our own."""
+    """Translates errors of aiohttp and of sockets."""
     try:
         yield
     except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
@@ -222,7 +218,7 @@ def _translated() -> Generator[None, None, None]:
     except TimeoutError as error:
         raise Silent(_reason(error)) from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        # aiohttp has ValueError for lines of a header that are too long.
+        # aiohttp raises ValueError for header lines that are too long.
         raise Broken(_reason(error)) from error
 
 
@@ -239,6 +235,6 @@ def _reason(error: Exception) -> str:
         case aiohttp.ServerDisconnectedError():
             return "the connection was closed before the answer"
         case aiohttp.ClientPayloadError() | ConnectionError():
-            return "the connection broke in mid-answer"
+            return "the connection broke during the answer"
         case _:
             return f"{type(error).__name__}: {error}"

@@ -1,60 +1,85 @@
-"""How engines are asked over HTTP, and how their answers are read: what the dialects of all routes have in common. Pure.
+"""How each server is asked over HTTP and how its answers are read: what all dialects share, and SGLang's `/generate`. Pure.
 
-Every number that decides about sampling is sent, the default ones, too: servers fill in their own for those that are missing. Answers
-with the prompt's logprobs come whole, for no server streams those; all others come as events.
+Every sampling value is sent, also the default ones: servers fill in their own for missing values. Answers with prompt logprobs come whole,
+because no server streams those. All others come as events.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
 
-from msgspec import structs
+import msgspec
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
+from penstock.backends.sglang.requests import ChunkReader, as_parameters
 from penstock.wire.messages import Fault
 
-MOST_MESSAGE = 500
+MAX_MESSAGE_CHARACTERS = 500
 
 Body = dict[str, Any]
 
 
-class Reader(Protocol):
-    """Reads the answer to one request, event by event."""
+class Reader(ABC):
+    """Reads the answer to one request, event by event. The last chunk is held back for what may come after it."""
 
-    is_over: bool
-    """The engine makes no more of it: there is nothing left to stop."""
+    is_over = False
+    """The engine has ended the request: there is nothing left to abort."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self._request = request
+        self._last: Chunk | None = None
+        self._cached_tokens: int | None = None
 
     @property
     def is_finished(self) -> bool:
-        """The last chunk is known."""
+        """The last chunk was read."""
+        return self._last is not None
 
+    @abstractmethod
     def read(self, event: bytes) -> Chunk | None:
-        """What this event adds, but for the last chunk. Raises EngineRefused for an error, or for what cannot be read without loss."""
+        """The new part, except for the last chunk. Raises EngineRefused for an error, and for events that cannot be read without loss."""
 
     def last(self) -> Chunk:
-        """The chunk with the finish, once all events have been read: what is told of the prompt may come after the finish."""
+        """The chunk with the finish. Call it after all events: the number of cached tokens may come after the finish."""
+        assert self._last is not None
+        return msgspec.structs.replace(self._last, cached_tokens=self._cached_tokens)
+
+    def _hold_last(self, chunk: Chunk) -> Chunk | None:
+        if self._last is not None:
+            raise lost("the stream continued after its finish")
+        if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
+            raise lost(f"the engine sent {len(chunk.logprobs)} logprobs for {len(chunk.token_ids)} tokens")
+        self._cached_tokens = self._cached_tokens if chunk.cached_tokens is None else chunk.cached_tokens
+        if chunk.finish is not None:
+            self._last = chunk
+            return None
+        return chunk if chunk.token_ids else None
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """One route of one server."""
 
-    @property
-    def path(self) -> str: ...
+    path: ClassVar[str]
 
+    @abstractmethod
     def body(self, request: EngineRequest) -> Body:
-        """What is posted. Raises EngineRefused for what this route cannot do."""
+        """The body of the POST. Raises EngineRefused for what this route cannot do."""
 
+    @abstractmethod
     def reader(self, request: EngineRequest) -> Reader: ...
 
-    def abort(self, request_id: str) -> tuple[str, Body] | None:
-        """What to post, and where, to end a request; None where a closed connection is all that the server understands."""
+    def abort(self, request_id: str) -> tuple[str, Body] | None:  # noqa: ARG002, for subclasses
+        """Path and body of a POST that ends a request. None if the server only notices a closed connection."""
+        return None
 
 
 def refused(message: str, status: int) -> EngineRefused:
-    """An engine's no, by the status that it has, or would have. What another engine may do better can be tried again there; so can what is
-    no answer to the request: that our key is not taken, or that the server has moved."""
-    told = f"the engine answered {status}: {message[:MOST_MESSAGE]}"
+    """The fault for an error status. It can be retried on another engine if it is not about the request itself: the engine is busy or
+    broken, rejects our key, or redirects."""
+    told = f"the engine answered {status}: {message[:MAX_MESSAGE_CHARACTERS]}"
     if status == 429:
         return EngineRefused(Fault("queue_full", told, retryable=True))
     if status >= 500 or status < 400 or status in (401, 403):
@@ -63,12 +88,12 @@ def refused(message: str, status: int) -> EngineRefused:
 
 
 def lost(message: str) -> EngineRefused:
-    """The answer broke off, or cannot be read on; what was read of it is right, and another engine can go on from there."""
-    return EngineRefused(Fault("engine_lost", message[:MOST_MESSAGE], retryable=True))
+    """The answer broke off or cannot be read further. What was read is right, and another engine can continue from there."""
+    return EngineRefused(Fault("engine_lost", message[:MAX_MESSAGE_CHARACTERS], retryable=True))
 
 
 def message_in(content: object) -> str:
-    """What an error's body says, in any of the shapes that servers have for it."""
+    """The message in the body of an error, in any format that servers use."""
     for name in ("error", "detail", "message"):
         if isinstance(content, dict) and content.get(name):
             return message_in(content[name])
@@ -76,39 +101,62 @@ def message_in(content: object) -> str:
 
 
 def unsupported(what: str) -> EngineRefused:
-    return EngineRefused(Fault("unsupported", f"the engine behind this route cannot do that: {what}"))
+    return EngineRefused(Fault("unsupported", f"the engine behind this route cannot do this: {what}"))
 
 
 def raise_error(error: object) -> NoReturn:
-    """Raises what an event says that went wrong. Servers have begun their answer by then, so the status is in its code, if anywhere."""
+    """Raises the error of an event. The answer has begun with status 200, so the real status can only be in the error's code."""
     code = error.get("code") or error.get("status_code") if isinstance(error, dict) else None
     raise refused(message_in(error), code if isinstance(code, int) and 400 <= code < 600 else 500)
 
 
-class BaseReader:
-    """What the readers of all dialects share: the last chunk waits for what comes after it."""
+@dataclass(frozen=True)
+class SglangTraits:
+    """How an SGLang server was started. `is_incremental`: events have only the new tokens."""
 
-    def __init__(self, request: EngineRequest) -> None:
-        self._request = request
-        self._last: Chunk | None = None
-        self._cached_tokens: int | None = None
-        self.is_over = False
+    is_incremental: bool
+    has_grammar: bool = False
+    has_sessions: bool = False
+    has_priority: bool = False
+    is_disaggregated: bool = False
 
-    @property
-    def is_finished(self) -> bool:
-        return self._last is not None
 
-    def last(self) -> Chunk:
-        assert self._last is not None
-        return structs.replace(self._last, cached_tokens=self._cached_tokens)
+class SglangDialect(Dialect):
+    """SGLang's own route: token ids in, token ids out."""
 
-    def _hold_last(self, chunk: Chunk) -> Chunk | None:
-        if self._last is not None:
-            raise lost("the stream went on after its finish")
-        if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
-            raise lost(f"the engine told {len(chunk.logprobs)} logprobs of {len(chunk.token_ids)} tokens")
-        self._cached_tokens = self._cached_tokens if chunk.cached_tokens is None else chunk.cached_tokens
-        if chunk.finish is not None:
-            self._last = chunk
-            return None
-        return chunk if chunk.token_ids else None
+    path = "/generate"
+
+    def __init__(self, traits: SglangTraits) -> None:
+        self._traits = traits
+
+    def body(self, request: EngineRequest) -> Body:
+        if request.bootstrap is not None and not self._traits.is_disaggregated:
+            raise unsupported("separate prefill and decode; the server was not started for it")
+        if request.lark is not None and not self._traits.has_grammar:
+            raise unsupported("a grammar; SGLang must be started with --grammar-backend llguidance")
+        body = as_parameters(request, None, tags_sessions=self._traits.has_sessions, has_priority=self._traits.has_priority)
+        return body | {"stream": not request.prompt_logprobs}
+
+    def reader(self, request: EngineRequest) -> Reader:
+        return _SglangReader(request, self._traits.is_incremental)
+
+    def abort(self, request_id: str) -> tuple[str, Body] | None:
+        return "/abort_request", {"rid": request_id}
+
+
+class _SglangReader(Reader):
+    def __init__(self, request: EngineRequest, is_incremental: bool) -> None:
+        super().__init__(request)
+        # A whole answer is read right in both modes.
+        self._chunks = ChunkReader(request, is_incremental=is_incremental)
+
+    def read(self, event: bytes) -> Chunk | None:
+        try:
+            told: dict[str, Any] = msgspec.json.decode(event, type=dict)
+            if (error := told.get("error")) is not None:
+                raise_error(error)
+            self.is_over = told["meta_info"]["finish_reason"] is not None
+            chunk = self._chunks.read(told)
+        except (ValueError, RecursionError, AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+            raise lost(f"an event of SGLang cannot be read: {type(error).__name__}: {error}") from error
+        return self._hold_last(chunk)

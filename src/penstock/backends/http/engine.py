@@ -1,4 +1,4 @@
-"""An engine that already runs behind HTTP: SGLang, vLLM, or whatever speaks OpenAI's language."""
+"""An engine that already runs behind HTTP: SGLang, vLLM, or any server with OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator
 
-from penstock.backends.external.capabilities import EngineReport
-from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRequest
+from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineReport, EngineRequest
 from penstock.backends.http.client import Broken, EngineClient, Silent, Stream, Unreachable
 from penstock.backends.http.dialects import Reader, lost, refused
 from penstock.backends.http.probe import Found, find_route
@@ -18,17 +17,17 @@ from penstock.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# How often an engine that nobody asks anything is asked whether it is there, and for how long it may not be.
+# An idle engine is pinged every WATCH_SECONDS. It counts as dead after DEATH_SECONDS of failed pings.
 WATCH_SECONDS = 5.0
 DEATH_SECONDS = 10.0
-# After so long a question is asked again, lest it was lost on its way.
+# A ping without an answer is sent again after this time: it may be lost.
 PING_SECONDS = 30.0
-AGAIN_SECONDS = 0.5
+RETRY_SECONDS = 0.5
 ABORT_SECONDS = 10.0
 
 
 async def probe(settings: HttpEngineSettings) -> EngineReport:
-    """What answers at this address, by which route it would be used, and what is possible then."""
+    """Which server answers at this address, by which route, and what that route can do."""
     client = EngineClient(settings)
     client.open()
     try:
@@ -40,8 +39,8 @@ async def probe(settings: HttpEngineSettings) -> EngineReport:
 
 
 class HttpEngine:
-    """See `ExternalEngine`. A generation is one POST, and what it streams back; leaving it closes the connection, and tells the engine
-    where there is a way to. The engine is not ours: `close` ends nothing but our connections."""
+    """See `ExternalEngine`. A generation is one POST with a streamed answer. Leaving it early closes the connection and, if the server has
+    a route for that, aborts the request. The engine is not ours: `close` ends only our connections."""
 
     def __init__(
         self,
@@ -59,12 +58,12 @@ class HttpEngine:
         self._found: Found | None = None
         self._watch: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
-        # How many come now.
+        # The number of answers that are being read.
         self._answers = 0
 
     @property
     def report(self) -> EngineReport:
-        """What is possible; known once it has started."""
+        """What the engine can do. Known after the start."""
         assert self._found is not None
         return self._found.report
 
@@ -84,7 +83,7 @@ class HttpEngine:
     async def _find(self) -> Found:
         found = await find_route(self._client, self._settings)
         if not found.facts.context_length:
-            raise ConfigError(f"--url {self._settings.url}: the server does not tell its context length: give --context-length")
+            raise ConfigError(f"--url {self._settings.url}: the server does not report its context length: set --context-length")
         return found
 
     def _tell_of(self, found: Found) -> None:
@@ -94,7 +93,7 @@ class HttpEngine:
             log.info("%s", hint)
         missing = [f"{feature.name} ({feature.detail})" for feature in report.features if not feature.is_available]
         if missing:
-            log.warning("not possible with this engine as it runs: %s", "; ".join(missing))
+            log.warning("this engine, as it runs, cannot do: %s", "; ".join(missing))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         body, reader = self._dialect.body(request), self._dialect.reader(request)
@@ -117,14 +116,14 @@ class HttpEngine:
                 await self._stop(request.id)
 
     async def ping(self) -> None:
-        """Raises EngineDied when the server has been away, or its engine dead, for some seconds. One that is silent is waited for: that
-        is what a very long step looks like."""
+        """Raises EngineDied if the server is unreachable, or its engine broken, for `death_seconds`. Waits for a silent server: it may be
+        in a very long step."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while (problem := await self._problem()) is not None:
             if loop.time() - began >= self._death_seconds:
                 raise self._died(problem)
-            await asyncio.sleep(min(AGAIN_SECONDS, self._death_seconds / 4))
+            await asyncio.sleep(min(RETRY_SECONDS, self._death_seconds / 4))
 
     async def close_session(self, session_id: str) -> None:
         assert self._found is not None
@@ -149,7 +148,7 @@ class HttpEngine:
                 return
 
     async def _problem(self) -> str | None:
-        """What is wrong with the server now. Whatever it answers but that it is broken, it is there."""
+        """What is wrong with the server now. Any answer below 500 means that it works."""
         assert self._found is not None
         path = self._found.ping_path
         while True:
@@ -171,18 +170,18 @@ class HttpEngine:
             self._answers -= 1
 
     async def _unreachable(self, error: Unreachable) -> Exception:
-        """One connection that could not be made is not the end of an engine, least of all while others of it are open."""
+        """One failed connect does not mean that the engine is dead, above all while other answers are coming."""
         if not self._answers and await self._problem() is not None:
             return self._died(str(error))
         return lost(f"the engine could not be reached: {error}")
 
     def _died(self, why: str) -> EngineDied:
-        """Clients are told why, and not where it ran."""
+        """Clients learn the reason, but not the address."""
         log.error("the engine at %s is gone: %s", self._settings.url, why)
         return EngineDied(f"its server is gone: {why}")
 
     async def _stop(self, request_id: str) -> None:
-        """Tells the engine, where there is a way to, and returns when it knows; who is cancelled meanwhile need not wait."""
+        """Aborts the request if the server has a route for it, and waits for the answer. Cancelling the wait does not cancel the abort."""
         abort = self._dialect.abort(request_id)
         if abort is not None:
             task = asyncio.create_task(self._tell(*abort), name=f"abort {request_id}")
@@ -191,7 +190,7 @@ class HttpEngine:
             await asyncio.shield(task)
 
     async def _tell(self, path: str, body: dict[str, object]) -> None:
-        """What the engine would find out by itself, in time: that it cannot be told is no harm."""
+        """Posts what the engine would also notice by itself later, so a failure is only logged."""
         try:
             answer = await self._client.post(path, body, ABORT_SECONDS)
         except (Unreachable, Broken) as error:
@@ -210,12 +209,12 @@ async def _chunks(stream: Stream, reader: Reader) -> AsyncGenerator[Chunk, None]
                     yield chunk
                 if reader.is_finished:
                     if not reader.is_over:
-                        # It was ended here, and the engine knows nothing of it.
+                        # Our reader ended it at a stop token. The engine must be told.
                         break
                     stream.end_soon()
     except Broken:
         if not reader.is_finished:
             raise
     if not reader.is_finished:
-        raise lost("the engine's answer ended without saying why")
+        raise lost("the engine's answer ended without a finish")
     yield reader.last()

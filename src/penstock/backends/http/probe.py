@@ -1,4 +1,4 @@
-"""Finds out what answers behind a URL, and which of its routes is the best: SGLang's own, vLLM's with tokens, else OpenAI's."""
+"""Finds the server behind a URL and its best route: SGLang's own, else one that answers with token ids, else text completions."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from typing import Any
 
 import msgspec
 
-from penstock.backends.external.capabilities import EngineReport, Feature
-from penstock.backends.external.engine import EngineFacts, EngineRefused
+from penstock.backends.external.engine import EngineFacts, EngineRefused, EngineReport, Feature
+from penstock.backends.external.in_process import version_numbers
 from penstock.backends.http.client import Answer, Broken, EngineClient, Unreachable
-from penstock.backends.http.completions import FOR_LLGUIDANCE, ID_MARK, CompletionsDialect, TextDialect, VllmDialect, read_event
-from penstock.backends.http.dialects import Body, Dialect
+from penstock.backends.http.completions import FOR_LLGUIDANCE, ID_MARK, CompletionsDialect, VllmDialect, read_event
+from penstock.backends.http.dialects import Body, Dialect, SglangDialect, SglangTraits
 from penstock.backends.http.settings import API_KEY_VARIABLE, HttpEngineSettings
-from penstock.backends.http.sglang import SglangDialect, SglangTraits
-from penstock.backends.http.text import byte_tokens
-from penstock.backends.sglang.arguments import MERGES_FROM, numbers
+from penstock.backends.http.text import TextDialect, byte_tokens
+from penstock.backends.sglang.arguments import MERGES_FROM
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import Capability
 
 PROBE_SECONDS = 60.0
-# vLLM's own, on a GPU.
+# vLLM's default on a GPU.
 USUAL_BLOCK_SIZE = 16
-# SGLang keeps these back from a context, for every request.
+# SGLang reserves this many tokens of the context per request.
 SGLANG_RESERVE = 4
-# Every model has it, whatever it stands for.
+# Every model has it.
 ANY_TOKEN = 0
 SOME_GRAMMAR = FOR_LLGUIDANCE + 'start: "a"'
 
 _CACHE_LABELS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
-NOT_TOLD = "version not told"
+UNKNOWN_VERSION = "unknown version"
 SGLANG_INFO = ("/server_info", "/get_server_info")
 
 MakeDialect = Callable[[Tokenizer], Dialect]
@@ -42,8 +41,8 @@ MakeDialect = Callable[[Tokenizer], Dialect]
 
 @dataclass(frozen=True)
 class Found:
-    """A route, and what is known of the engine behind it. `ping_path` answers when the engine's own loop has; `session_path` is where the
-    end of a session is told, where there are any. `hints` are for the log."""
+    """A route and its engine. `ping_path` answers after the engine's own loop. `session_path` closes a session, None without sessions.
+    `hints` are for the log."""
 
     make_dialect: MakeDialect
     facts: EngineFacts
@@ -54,14 +53,14 @@ class Found:
 
 
 class _Model(msgspec.Struct):
-    """A model of `/v1/models`, with what some servers say beyond OpenAI's fields."""
+    """A model of `/v1/models`, with fields that some servers add to OpenAI's."""
 
     id: str
     owned_by: str | None = None
     max_model_len: int | None = None
     penstock: dict[str, Any] | None = None
+    # From llama.cpp.
     meta: dict[str, Any] | None = None
-    """llama.cpp's."""
 
 
 class _Models(msgspec.Struct):
@@ -69,26 +68,26 @@ class _Models(msgspec.Struct):
 
 
 async def find_route(client: EngineClient, settings: HttpEngineSettings) -> Found:
-    """Asks the server what it is and has it make a token or two. Raises ConfigError that says what was tried, and what came back."""
+    """Identifies the server and generates a few tokens. Raises ConfigError that says what was tried and what came back."""
     probe = _Probe(client, settings)
     if settings.route in ("auto", "sglang"):
         info = await _sglang_info(probe)
         if info is not None:
             return await _sglang(probe, *info)
     if settings.route == "sglang":
-        raise probe.failure("no SGLang was found")
+        raise probe.failure("SGLang was not found")
     model = await _model(probe)
     if settings.route in ("auto", "vllm"):
         found = await _vllm(probe, model) or await _completions(probe, model)
         if found is not None:
             return found
     if settings.route == "vllm":
-        raise probe.failure("no route was found that tells token ids")
+        raise probe.failure("no route answers with token ids")
     return await _text(probe, model)
 
 
 class _Probe:
-    """Asks, and remembers what came back."""
+    """Sends requests and remembers what came back."""
 
     def __init__(self, client: EngineClient, settings: HttpEngineSettings) -> None:
         self._client = client
@@ -105,7 +104,7 @@ class _Probe:
         return await self._ask("POST", path, body)
 
     async def _ask(self, method: str, path: str, body: Body | None) -> Answer | None:
-        """The answer if it is a good one. Raises ConfigError where nothing answers at all, or the key is wrong."""
+        """The answer if its status is 200. Raises ConfigError if nothing answers or the API key is wrong."""
         try:
             if body is None:
                 answer = await self._client.get(path, PROBE_SECONDS)
@@ -121,12 +120,12 @@ class _Probe:
             return answer
         self.tried.append(f"{method} {path}: {answer.status} {answer.message[:200]}")
         if answer.status == 401:
-            what = "needs an API key" if self.settings.api_key is None else "does not take the API key that it was given"
-            raise ConfigError(f"--url {self.settings.url}: the engine {what}, which comes from {API_KEY_VARIABLE}: {answer.message[:200]}")
+            what = "needs an API key" if self.settings.api_key is None else "rejects the API key"
+            raise ConfigError(f"--url {self.settings.url}: the engine {what}; set {API_KEY_VARIABLE}: {answer.message[:200]}")
         return None
 
     async def make(self, path: str, body: Body) -> Mapping[str, Any] | None:
-        """Has something generated, and returns the only choice."""
+        """Generates something and returns the only choice."""
         answer = await self.post(path, body)
         if answer is None:
             return None
@@ -135,12 +134,12 @@ class _Probe:
         except EngineRefused:
             told, raw = None, None
         if told is None or not told.choices or not isinstance(raw, dict):
-            self.tried.append(f"POST {path}: that was no completion")
+            self.tried.append(f"POST {path}: the answer is not a completion")
             return None
         return dict(raw["choices"][0])
 
     def facts(self, context_length: int | None, block_size: int | None, capabilities: tuple[Capability, ...], **known: int) -> EngineFacts:
-        """What the user says counts where the engine says nothing; a context may also be made smaller. One that nobody tells is 0."""
+        """The user's settings are used if the engine reports nothing. They may also reduce the context. 0: an unknown context."""
         said = [length for length in (context_length, self.settings.context_length) if length]
         return EngineFacts(
             context_length=min(said, default=0),
@@ -153,10 +152,10 @@ class _Probe:
     def context(self, facts: EngineFacts) -> Feature:
         known = facts.context_length
         return Feature(
-            "context length", bool(known), f"{known:,} tokens" if known else "the server does not tell it: give --context-length"
+            "context length", bool(known), f"{known:,} tokens" if known else "the server does not report it: set --context-length"
         )
 
-    def events(self, hint: str = "say where they are with --kv-events, if there are any") -> Feature:
+    def events(self, hint: str = "if the server has them, set --kv-events") -> Feature:
         known = self.settings.events
         return Feature("KV events", known is not None, hint if known is None else f"from {known.publisher}")
 
@@ -165,7 +164,7 @@ class _Probe:
 
 
 async def _sglang_info(probe: _Probe) -> tuple[str, dict[str, Any]] | None:
-    """Where SGLang tells about itself, and what it tells."""
+    """The path of SGLang's information, and what it contains."""
     for path in SGLANG_INFO:
         answer = await probe.get(path)
         content = None if answer is None else answer.json
@@ -180,7 +179,7 @@ async def _sglang_info(probe: _Probe) -> tuple[str, dict[str, Any]] | None:
 
 async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
     if not info.get("is_generation", True) or info.get("is_embedding"):
-        raise ConfigError(f"--url {probe.settings.url}: SGLang serves a model for embeddings there, which generates nothing")
+        raise ConfigError(f"--url {probe.settings.url}: this SGLang serves an embedding model, which generates no text")
     version = str(info.get("version") or "")
     is_incremental = await _is_incremental(probe, info, version)
     mode = str(info.get("disaggregation_mode") or "null")
@@ -210,37 +209,37 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
         report,
         info_path,
         "/close_session" if traits.has_sessions else None,
-        () if is_incremental else ("every event repeats all tokens so far: start SGLang with --incremental-streaming-output",),
+        () if is_incremental else ("every event repeats all tokens so far: better start SGLang with --incremental-streaming-output",),
     )
 
 
 async def _is_incremental(probe: _Probe, info: Mapping[str, Any], version: str) -> bool:
-    """Whether events have new tokens only. Raises ConfigError for a server that would lose some, or cannot be told."""
+    """Whether events have only new tokens. Raises ConfigError if that is unknown, or if the server would lose tokens."""
     known = info.get("incremental_streaming_output", info.get("stream_output"))
     if known is None:
         known = await _seen_incremental(probe)
-    if known and version and numbers(version) < MERGES_FROM:
+    if known and version and version_numbers(version) < MERGES_FROM:
         raise ConfigError(
-            f"--url {probe.settings.url}: SGLang {version} streams new tokens only, and drops those that a busy reader has not taken: "
+            f"--url {probe.settings.url}: SGLang {version} streams only new tokens, and drops those that a busy reader has not read: "
             "start it without --stream-output, or install a newer one"
         )
     return bool(known)
 
 
 async def _seen_incremental(probe: _Probe) -> bool:
-    """By what it does: the second event has the first token again, or it has not."""
+    """Finds out by a test: the events repeat the tokens so far, or not."""
     count = 8
     body = {"input_ids": [ANY_TOKEN], "stream": True, "sampling_params": {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}}
     answer = await probe.post(SglangDialect.path, body)
     found = re.findall(rb'"output_ids":\s*\[([^\]]*)\]', b"" if answer is None else answer.body)
     counts = [len(ids.split(b",")) for ids in found]
     if len(counts) < 2 or (counts[-1] == count) == (sum(counts) == count):
-        raise probe.failure("SGLang does not tell whether its streams repeat themselves, and it could not be seen")
+        raise probe.failure("SGLang does not report whether its events repeat earlier tokens, and a test did not show it")
     return sum(counts) == count
 
 
 async def _sglang_context(probe: _Probe, info: Mapping[str, Any]) -> int | None:
-    """How many tokens a prompt and its answer may have together, so that SGLang shortens neither without a word."""
+    """The limit for prompt and answer together, so that SGLang silently shortens neither."""
     longest = info.get("max_req_input_len")
     if longest:
         return int(longest) + (0 if info.get("allow_auto_truncate") else SGLANG_RESERVE)
@@ -257,13 +256,13 @@ def _sglang_batch(info: Mapping[str, Any]) -> int:
 def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any], mode: str) -> tuple[Feature, ...]:
     events = info.get("kv_events")
     if isinstance(events, dict):
-        hint = f"published on port {events.get('endpoint_port_base')} there: give it with --kv-events"
+        hint = f"published on port {events.get('endpoint_port_base')}: set --kv-events"
     else:
-        hint = "start SGLang with --kv-events-config, and give the address with --kv-events"
+        hint = "start SGLang with --kv-events-config, and set --kv-events"
     return (
         Feature("exact token ids", True, f"{SglangDialect.path}, {'incremental' if traits.is_incremental else 'cumulative'}"),
         Feature("logprobs", True),
-        Feature("prompt logprobs", True, "such answers come whole"),
+        Feature("prompt logprobs", True, "such answers are not streamed"),
         Feature("grammar", traits.has_grammar, "llguidance" if traits.has_grammar else "start SGLang with --grammar-backend llguidance"),
         Feature("sessions", True, "tagged KV" if traits.has_sessions else "as affinity only; SGLang has --enable-session-radix-cache"),
         Feature("retention", traits.has_priority, "as priority" if traits.has_priority else "SGLang has --radix-eviction-policy priority"),
@@ -284,13 +283,13 @@ def _models_in(answer: Answer | None) -> list[_Model]:
 
 
 async def _model(probe: _Probe) -> _Model:
-    """The one that is asked for, or the only one. Servers that list none must be told its name."""
+    """The requested model, or the only one. A server that lists no models needs --upstream-model."""
     models, wanted = _models_in(await probe.get("/v1/models")), probe.settings.model_name
     if wanted is None and not models:
-        raise probe.failure("the server lists no models: give the name of one with --upstream-model")
+        raise probe.failure("the server lists no models: set --upstream-model")
     names = ", ".join(model.id for model in models)[:200]
     if wanted is None and len(models) > 1:
-        raise ConfigError(f"--url {probe.settings.url}: the server has several models: give one of {names} with --upstream-model")
+        raise ConfigError(f"--url {probe.settings.url}: the server has several models: set --upstream-model to one of {names}")
     if wanted is None:
         return models[0]
     found = next((model for model in models if model.id == wanted), None)
@@ -304,7 +303,7 @@ def _one_token(model: _Model, **fields: Any) -> Body:
 
 
 async def _vllm(probe: _Probe, model: _Model) -> Found | None:
-    """vLLM's token-level route, where it is switched on."""
+    """vLLM's token-level route, if it is on."""
     if model.owned_by != "vllm" and probe.settings.route != "vllm":
         return None
     sampling = {"max_tokens": 1, "temperature": 0}
@@ -318,7 +317,7 @@ async def _vllm(probe: _Probe, model: _Model) -> Found | None:
 
 
 async def _completions(probe: _Probe, model: _Model) -> Found | None:
-    """Completions that tell the tokens of their text."""
+    """Completions with token ids."""
     marked = _one_token(model, return_token_ids=True, logprobs=1, return_tokens_as_token_ids=True)
     path = CompletionsDialect.path
     choice = await probe.make(path, marked) or await probe.make(path, _one_token(model, return_token_ids=True))
@@ -341,32 +340,32 @@ async def _with_tokens(probe: _Probe, model: _Model, dialect: Dialect, *, has_lo
     capabilities: list[Capability] = [*(("logprobs", "prompt_logprobs") if has_logprobs else ())]
     capabilities += ["grammar"] if has_grammar else []
     facts = probe.facts(_told_context(model), block_size or None, tuple(capabilities), kv_blocks=blocks)
-    no_ids = "" if has_logprobs else "the server tells no token ids with them"
+    no_ids = "" if has_logprobs else "the server sends them without token ids"
     features = (
         Feature("exact token ids", True, dialect.path),
         Feature("logprobs", has_logprobs, no_ids),
-        Feature("prompt logprobs", has_logprobs, no_ids or "such answers come whole"),
-        Feature("grammar", has_grammar, "llguidance" if has_grammar else "the server has no llguidance"),
+        Feature("prompt logprobs", has_logprobs, no_ids or "such answers are not streamed"),
+        Feature("grammar", has_grammar, "llguidance" if has_grammar else "the server does not use llguidance"),
         *_of_completions(probe, facts),
     )
-    report = EngineReport(_name(model), await _version(probe, model), "any that tells token ids", features=features)
+    report = EngineReport(_name(model), await _version(probe, model), "any that sends token ids", features=features)
     return Found(lambda _: dialect, facts, report, await _ping_path(probe))
 
 
 async def _text(probe: _Probe, model: _Model) -> Found:
     path = TextDialect.path
     if await probe.make(path, _one_token(model)) is None:
-        raise probe.failure("nothing there completes a prompt of token ids")
-    text_only = "the server gives text only, which is tokenized again here"
+        raise probe.failure("no route completes a prompt of token ids")
+    text_only = "the server answers with text only, which is tokenized here"
     facts = probe.facts(_told_context(model), None, ())
     features = (
         Feature("exact token ids", False, text_only),
         Feature("logprobs", False, text_only),
         Feature("prompt logprobs", False, text_only),
-        Feature("grammar", False, "the server is not known to follow one"),
-        Feature("stop ids", False, "sent along, but the server may know the model's own end only"),
-        Feature("exact usage", False, "tokens are counted as they are tokenized here"),
-        Feature("going on in mid-answer", True, "with the prompt and the tokens so far, as they are tokenized here"),
+        Feature("grammar", False, "the server may not follow it"),
+        Feature("stop ids", False, "sent, but the server may ignore them"),
+        Feature("exact usage", False, "counts the tokens as tokenized here"),
+        Feature("migration", True, "with the tokens so far, as tokenized here"),
         *_of_completions(probe, facts),
     )
     report = EngineReport(_name(model), await _version(probe, model), "any with OpenAI's completions", features=features)
@@ -378,12 +377,12 @@ async def _text(probe: _Probe, model: _Model) -> Found:
 
 
 def _of_completions(probe: _Probe, facts: EngineFacts) -> tuple[Feature, ...]:
-    """What is the same with every server that has no more than completions."""
+    """The features of every server that has only completions."""
     return (
         Feature("sessions", True, "as affinity only"),
-        Feature("retention", False, "the server has no such thing over HTTP"),
+        Feature("retention", False, "the server has no such setting over HTTP"),
         probe.events(),
-        Feature("cached tokens", False, "told after the answer, if at all, which is too late"),
+        Feature("cached tokens", False, "reported after the answer, which is too late"),
         Feature("disaggregation", False, "not over this route"),
         probe.context(facts),
     )
@@ -401,11 +400,11 @@ def _name(model: _Model) -> str:
 async def _version(probe: _Probe, model: _Model) -> str:
     answer = await probe.get("/version") if model.owned_by == "vllm" else None
     content = None if answer is None else answer.json
-    return str(content["version"]) if isinstance(content, dict) and "version" in content else NOT_TOLD
+    return str(content["version"]) if isinstance(content, dict) and "version" in content else UNKNOWN_VERSION
 
 
 async def _cache_config(probe: _Probe) -> dict[str, str]:
-    """What vLLM's metrics say of its KV cache: its block size, which nothing else tells."""
+    """The KV cache's block size and number of blocks, from vLLM's metrics. No other route reports them."""
     answer = await probe.get("/metrics")
     found = None if answer is None else _CACHE_LABELS.search(answer.body.decode("utf-8", "replace"))
     return {} if found is None else dict(_LABEL.findall(found[1]))

@@ -1,34 +1,44 @@
-"""How SGLang is to be started: from Penstock's settings and the user's words to SGLang's own arguments, or why not."""
+"""The installed SGLang: its version, what it can do, and the arguments that it runs with."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NoReturn, Protocol
 
-from penstock.backends.external.engine import EventEndpoints
+from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
+from penstock.backends.external.in_process import EnginePackage, version_numbers
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 
-OLDEST, BEFORE = (0, 5, 21), (0, 5, 24)
-"""The versions whose sources were compared: everything that is used here is the same in all of them."""
-
-INSTALL = "pip install 'sglang>=0.5.21,<0.5.24'"
+PACKAGE = EnginePackage(
+    name="sglang",
+    title="SGLang",
+    # The sources of these versions were compared: everything that is used here is the same in all of them.
+    oldest=(0, 5, 21),
+    before=(0, 5, 24),
+    distributions=("sglang",),
+    logger="sglang",
+    # It logs little else than why its process fails. Other loggers report every grammar that does not compile.
+    failure_logger="sglang.srt.managers.scheduler",
+    log_variable="SGLANG_LOGGING_CONFIG_PATH",
+)
 
 MERGES_FROM = (0, 5, 10)
-"""Before it, SGLang dropped all but the newest of the incremental chunks that nobody had read yet."""
+"""Older versions drop all unread incremental chunks except the newest."""
 
 DEFAULT_PAGE_SIZE = 16
-"""SGLang's own is one token, which would make a KV event of every token."""
+"""SGLang's own default is one token, which makes one KV event per token."""
 
-EVERYWHERE = ("*", "::", "0.0.0.0")  # noqa: S104, it is how SGLang tells an address to bind from one to connect to
+EVERYWHERE = ("*", "::", "0.0.0.0")  # noqa: S104, SGLang binds these addresses and connects to others
 
 
 class ServerArguments(Protocol):
-    """SGLang's class of that name, as far as it is used."""
+    """The part of SGLang's ServerArgs class that is used here."""
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None: ...
@@ -38,41 +48,18 @@ class ServerArguments(Protocol):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where the usual one would end the process."""
+    """Raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"--engine-args: SGLang does not take this: {message}")
 
 
-def installed_version() -> str:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError as missing:
-        raise ConfigError(f"--engine sglang needs the package sglang: {INSTALL}") from missing
-
-
-def check_version(version: str, *, any_version: bool = False) -> None:
-    """Raises ConfigError for a version that is not known to work."""
-    if any_version or OLDEST <= numbers(version) < BEFORE:
-        return
-    oldest, before = (".".join(map(str, edge)) for edge in (OLDEST, BEFORE))
-    raise ConfigError(
-        f"SGLang {version} is installed, and what is known to work is {oldest} up to, but not including, {before}: "
-        "install one of these, or try with --any-engine-version"
-    )
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The first three of a version: 0.5.23.post1 is a 0.5.23."""
-    return tuple(int(number) for number in re.findall(r"\d+", version.split("+", 1)[0])[:3])
-
-
 def make_arguments(
     settings: EngineSettings, server_args: type[ServerArguments], events: EventEndpoints, version: str
 ) -> tuple[Any, EventEndpoints | None]:
-    """SGLang's arguments, and where its KV events will be. `events` is where to have them unless the user says otherwise.
+    """SGLang's arguments, and the addresses of its KV events: `events`, unless the user gives others.
 
-    Raises ConfigError for what SGLang does not take, for what is said twice, and for what could lose tokens.
+    Raises ConfigError for arguments that SGLang rejects, that are given twice, or that could lose tokens.
     """
     given = _given(settings.engine_args, server_args)
     chosen = {**_defaults(given, events), **_from_settings(settings, given)}
@@ -96,9 +83,9 @@ def _parser(server_args: type[ServerArguments]) -> _Parser:
 
 
 def _given(words: Sequence[str], server_args: type[ServerArguments]) -> dict[str, Any]:
-    """What the user's words set, by the names of SGLang's fields, and nothing else."""
+    """The fields of SGLang's arguments that the user sets, without any defaults."""
     parser = _parser(server_args)
-    # There is no other way to tell what was given from what is the default.
+    # argparse has no other way to tell given values from defaults.
     for action in parser._actions:
         action.required = False
         action.default = argparse.SUPPRESS
@@ -106,16 +93,17 @@ def _given(words: Sequence[str], server_args: type[ServerArguments]) -> dict[str
 
 
 def _from_settings(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Penstock's own flags, as SGLang's fields. What they do not set, the user's words may."""
+    """Penstock's own flags as fields of SGLang's arguments."""
     if settings.kv_memory is not None:
         raise ConfigError(
-            f"--kv-memory is {settings.kv_memory:g}, which SGLang cannot be told: use --kv-blocks, or its own --mem-fraction-static"
+            f"--kv-memory is {settings.kv_memory:g}, but SGLang has no such setting: use --kv-blocks or --gpu-memory-utilization"
         )
     page_size = settings.block_size or given.get("page_size", DEFAULT_PAGE_SIZE)
     kv_tokens = None if settings.kv_blocks is None else settings.kv_blocks * page_size
     wanted = {
         "model_path": ("--model", settings.model),
         "context_length": ("--context-length", settings.context_length),
+        "mem_fraction_static": ("--gpu-memory-utilization", settings.gpu_memory_utilization),
         "max_running_requests": ("--max-batch", settings.max_batch),
         "max_total_tokens": ("--kv-blocks", kv_tokens),
         "page_size": ("--block-size", settings.block_size),
@@ -128,7 +116,7 @@ def _from_settings(settings: EngineSettings, given: Mapping[str, Any]) -> dict[s
 
 
 def _defaults(given: Mapping[str, Any], events: EventEndpoints) -> dict[str, Any]:
-    """What Penstock sets where the user does not."""
+    """What Penstock sets unless the user does."""
     defaults: dict[str, Any] = {
         "page_size": DEFAULT_PAGE_SIZE,
         "grammar_backend": "llguidance",
@@ -139,40 +127,41 @@ def _defaults(given: Mapping[str, Any], events: EventEndpoints) -> dict[str, Any
         defaults["kv_events_config"] = json.dumps(
             {"publisher": "zmq", "endpoint": events.publisher, "replay_endpoint": events.replay, "topic": events.topic}
         )
-        # Other caches than SGLang's own do not know of sessions.
+        # Only SGLang's own cache knows sessions.
         if not any(given.get(other) for other in ("radix_cache_backend", "enable_lmcache", "enable_kv_cache_sharding")):
             defaults["enable_session_radix_cache"] = True
     return {field: value for field, value in defaults.items() if field not in given}
 
 
 def _refuse(values: Mapping[str, Any], version: str) -> None:
-    """Raises ConfigError, naming the flag, for what could lose or change tokens, or is not one engine behind one worker."""
+    """Raises ConfigError for flags that could lose or change tokens, or that run more than one engine per worker."""
+    one_replica = "start one worker per replica instead: the router knows which worker has which KV"
     for field, expected, reason in (
-        ("config", None, "SGLang's file of flags is not read: give the flags themselves"),
-        ("tokenizer_worker_num", 1, "the chunks of a generation would be handed out by another process"),
-        ("dp_size", 1, "start a worker for each replica: Penstock's router knows which of them has which KV"),
-        ("attn_dp_size", 1, "start a worker for each replica: Penstock's router knows which of them has which KV"),
-        ("enable_dp_attention", False, "start a worker for each replica: Penstock's router knows which of them has which KV"),
-        ("node_rank", 0, "the worker runs on the first node; the others run SGLang itself"),
-        ("allow_auto_truncate", False, "prompts would be cut without a word"),
-        ("preferred_sampling_params", None, "what a request does not say would be said for it"),
-        ("is_embedding", False, "nothing would be generated"),
+        ("config", None, "SGLang's configuration file is not read: give the flags themselves"),
+        ("tokenizer_worker_num", 1, "another process would receive the chunks of a generation"),
+        ("dp_size", 1, one_replica),
+        ("attn_dp_size", 1, one_replica),
+        ("enable_dp_attention", False, one_replica),
+        ("node_rank", 0, "the worker runs on the first node; run SGLang itself on the others"),
+        ("allow_auto_truncate", False, "SGLang would silently shorten prompts"),
+        ("preferred_sampling_params", None, "SGLang would change the sampling of requests"),
+        ("is_embedding", False, "SGLang would generate no text"),
     ):
         if values.get(field, expected) != expected:
             raise ConfigError(f"--engine-args has --{field.replace('_', '-')} {values[field]}: {reason}")
-    if values.get("incremental_streaming_output") and numbers(version) < MERGES_FROM:
+    if values.get("incremental_streaming_output") and version_numbers(version) < MERGES_FROM:
         raise ConfigError(
-            f"--engine-args has --incremental-streaming-output, and SGLang {version} drops chunks that a busy reader has not taken: "
+            f"--engine-args has --incremental-streaming-output, but SGLang {version} drops chunks that a busy reader has not read: "
             "leave it out, or install a newer SGLang"
         )
 
 
 def _endpoints(config: str | None) -> EventEndpoints | None:
-    """Where to listen for the events of an engine that was told so; None where it publishes none, or to who listens already."""
+    """Where to read the events of this configuration. None if SGLang publishes none, or connects to a listener instead of binding."""
     try:
         told = json.loads(config or "{}")
     except ValueError as error:
-        raise ConfigError(f"--engine-args has --kv-events-config {config}, which is no JSON: {error}") from error
+        raise ConfigError(f"--engine-args has --kv-events-config {config}, which is not JSON: {error}") from error
     if told.get("publisher") != "zmq":
         return None
     publisher = str(told.get("endpoint", "tcp://*:5557"))
@@ -186,5 +175,44 @@ def _endpoints(config: str | None) -> EventEndpoints | None:
 
 
 def _here(address: str) -> str:
-    """The address of a socket that listens everywhere, as it is reached from here."""
+    """The address of a bound socket, as this machine reaches it."""
     return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[?::\]?):", "tcp://127.0.0.1:", address)
+
+
+def report() -> EngineReport:
+    """What the installed SGLang can do. It is imported, not started."""
+    version = PACKAGE.version()
+    problem = PACKAGE.problem(version)
+    if version is None:
+        return EngineReport(PACKAGE.name, None, PACKAGE.supported, problem)
+    try:
+        flags = _flags()
+        parameters = inspect.signature(import_module("sglang.srt.entrypoints.engine").Engine.async_generate).parameters
+    except Exception as error:  # noqa: BLE001, any failure of the import is reported
+        return EngineReport(PACKAGE.name, version, PACKAGE.supported, f"it cannot be imported: {type(error).__name__}: {error}")
+    return EngineReport(PACKAGE.name, version, PACKAGE.supported, problem, _features(version, flags, parameters))
+
+
+def _flags() -> Collection[str]:
+    """The fields of SGLang's server arguments: a msgspec struct, or a dataclass in older versions."""
+    server_args = import_module("sglang.srt.server_args").ServerArgs
+    fields: Collection[str] = getattr(server_args, "__struct_fields__", None) or server_args.__dataclass_fields__
+    return fields
+
+
+def _features(version: str, flags: Collection[str], parameters: Collection[str]) -> tuple[Feature, ...]:
+    tags = "enable_session_radix_cache" in flags and "session_id" in parameters
+    has_priority = "radix_eviction_policy" in flags and "priority" in parameters
+    is_disaggregated = "disaggregation_mode" in flags and "bootstrap_room" in parameters
+    return (
+        Feature("sessions", tags, "the KV of an open session is evicted last" if tags else "this version does not tag KV with its session"),
+        Feature("streaming sessions", "enable_streaming_session" in flags, "--streaming-sessions: KV is held; one turn at a time"),
+        Feature("priority", has_priority, "KV with low priority or without retention is evicted first"),
+        Feature("KV events", "kv_events_config" in flags, "over ZMQ, with replay"),
+        Feature("logprobs", "top_logprobs_num" in parameters, "of tokens and alternatives"),
+        Feature("prompt logprobs", "logprob_start_len" in parameters, "such a prompt is always computed from its start"),
+        Feature("grammar", "grammar_backend" in flags, "by llguidance; not with --skip-tokenizer-init"),
+        Feature("incremental output", version_numbers(version) >= MERGES_FROM, "--incremental-streaming-output; cumulative always works"),
+        Feature("seeds", "enable_deterministic_inference" in flags, "only with --enable-deterministic-inference"),
+        Feature("disaggregation", is_disaggregated, "with --disaggregation-mode prefill or decode"),
+    )

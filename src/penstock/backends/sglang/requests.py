@@ -1,23 +1,29 @@
-"""A generation as SGLang is asked for it."""
+"""The fields of an SGLang request, and how SGLang's chunks are read."""
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.backends.external.engine import EngineRequest
+from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
 from penstock.backends.sglang.sessions import Turn
+from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
 RETAINED_PRIORITY = 1 << 20
-"""What KV that is to be kept has before other KV. Those that a client may give are far below it."""
+"""Added to the priority of retained KV. The priorities that clients may give are far below it."""
 
-MOST_PRIORITY = 1 << 62
+MAX_PRIORITY = 1 << 62
+BAD_REQUEST = 400
 _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
+
+# SGLang's form of a logprob: the value, the token, and its text, which is not requested.
+Entry = tuple[float | None, int, str | None]
 
 
 def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: bool, has_priority: bool) -> dict[str, Any]:
-    """The arguments of `Engine.async_generate`. `turn` is given where the engine has the story of the session already."""
+    """The arguments of `Engine.async_generate`. With a `turn`, the engine already has the earlier tokens of the session."""
     parameters: dict[str, Any] = {
         "input_ids": list(request.token_ids if turn is None else turn.new),
         "sampling_params": sampling_parameters(request),
@@ -42,11 +48,11 @@ def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: b
 
 
 def sampling_parameters(request: EngineRequest) -> dict[str, Any]:
-    """SGLang's own defaults are not relied on. A seed counts only where it was started with --enable-deterministic-inference."""
+    """Every value is sent: SGLang's defaults are not used. Seeds work only with --enable-deterministic-inference."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
         "max_new_tokens": request.max_tokens,
-        # What a grammar allows may be an end alone.
+        # A grammar may allow nothing but the end.
         "min_new_tokens": 0 if request.lark is not None else request.min_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -56,7 +62,7 @@ def sampling_parameters(request: EngineRequest) -> dict[str, Any]:
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "ignore_eos": request.ignore_eos,
-        # Where it heeds them, all that come without one have the same.
+        # Without one, SGLang uses the same seed for all requests.
         "sampling_seed": random.getrandbits(63) if request.seed is None else request.seed,
     }
     if request.stop_ids:
@@ -69,11 +75,131 @@ def sampling_parameters(request: EngineRequest) -> dict[str, Any]:
 
 
 def as_ebnf(lark: str) -> str:
-    """SGLang tells Lark from the other dialect of its `ebnf` by how a line begins; one that it would take for the other is marked."""
+    """SGLang tells Lark from the other syntax of its `ebnf` field by how lines begin. Adds a mark if it would not see that it is Lark."""
     return lark if _IS_LARK.search(lark) else "%llguidance {}\n" + lark
 
 
 def engine_priority(request: EngineRequest) -> int:
-    """With SGLang's eviction by priority, what has the lower goes first. It must fit into 64 bits."""
+    """SGLang evicts the KV with the lowest priority first. The number must fit into 64 bits."""
     wanted = request.priority + (RETAINED_PRIORITY if request.is_retained else 0)
-    return max(-MOST_PRIORITY, min(MOST_PRIORITY, wanted))
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, wanted))
+
+
+class ChunkReader:
+    """Reads the chunks of one generation. A chunk has only the new tokens (incremental), or all tokens so far (cumulative).
+
+    Every chunk also has the number of tokens so far. If SGLang uses the other mode, or loses a token, that number shows it, at the second
+    chunk at the latest. The generation then ends with a fault; what was read before is right.
+
+    The tokens of an aborted chunk are not read: they may be repeated or invented, and the usage may be missing.
+    """
+
+    def __init__(self, request: EngineRequest, *, is_incremental: bool) -> None:
+        self._request = request
+        self._is_incremental = is_incremental
+        self._count = 0
+        self._last_token: int | None = None
+        self._owes_prompt_logprobs = request.prompt_logprobs
+        # With `ignore_eos` SGLang ignores the stop ids, too.
+        self._own_stops = frozenset(request.stop_ids) if request.ignore_eos else frozenset()
+
+    def read(self, raw: Mapping[str, Any]) -> Chunk:
+        """The new part. Raises EngineRefused at an abort, and for chunks that do not fit the mode."""
+        meta = raw["meta_info"]
+        finish = None if meta["finish_reason"] is None else _finish(meta["finish_reason"])
+        token_ids = self._new_tokens(raw["output_ids"])
+        first, self._count = self._count, self._count + len(token_ids)
+        self._check_count(meta, finish)
+        chunk = Chunk(
+            token_ids,
+            self._logprobs(meta, first, token_ids),
+            finish,
+            meta.get("cached_tokens"),
+            self._prompt_logprobs(meta),
+        )
+        return chunk if not self._own_stops else self._stopped(chunk)
+
+    def _new_tokens(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Raises if a cumulative chunk is shorter than an earlier one, or has another token in the place of the last one."""
+        if self._is_incremental:
+            return tuple(token_ids)
+        count = self._count
+        if len(token_ids) < count:
+            raise _breach(f"a cumulative chunk of {len(token_ids)} tokens came after one of {count}")
+        if count and token_ids[count - 1] != self._last_token:
+            raise _breach(f"a cumulative chunk has token {token_ids[count - 1]} where {self._last_token} came before")
+        # A copy: the engine may append to its list.
+        new = tuple(token_ids[count:])
+        if new:
+            self._last_token = new[-1]
+        return new
+
+    def _check_count(self, meta: Mapping[str, Any], finish: FinishReason | None) -> None:
+        """A cumulative chunk holds SGLang's own list, which may have grown since it was counted, except at the end."""
+        announced = meta["completion_tokens"]
+        is_exact = self._is_incremental or finish is not None
+        if self._count != announced if is_exact else self._count < announced:
+            mode = "incremental" if self._is_incremental else "cumulative"
+            raise _breach(f"its {mode} chunks have {self._count} tokens, but it reports {announced}")
+        if finish == "length" and self._count < self._request.max_tokens:
+            raise _breach(f"it ended for length after {self._count} of {self._request.max_tokens} tokens")
+
+    def _logprobs(self, meta: Mapping[str, Any], first: int, token_ids: tuple[int, ...]) -> tuple[TokenLogprob, ...] | None:
+        if self._request.logprobs is None:
+            return None
+        # Incremental chunks have only the logprobs of their own tokens.
+        start = 0 if self._is_incremental else first
+        entries: Sequence[Entry] = meta["output_token_logprobs"][start : start + len(token_ids)]
+        tops = meta["output_top_logprobs"][start : start + len(token_ids)] if self._request.logprobs else [()] * len(token_ids)
+        if [entry[1] for entry in entries] != list(token_ids) or len(tops) != len(token_ids):
+            raise _breach(f"its {len(entries)} logprobs do not fit the {len(token_ids)} new tokens")
+        return tuple(_token_logprob(entry, top) for entry, top in zip(entries, tops, strict=True))
+
+    def _prompt_logprobs(self, meta: Mapping[str, Any]) -> tuple[TokenLogprob | None, ...] | None:
+        entries: Sequence[Entry] = meta.get("input_token_logprobs") or ()
+        if not self._owes_prompt_logprobs or not entries:
+            return None
+        self._owes_prompt_logprobs = False
+        tops = meta["input_top_logprobs"] if self._request.logprobs else [()] * len(entries)
+        expected = len(self._request.token_ids)
+        if len(entries) != expected or len(tops) != expected:
+            raise _breach(f"it has {len(entries)} logprobs for a prompt of {expected} tokens")
+        return (None, *(_token_logprob(entry, top) for entry, top in zip(entries[1:], tops[1:], strict=True)))
+
+    def _stopped(self, chunk: Chunk) -> Chunk:
+        """The chunk up to the first stop token, if it has one."""
+        for index, token in enumerate(chunk.token_ids):
+            if token in self._own_stops:
+                end = index + 1
+                logprobs = None if chunk.logprobs is None else chunk.logprobs[:end]
+                return Chunk(chunk.token_ids[:end], logprobs, "stop", chunk.cached_tokens, chunk.prompt_logprobs)
+        return chunk
+
+
+def refusal_of(finish: Mapping[str, Any]) -> Fault:
+    """The fault for an abort. A mistake in the request is final; everything else can be retried on another worker."""
+    message = f"SGLang: {finish.get('message') or 'the generation was aborted'}"
+    if finish.get("status_code") != BAD_REQUEST:
+        return Fault("engine_aborted", message, retryable=True)
+    return Fault("invalid_grammar" if "grammar" in message.lower() else "engine_refused", message)
+
+
+def _finish(finish: Mapping[str, Any]) -> FinishReason:
+    match finish["type"]:
+        case "stop":
+            return "stop"
+        case "length":
+            return "length"
+        case "abort":
+            raise EngineRefused(refusal_of(finish))
+        case other:
+            raise _breach(f"it ended for an unknown reason: {other}")
+
+
+def _token_logprob(entry: Entry, top: Sequence[Entry] | None) -> TokenLogprob:
+    assert entry[0] is not None
+    return TokenLogprob(entry[0], tuple((token, value) for value, token, _ in top or () if value is not None))
+
+
+def _breach(what: str) -> EngineRefused:
+    return EngineRefused(Fault("stream_breach", f"SGLang's output contradicts itself: {what}"))

@@ -1,4 +1,4 @@
-"""SGLang's streaming sessions: they hold their KV, take one turn at a time, and only ever grow."""
+"""SGLang's streaming sessions: they hold their KV, run one turn at a time, and only grow."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from penstock.backends.external.engine import EngineRequest
 
 
-class _Story:
-    """What the engine has of one session. `tokens` goes up to the end of its last turn; None where that is not known.
+class _SessionState:
+    """What the engine has of one session. `tokens` are all tokens up to the end of the last turn, None if unknown.
 
-    A session may be open though nobody waited for the answer.
+    `may_be_open`: the engine was asked to open it, perhaps without an answer yet.
     """
 
     __slots__ = ("is_busy", "may_be_open", "tokens")
@@ -22,16 +22,16 @@ class _Story:
 
 
 class Turn:
-    """One turn of a session that is the engine's, too. `new` is what the engine is to append to what it has.
+    """One turn that runs in a session of the engine. `new` are the tokens that the engine appends.
 
-    The engine keeps a turn that ended and drops one that was aborted; what it does with one whose end nobody read cannot be told.
+    The engine keeps a turn that ended and drops an aborted one. If nobody read the end, it is unknown which.
     """
 
-    __slots__ = ("_generated", "_story", "_token_ids", "new")
+    __slots__ = ("_generated", "_state", "_token_ids", "new")
 
-    def __init__(self, story: _Story, token_ids: tuple[int, ...], known: int) -> None:
-        story.is_busy = True
-        self._story = story
+    def __init__(self, state: _SessionState, token_ids: tuple[int, ...], known: int) -> None:
+        state.is_busy = True
+        self._state = state
         self._token_ids = token_ids
         self._generated: list[int] = []
         self.new = token_ids[known:]
@@ -39,17 +39,17 @@ class Turn:
     def take(self, token_ids: tuple[int, ...], *, is_last: bool) -> None:
         self._generated += token_ids
         if is_last:
-            self._story.tokens = (*self._token_ids, *self._generated)
+            self._state.tokens = (*self._token_ids, *self._generated)
 
     def end(self) -> None:
-        self._story.is_busy = False
+        self._state.is_busy = False
 
 
 class StreamingSessions:
-    """Decides which turns are the engine's sessions' own. SGLang refuses a second turn beside the first, and every turn that does not
-    go on from the last one: the second runs without the session, and a session whose story has changed, or is not known, begins anew.
+    """Decides which turns run in a session of the engine. SGLang refuses a second turn beside the first, and every turn that does not
+    continue the last one. So a second turn runs without the session, and a session is opened again if its tokens changed or are unknown.
 
-    `open_session` returns whether the engine did. `start_id` is the token that begins a text, which SGLang leaves out of what it appends.
+    `open_session` returns whether the engine opened it. `start_id` is the token that begins a text: SGLang drops it from appended tokens.
     """
 
     def __init__(
@@ -61,42 +61,42 @@ class StreamingSessions:
         self._open = open_session
         self._close = close_session
         self._start_id = start_id
-        self._stories: dict[str, _Story] = {}
+        self._sessions: dict[str, _SessionState] = {}
 
     async def begin(self, request: EngineRequest) -> Turn | None:
-        """The turn, to be ended; None for a request that runs without a session of the engine's."""
+        """The turn; the caller ends it. None for a request that runs without a session of the engine."""
         session_id = request.session_id
-        # What ends at a token that SGLang is told to ignore is cut here: the engine would have more of it.
+        # `ChunkReader` ends such a text at a stop token that SGLang ignores, so the engine would have more tokens than we know.
         is_cut_here = request.ignore_eos and request.stop_ids
         if session_id is None or request.prompt_logprobs or request.bootstrap is not None or is_cut_here:
             return None
-        story = self._stories.setdefault(session_id, _Story())
-        if story.is_busy:
+        state = self._sessions.setdefault(session_id, _SessionState())
+        if state.is_busy:
             return None
-        # Whatever becomes of this turn, the story is known again only when its end was read.
-        known, story.tokens = story.tokens, None
-        story.is_busy = True
+        # The tokens are known again only when the end of this turn was read.
+        known, state.tokens = state.tokens, None
+        state.is_busy = True
         try:
-            if known is None or not self._goes_on(known, request.token_ids):
-                known = await self._begin_anew(session_id, story)
+            if known is None or not self._continues(known, request.token_ids):
+                known = await self._reopen(session_id, state)
         finally:
-            story.is_busy = False
-        return None if known is None else Turn(story, request.token_ids, len(known))
+            state.is_busy = False
+        return None if known is None else Turn(state, request.token_ids, len(known))
 
     async def close_session(self, session_id: str) -> None:
-        story = self._stories.pop(session_id, None)
-        if story is not None and story.may_be_open:
+        state = self._sessions.pop(session_id, None)
+        if state is not None and state.may_be_open:
             await self._close(session_id)
 
-    async def _begin_anew(self, session_id: str, story: _Story) -> tuple[int, ...] | None:
-        """What the engine has of it then, which is nothing; None where it opens none."""
-        if story.may_be_open:
+    async def _reopen(self, session_id: str, state: _SessionState) -> tuple[int, ...] | None:
+        """Opens the session without any tokens. None if the engine refuses."""
+        if state.may_be_open:
             await self._close(session_id)
-        # Also where this is cancelled before the engine has answered.
-        story.may_be_open = True
-        story.may_be_open = await self._open(session_id)
-        return () if story.may_be_open else None
+        # Set first: this may be cancelled before the engine answers.
+        state.may_be_open = True
+        state.may_be_open = await self._open(session_id)
+        return () if state.may_be_open else None
 
-    def _goes_on(self, known: tuple[int, ...], token_ids: tuple[int, ...]) -> bool:
+    def _continues(self, known: tuple[int, ...], token_ids: tuple[int, ...]) -> bool:
         count = len(known)
         return len(token_ids) > count and token_ids[:count] == known and token_ids[count] != self._start_id

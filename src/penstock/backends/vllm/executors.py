@@ -1,8 +1,7 @@
-"""vLLM's executors, by another name, for what comes with it: an engine core that ends with the worker that it works for.
+"""vLLM's executors under names of this module, so that the engine core ends with its worker.
 
-By itself it does not notice when the process that started it is killed: it would sit on the GPU's memory for ever. Its executor is the
-first thing of ours that it gets, by the name of this module. So it imports this before it does anything else, and that is when it begins
-to watch, for half a minute passes until an executor is made.
+The engine core does not notice when the worker is killed: it would hold the GPU's memory for ever. It gets its executor by module and class
+name, so it imports this module before anything else of ours. That import starts the watch; the executor itself is made half a minute later.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ import os
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from penstock.backends.external.child_processes import end_with
+from penstock.backends.external.in_process import end_with
 
 WORKER_VARIABLE = "PENSTOCK_WORKER_PROCESS"
-"""The process to end with, as those that it starts find it in their environment."""
+"""The environment variable with the worker's process id."""
 
 
 class OneProcess(UniProcExecutor):  # type: ignore[misc]
-    """The model is in the engine core's own process."""
+    """The model runs in the engine core's own process."""
 
 
 class ManyProcesses(MultiprocExecutor):  # type: ignore[misc]
-    """The model is in processes of the engine core's, which end when it does; that is vLLM's own doing."""
+    """The model runs in child processes of the engine core; vLLM itself ends them with the core."""
 
 
 def ending_with_worker(executor: type) -> type:
-    """The executor that vLLM has chosen, made to end with us; others than the two above are as they were."""
+    """Our subclass of the executor that vLLM chose. Other kinds of executor are returned unchanged."""
     return {UniProcExecutor: OneProcess, MultiprocExecutor: ManyProcesses}.get(executor, executor)
 
 

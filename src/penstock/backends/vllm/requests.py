@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and what it answers, in our words. Pure: no vLLM is imported here."""
+"""The fields of a vLLM request, and what vLLM answers, as our own types. Pure: vLLM is not imported here."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from penstock.backends.external.engine import Chunk, EngineRefused, EngineReques
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "repetition": "stop"}
-"""How a request ends as it should. There are others: `abort` and `error`."""
+"""Normal ends of a request. The others are `abort` and `error`."""
 
 
 class FlatLogprobs(Protocol):
-    """vLLM's table of logprobs: from a position's start to its end, its own token first, the likeliest ones behind it."""
+    """vLLM's table of logprobs. Each position has a range in it: its own token first, then the most likely ones."""
 
     start_indices: list[int]
     end_indices: list[int]
@@ -22,31 +22,17 @@ class FlatLogprobs(Protocol):
     ranks: list[int | None]
 
 
-class Completion(Protocol):
-    token_ids: Any
-    logprobs: FlatLogprobs | None
-    finish_reason: str | None
-
-
-class Output(Protocol):
-    """What is new of a request, possibly of several steps. Only what is read here."""
-
-    outputs: list[Any]
-    num_cached_tokens: int | None
-    prompt_logprobs: Any
-
-
 def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
-    """The arguments of vLLM's SamplingParams, but for those that are the same for all requests."""
+    """The arguments of vLLM's SamplingParams that depend on the request."""
     sampling = request.sampling
     arguments: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_tokens": request.max_tokens,
-        # Where a grammar ends there is nothing to go on with but its own end.
+        # After the end of a grammar only the end token is allowed.
         "ignore_eos": request.ignore_eos and request.lark is None,
     }
     if sampling.temperature > 0:
-        # Greedy ones need none of it.
+        # Greedy sampling needs none of these.
         arguments |= {
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -57,7 +43,7 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         arguments[name] = getattr(sampling, name)
     if request.lark is None:
-        # What a grammar allows may be an end alone.
+        # A grammar may allow nothing but the end.
         arguments["min_tokens"] = min(request.min_tokens, request.max_tokens)
     if request.stop_ids:
         arguments["stop_token_ids"] = list(request.stop_ids)
@@ -70,12 +56,12 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
     return arguments
 
 
-def chunk_of(output: Output, top: int | None) -> Chunk:
-    """What an output says. `top` is how many alternatives were asked for, None without logprobs.
+def chunk_of(output: Any, top: int | None) -> Chunk:
+    """The new part of a vLLM RequestOutput. `top` is the requested number of alternatives, None without logprobs.
 
-    The ids are copied: vLLM goes on growing the list of an output that nobody has taken yet.
+    The ids are copied: vLLM keeps appending to the list of an output that nobody has read yet.
     """
-    completion: Completion = output.outputs[0]
+    completion = output.outputs[0]
     token_ids = tuple(completion.token_ids)
     logprobs = None
     if top is not None:
@@ -88,11 +74,11 @@ def chunk_of(output: Output, top: int | None) -> Chunk:
     return Chunk(token_ids, logprobs, FINISHES.get(completion.finish_reason), output.num_cached_tokens, prompt)
 
 
-def check_end(output: Output) -> None:
-    """Raises EngineRefused for a request that vLLM ended by itself, though nobody asked for it. Another worker can go on from there."""
+def check_end(output: Any) -> None:
+    """Raises EngineRefused for a request that vLLM gave up by itself. Another worker can continue it."""
     reason = output.outputs[0].finish_reason
     if reason not in FINISHES:
-        raise EngineRefused(Fault("engine_aborted", f"vLLM has given up the generation: {reason}", retryable=True))
+        raise EngineRefused(Fault("engine_aborted", f"vLLM gave up the generation: {reason}", retryable=True))
 
 
 def _sampled(flat: FlatLogprobs, top: int) -> Iterator[TokenLogprob]:
@@ -102,18 +88,18 @@ def _sampled(flat: FlatLogprobs, top: int) -> Iterator[TokenLogprob]:
 
 
 def _entries(flat: FlatLogprobs, top: int) -> Iterator[TokenLogprob | None]:
-    """One a position, None where nothing is known of it, which is so for a prompt's first token.
+    """One entry per position. None if the position has no logprobs, as the first token of a prompt.
 
-    A position has its own token first and the `top` likeliest behind it, among which it may be again. Where vLLM has merged outputs,
-    it is there only once, and goes to where its rank says.
+    A position has its own token first, then the `top` most likely ones, which may include the own token again. If vLLM merged outputs,
+    the own token is there only once; its rank says where it belongs.
     """
     ids, values = flat.token_ids, flat.logprobs
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
         if start == end:
             yield None
             continue
-        likeliest = list(zip(ids[start + 1 : end], values[start + 1 : end], strict=True))
-        if len(likeliest) < top:
+        most_likely = list(zip(ids[start + 1 : end], values[start + 1 : end], strict=True))
+        if len(most_likely) < top:
             rank = flat.ranks[start] or 1
-            likeliest.insert(rank - 1, (ids[start], values[start]))
-        yield TokenLogprob(values[start], tuple(likeliest[:top]))
+            most_likely.insert(rank - 1, (ids[start], values[start]))
+        yield TokenLogprob(values[start], tuple(most_likely[:top]))

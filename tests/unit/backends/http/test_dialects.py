@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
-from penstock.backends.http.completions import CompletionsDialect, TextDialect, VllmDialect
-from penstock.backends.http.dialects import Dialect, Reader, message_in
-from penstock.backends.http.sglang import SglangDialect, SglangTraits
-from penstock.backends.http.text import byte_tokens
+from penstock.backends.http.completions import CompletionsDialect, VllmDialect
+from penstock.backends.http.dialects import Dialect, Reader, SglangDialect, SglangTraits, message_in
+from penstock.backends.http.text import TextDialect, byte_tokens
 from penstock.backends.sglang.requests import RETAINED_PRIORITY
 from penstock.wire.messages import Bootstrap, Fault, Sampling, TokenLogprob
 from tokenizer_kinds import tokenizer_of
@@ -62,7 +61,7 @@ def test_sglang_in_both_modes() -> None:
 @pytest.mark.parametrize("is_incremental", [True, False])
 def test_a_mode_that_was_mistaken_is_seen_at_the_second_event(is_incremental: bool) -> None:
     second = sglang([1, 2] if is_incremental else [2], 2)
-    assert "does not speak" in fault_of(sglang_reader(is_incremental), sglang([1], 1), second).message
+    assert "contradicts itself" in fault_of(sglang_reader(is_incremental), sglang([1], 1), second).message
 
 
 def test_of_an_abort_nothing_is_believed() -> None:
@@ -218,7 +217,7 @@ def test_what_cannot_be_right_is_a_loss_that_can_be_mended(dialect: Dialect) -> 
 def test_text_without_tokens_is_not_taken_for_nothing() -> None:
     assert fault_of(COMPLETIONS.reader(request()), choice(text="lost")).retryable
     missing = choice(token_ids=[1], logprobs=None)
-    assert "0 logprobs of 1 tokens" in fault_of(COMPLETIONS.reader(request(logprobs=1)), missing).message
+    assert "0 logprobs for 1 tokens" in fault_of(COMPLETIONS.reader(request(logprobs=1)), missing).message
 
 
 def test_a_grammar_is_for_llguidance_alone() -> None:

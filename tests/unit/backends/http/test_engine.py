@@ -314,9 +314,9 @@ async def test_a_redirect_is_not_followed() -> None:
 async def test_a_wrong_key_is_named() -> None:
     denied = saying(401, {"error": "Unauthorized"})
     async with upstream({"/server_info": denied}) as server:
-        with pytest.raises(ConfigError, match=r"needs an API key, which comes from PENSTOCK_ENGINE_API_KEY"):
+        with pytest.raises(ConfigError, match=r"needs an API key; set PENSTOCK_ENGINE_API_KEY"):
             await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
-        with pytest.raises(ConfigError, match="does not take the API key") as caught:
+        with pytest.raises(ConfigError, match="rejects the API key") as caught:
             await HttpEngine(HttpEngineSettings(server.url, api_key="geheim"), TOKENIZER).start(print)
         assert "geheim" not in str(caught.value)
 
@@ -339,7 +339,7 @@ async def test_sglang_is_known_by_what_it_tells() -> None:
 
 async def test_an_sglang_that_would_lose_tokens_is_refused() -> None:
     async with upstream(sglang(not_found, version="0.5.9")) as server:
-        with pytest.raises(ConfigError, match=r"0\.5\.9 streams new tokens only, and drops"):
+        with pytest.raises(ConfigError, match=r"0\.5\.9 streams only new tokens, and drops"):
             await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
 
 
@@ -363,7 +363,7 @@ async def test_a_mode_that_cannot_be_found_out_is_refused() -> None:
 
     replies = sglang(generate) | {"/server_info": not_found, "/model_info": saying(200, {"is_generation": True})}
     async with upstream(replies) as server:
-        with pytest.raises(ConfigError, match="whether its streams repeat themselves"):
+        with pytest.raises(ConfigError, match="whether its events repeat earlier tokens"):
             await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
 
 
@@ -401,7 +401,7 @@ async def test_llama_cpp_tells_its_context() -> None:
 async def test_one_of_several_models_must_be_named() -> None:
     models = [{"id": name, "max_model_len": length} for name, length in (("base", 100), ("fine", 200))]
     async with upstream(openai(not_found) | {"/v1/models": saying(200, {"data": models})}) as server:
-        with pytest.raises(ConfigError, match="the server has several models: give one of base, fine with --upstream-model"):
+        with pytest.raises(ConfigError, match="the server has several models: set --upstream-model to one of base, fine"):
             await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
         engine = HttpEngine(HttpEngineSettings(server.url, model_name="fine"), TOKENIZER)
         facts = await engine.start(print)
@@ -545,7 +545,7 @@ async def test_nor_does_an_answer_that_never_falls_silent(finish: str | None, mo
 
 
 async def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backends.http.client.MOST_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr("penstock.backends.http.client.MAX_ANSWER_BYTES", 10_000)
 
     async def reply(asked: Asked) -> None:
         await asked.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\ndata: ")

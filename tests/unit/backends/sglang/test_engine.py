@@ -8,17 +8,15 @@ import json
 import logging.config
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, EventEndpoints
-from penstock.backends.external.errors import first_error, forget_directory, write_logging_config
-from penstock.backends.sglang import report as sglang_report
-from penstock.backends.sglang.arguments import DEFAULT_PAGE_SIZE, check_version, make_arguments
-from penstock.backends.sglang.chunks import ChunkReader
-from penstock.backends.sglang.engine import FAILURES, LOGGER, SglangEngine
-from penstock.backends.sglang.requests import as_ebnf, as_parameters, engine_priority, sampling_parameters
+from penstock.backends.external.in_process import first_error, forget_directory, write_logging_config
+from penstock.backends.sglang.arguments import DEFAULT_PAGE_SIZE, PACKAGE, make_arguments, report
+from penstock.backends.sglang.engine import SglangEngine
+from penstock.backends.sglang.requests import ChunkReader, as_ebnf, as_parameters, engine_priority, sampling_parameters
 from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
@@ -54,12 +52,12 @@ class TestIncrementalChunks:
     def test_an_engine_that_repeats_itself_is_caught_at_its_second_chunk(self) -> None:
         reader = ChunkReader(asked(), is_incremental=True)
         reader.read(raw([1], 1))
-        assert "3 tokens where it has made 2" in breach(reader, raw([1, 2], 2))
+        assert "3 tokens, but it reports 2" in breach(reader, raw([1, 2], 2))
 
     def test_a_lost_token_is_caught(self) -> None:
         reader = ChunkReader(asked(), is_incremental=True)
         reader.read(raw([1], 1))
-        assert "2 tokens where it has made 3" in breach(reader, raw([3], 3))
+        assert "2 tokens, but it reports 3" in breach(reader, raw([3], 3))
 
     def test_logprobs_are_those_of_the_chunk(self) -> None:
         reader = ChunkReader(asked(logprobs=1), is_incremental=True)
@@ -91,7 +89,7 @@ class TestCumulativeChunks:
     def test_an_engine_that_does_not_repeat_itself_is_caught_at_its_second_chunk(self) -> None:
         reader = ChunkReader(asked(), is_incremental=False)
         reader.read(raw([1], 1))
-        assert "1 tokens where it has made 2" in breach(reader, raw([1], 2))
+        assert "1 tokens, but it reports 2" in breach(reader, raw([1], 2))
 
     def test_another_token_at_the_seam_is_caught(self) -> None:
         reader = ChunkReader(asked(), is_incremental=False)
@@ -105,7 +103,7 @@ class TestCumulativeChunks:
 
     def test_at_the_end_nothing_more_may_be_there(self) -> None:
         reader = ChunkReader(asked(), is_incremental=False)
-        assert "4 tokens where it has made 3" in breach(reader, raw([1, 2, 3, 4], 3, LENGTH))
+        assert "4 tokens, but it reports 3" in breach(reader, raw([1, 2, 3, 4], 3, LENGTH))
 
     def test_only_new_logprobs_are_read(self) -> None:
         reader = ChunkReader(asked(logprobs=0), is_incremental=False)
@@ -158,7 +156,7 @@ class TestEveryChunk:
 
     def test_logprobs_that_are_not_one_a_token_are_caught(self, is_incremental: bool) -> None:
         reader = ChunkReader(asked(logprobs=0), is_incremental=is_incremental)
-        assert "logprobs of 1 tokens" in breach(reader, raw([1, 2], 2, output_token_logprobs=[(-0.1, 1, None)]))
+        assert "1 logprobs do not fit the 2 new tokens" in breach(reader, raw([1, 2], 2, output_token_logprobs=[(-0.1, 1, None)]))
         reader = ChunkReader(asked(logprobs=0), is_incremental=is_incremental)
         breach(reader, raw([1], 1, output_token_logprobs=[(-0.1, 9, None)]))
 
@@ -176,7 +174,7 @@ class TestEveryChunk:
 
     def test_prompt_logprobs_of_part_of_the_prompt_are_caught(self, is_incremental: bool) -> None:
         reader = ChunkReader(asked(prompt_logprobs=True), is_incremental=is_incremental)
-        assert "for a prompt of 3" in breach(reader, raw([1], 1, input_token_logprobs=[(-0.5, 7, None)]))
+        assert "1 logprobs for a prompt of 3" in breach(reader, raw([1], 1, input_token_logprobs=[(-0.5, 7, None)]))
 
 
 class TestParameters:
@@ -263,6 +261,7 @@ class Arguments:
         parser.add_argument("--kv-events-config", default=None)
         parser.add_argument("--log-level", default="info")
         parser.add_argument("--config")
+        parser.add_argument("--mem-fraction-static", type=float, default=None)
         for name in ("incremental-streaming-output", "disable-radix-cache", "enable-session-radix-cache", "allow-auto-truncate"):
             parser.add_argument(f"--{name}", action="store_true")
         parser.add_argument("--enable-streaming-session", action="store_true")
@@ -293,9 +292,11 @@ class TestArguments:
         assert arguments.log_level == "info"
 
     def test_penstocks_flags_are_handed_on(self) -> None:
-        arguments, _ = made("--page-size 32", context_length=4096, max_batch=8, kv_blocks=100, streaming_sessions=True)
+        arguments, _ = made(
+            "--page-size 32", context_length=4096, max_batch=8, kv_blocks=100, gpu_memory_utilization=0.6, streaming_sessions=True
+        )
         assert (arguments.context_length, arguments.max_running_requests, arguments.max_total_tokens) == (4096, 8, 3200)
-        assert arguments.enable_streaming_session
+        assert (arguments.enable_streaming_session, arguments.mem_fraction_static) == (True, 0.6)
         arguments, _ = made(block_size=64, kv_blocks=100)
         assert (arguments.page_size, arguments.max_total_tokens) == (64, 6400)
 
@@ -304,6 +305,7 @@ class TestArguments:
         [
             ("--context-length 1", {"context_length": 2}, "--context-length"),
             ("--max-running-requests 1", {"max_batch": 2}, "--max-batch"),
+            ("--mem-fraction-static 0.5", {"gpu_memory_utilization": 0.6}, "--gpu-memory-utilization"),
             ("--max-total-tokens 1", {"kv_blocks": 2}, "--kv-blocks"),
             ("--page-size 32", {"block_size": 64}, "--block-size"),
             ("--model /other", {}, "--model"),
@@ -341,7 +343,7 @@ class TestArguments:
             made("--context-length 13")
 
     def test_memory_is_refused_with_what_to_use(self) -> None:
-        with pytest.raises(ConfigError, match="--kv-memory is 2, which SGLang cannot be told: use --kv-blocks"):
+        with pytest.raises(ConfigError, match="--kv-memory is 2, but SGLang has no such setting: use --kv-blocks"):
             made(kv_memory=2.0)
 
     def test_without_a_cache_there_are_no_events_and_no_sessions(self) -> None:
@@ -367,42 +369,49 @@ class TestArguments:
 class TestVersions:
     @pytest.mark.parametrize("version", ["0.5.21", "0.5.22.post1", "0.5.23", "0.5.23+cpu"])
     def test_known_ones(self, version: str) -> None:
-        check_version(version)
+        assert PACKAGE.problem(version) is None
 
     @pytest.mark.parametrize("version", ["0.4.10", "0.5.9", "0.5.20.post1", "0.5.24", "0.6.0"])
     def test_others_are_refused_with_the_range(self, version: str) -> None:
-        with pytest.raises(ConfigError, match=f"SGLang {version} is installed.*0.5.21 up to, but not including, 0.5.24"):
-            check_version(version)
-        check_version(version, any_version=True)
+        assert f"SGLang {version} is installed, but only 0.5.21 to below 0.5.24 is supported: pip install" in (
+            PACKAGE.problem(version) or ""
+        )
+        assert PACKAGE.problem(version, any_version=True) is None
 
     async def test_without_the_package_that_is_said(self) -> None:
         with pytest.raises(ConfigError, match="needs the package sglang: pip install"):
             await SglangEngine(EngineSettings("/m")).start(lambda _: None)
 
     def test_the_report_says_so_too(self) -> None:
-        report = sglang_report.report()
-        assert (report.engine, report.version, report.features) == ("sglang", None, ())
-        assert "pip install" in str(report.problem)
+        found = report()
+        assert (found.engine, found.version, found.features) == ("sglang", None, ())
+        assert "pip install" in str(found.problem)
 
 
 class SpreadEngine:
-    """SGLang's Engine once it runs, with a process for each of two devices: only the first of them answers."""
+    """SGLang's Engine once it runs, with one process for each of two devices: only the first of them answers."""
+
+    ARGUMENTS: ClassVar[dict[str, Any]] = {
+        "incremental_streaming_output": True,
+        "enable_session_radix_cache": True,
+        "skip_tokenizer_init": False,
+        "radix_eviction_policy": "priority",
+        "disaggregation_mode": "null",
+        "grammar_backend": "llguidance",
+        "page_size": 32,
+        "dcp_size": None,
+        "effective_max_running_requests_per_dp": 8,
+    }
 
     def __init__(self) -> None:
         ranks = [{"max_req_input_len": 2042, "max_total_num_tokens": 8192} for _ in range(2)]
         self._scheduler_init_result = SimpleNamespace(scheduler_infos=ranks)
 
-    async def get_internal_state(self) -> list[dict[str, Any]]:
-        switches = {"incremental_streaming_output": True, "enable_session_radix_cache": True, "skip_tokenizer_init": False}
-        words = {"radix_eviction_policy": "priority", "disaggregation_mode": "null", "grammar_backend": "llguidance"}
-        return [{**switches, **words, "page_size": 32, "dcp_size": None, "effective_max_running_requests_per_dp": 8}]
 
-
-async def test_what_is_known_of_a_model_on_several_devices() -> None:
+def test_facts_of_a_model_on_several_devices() -> None:
     engine = SglangEngine(EngineSettings("/m"))
-    engine._engine = engine._manager = SpreadEngine()
-    engine._died = asyncio.get_running_loop().create_future()
-    facts = await engine._establish(None)
+    engine._engine = SpreadEngine()
+    facts = engine._facts(SpreadEngine.ARGUMENTS)
     assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (2042, 32, 256, 8)
 
 
@@ -510,15 +519,15 @@ class TestStreamingSessions:
 
 
 def test_what_is_kept_of_its_log_is_why_it_failed(tmp_path: Path) -> None:
-    with write_logging_config(tmp_path, LOGGER, "ERROR", FAILURES).open(encoding="utf-8") as config:
+    with write_logging_config(tmp_path, PACKAGE.logger, "ERROR", PACKAGE.failure_logger).open(encoding="utf-8") as config:
         logging.config.dictConfig(json.load(config))
     try:
         logging.getLogger("sglang.srt.constrained.llguidance_backend").error("Hit invalid grammar: Traceback (most recent call last):\nno")
-        logging.getLogger(FAILURES).error(
+        logging.getLogger(PACKAGE.failure_logger).error(
             'Scheduler hit an exception: Traceback (most recent call last):\n  File "x"\nRuntimeError: no room\n'
         )
         assert first_error(tmp_path) == "RuntimeError: no room"
     finally:
-        forget_directory(tmp_path, LOGGER)
-        logging.getLogger(LOGGER).handlers.clear()
-        logging.getLogger(LOGGER).propagate = True
+        forget_directory(tmp_path, PACKAGE.logger)
+        logging.getLogger(PACKAGE.logger).handlers.clear()
+        logging.getLogger(PACKAGE.logger).propagate = True
