@@ -1,1 +1,1 @@
-"""`penstock bench`: load, verification and report. A client like any other: it knows the server through HTTP alone."""
+"""`penstock bench`: load, verification and report. It knows the server only through HTTP, as any client."""

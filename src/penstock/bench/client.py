@@ -1,4 +1,4 @@
-"""The HTTP client: one request in, everything that was seen of its stream out."""
+"""The HTTP client: sends one request and records what comes back."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Self
 import aiohttp
 import msgspec
 
-from penstock.bench.sse import EventParser
+from penstock.backends.http.sse import EventReader, EventTooLarge
 from penstock.bench.stream import Stream, error_message
 from penstock.wire.errors import ConfigError
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 LOOKUP_SECONDS = 10.0
-MOST_ERROR_BYTES = 65_536
+MAX_ERROR_BYTES = 65_536
 
 
 class _Details(msgspec.Struct):
-    """What a Penstock server tells of a model beyond OpenAI's fields."""
+    """What a Penstock server adds to OpenAI's fields of a model."""
 
     engine: str | None = None
     tokenizer: str = ""
@@ -44,7 +44,7 @@ class _Models(msgspec.Struct):
 
 
 class Client:
-    """Connections to one server, kept alive between requests, as many as are asked for. Use it as a context."""
+    """Connections to one server, kept alive between requests, without a limit. Use it as a context manager."""
 
     def __init__(self, url: str, endpoint: str, timeout: float, api_key: str | None = None) -> None:
         self._url = url
@@ -64,7 +64,7 @@ class Client:
         await self._session.close()
 
     async def models(self) -> list[Model]:
-        """The server's models; none when it does not tell. Raises ConfigError when it cannot be reached or refuses."""
+        """The server's models. Empty if it has no such endpoint. Raises ConfigError if it cannot be reached or refuses."""
         try:
             timeout = aiohttp.ClientTimeout(total=LOOKUP_SECONDS)
             async with self._session.get(self._url + "/v1/models", timeout=timeout, allow_redirects=False) as response:
@@ -76,10 +76,10 @@ class Client:
         except (aiohttp.ClientError, OSError) as error:
             raise ConfigError(f"--url {self._url}: {_reason(error, LOOKUP_SECONDS)}") from error
         except msgspec.DecodeError as error:
-            raise ConfigError(f"--url {self._url}: GET /v1/models: the answer is no list of models: {error}") from error
+            raise ConfigError(f"--url {self._url}: GET /v1/models: the answer is not a list of models: {error}") from error
 
     async def run(self, body: bytes, stream: Stream) -> None:
-        """Sends the request and fills in its stream. What goes wrong becomes the stream's error."""
+        """Sends the request and fills in its stream. A failure becomes the stream's error."""
         stream.started = time.perf_counter()
         try:
             async with self._session.post(self._endpoint, data=body, allow_redirects=False) as response:
@@ -92,16 +92,18 @@ class Client:
         except (aiohttp.ClientError, OSError) as error:
             stream.error = _reason(error, self._timeout)
         except msgspec.DecodeError as error:
-            stream.error = f"an event is no chunk: {error}"
+            stream.error = f"an event is not a chunk: {error}"
+        except EventTooLarge as error:
+            stream.error = str(error)
         finally:
             stream.ended = time.perf_counter()
 
 
 async def _read(content: aiohttp.StreamReader, stream: Stream) -> None:
     """Reads to the end of the response, so that its connection can be used again."""
-    parser = EventParser()
+    reader = EventReader()
     while data := await content.readany():
-        stream.take(parser.feed(data), time.perf_counter())
+        stream.take(reader.feed(data), time.perf_counter())
         if stream.error is not None:
             return
     if not stream.done:
@@ -111,8 +113,8 @@ async def _read(content: aiohttp.StreamReader, stream: Stream) -> None:
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
-    """The status, and what the body says."""
-    body = await response.content.read(MOST_ERROR_BYTES)
+    """The status and the error message of the body."""
+    body = await response.content.read(MAX_ERROR_BYTES)
     try:
         content = msgspec.json.decode(body)
     except msgspec.DecodeError:
@@ -123,7 +125,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> str:
 
 
 def _reason(error: aiohttp.ClientError | OSError, timeout: float) -> str:
-    """An error of the connection, in words."""
+    """A connection error, in words."""
     match error:
         case TimeoutError():
             return f"timeout after {timeout:g} s"

@@ -1,4 +1,4 @@
-"""The load: a number of requests, a fixed number of them at a time."""
+"""The load: a number of requests, with a fixed number in flight."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.text.tokenizers.words import WordTokenizer
 
 TICK_SECONDS = 0.1
 
-# Prompts are words of the simulator's, too, but not those that the seed's answer has.
+# Prompts are made of the simulator's words, but with other seeds than the answers.
 _PROMPT_SEED = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What to ask for. Request `i` has the seed `seed + i` and a prompt that begins with `i`, so that no two share a prefix."""
+    """What to request. Request `i` has the seed `seed + i` and a prompt that begins with `i`, so no two prompts share a prefix."""
 
     model: str
     endpoint: str
@@ -37,7 +37,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the load is."""
+    """The state of a running load."""
 
     total: int
     finished: int
@@ -70,7 +70,7 @@ class Bodies:
 
 
 class Load:
-    """Runs a workload once. Afterwards `streams` has every request that was begun, also when Ctrl-C interrupted it."""
+    """Runs a workload once. Afterwards `streams` has every request that was started, also after Ctrl-C."""
 
     def __init__(self, client: Client, workload: Workload) -> None:
         self.streams: list[Stream] = []
@@ -85,7 +85,7 @@ class Load:
         self._events = 0
 
     async def run(self, report: Callable[[Progress], None]) -> None:
-        """Returns when every request has ended, or after Ctrl-C. Calls `report` every tenth of a second, and at the end."""
+        """Returns when every request has ended, or after Ctrl-C. Calls `report` every TICK_SECONDS, and at the end."""
         loop = asyncio.get_running_loop()
         ticks = asyncio.create_task(self._tick(report), name="bench progress")
         self.began = time.perf_counter()
@@ -111,7 +111,7 @@ class Load:
             worker.cancel()
 
     async def _work(self) -> None:
-        """Takes the next request as soon as the one before has ended."""
+        """Starts the next request when the previous one has ended."""
         for number in self._numbers:
             stream = Stream(number, self._workload.seed + number)
             self.streams.append(stream)

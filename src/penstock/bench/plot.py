@@ -1,4 +1,4 @@
-"""The picture of a run: how long the waits were, and tokens a second over time."""
+"""The plot of a run: latencies, and tokens per second over time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.bench.report import Report, Spread, first_waits, gaps
 from penstock.bench.stream import Stream
 
 COLOR = "#1f6f8b"
-MOST_POINTS = 2000
-MOST_BINS = 120
-LEAST_BIN_SECONDS = 0.1
+MAX_POINTS = 2000
+MAX_BINS = 120
+MIN_BIN_SECONDS = 0.1
 
 
 def write_plot(path: Path, load: Load, report: Report) -> None:
-    # It tells of its font cache at the first run; nobody asked.
+    # It logs about its font cache at the first run.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,13 +38,13 @@ def write_plot(path: Path, load: Load, report: Report) -> None:
 
 
 def _draw_shares(axes: Any, title: str, seconds: Sequence[float], figures: Spread | None) -> None:
-    """The share of values up to each value."""
+    """Draws the cumulative distribution."""
     axes.set(title=title, xlabel="milliseconds", ylabel="share", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if figures is None:
         return
     ordered = [value * 1000 for value in sorted(seconds)]
-    step = max(1, len(ordered) // MOST_POINTS)
+    step = max(1, len(ordered) // MAX_POINTS)
     places = [*range(0, len(ordered), step), len(ordered) - 1]
     axes.step([ordered[place] for place in places], [(place + 1) / len(ordered) for place in places], where="post", color=COLOR)
     axes.set_xlim(left=0)
@@ -67,11 +67,11 @@ def _draw_rate(axes: Any, load: Load, report: Report) -> None:
 
 
 def token_rates(streams: Sequence[Stream], began: float, ended: float) -> tuple[list[float], list[float]]:
-    """The edges of equal spans of time, in seconds from the beginning, and the tokens a second in each.
+    """The edges of equal time bins, in seconds from the start, and the tokens per second in each bin.
 
-    A stream's tokens are shared out over its reads by their characters: how many a read had, only the server knows.
+    Only the server knows how many tokens a read had, so a stream's tokens are spread over its reads by their characters.
     """
-    bins = max(1, min(MOST_BINS, int((ended - began) / LEAST_BIN_SECONDS)))
+    bins = max(1, min(MAX_BINS, int((ended - began) / MIN_BIN_SECONDS)))
     width = (ended - began) / bins
     rates = [0.0] * bins
     for stream in streams:

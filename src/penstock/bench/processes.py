@@ -1,4 +1,4 @@
-"""What processes of this machine spend while the load runs: CPU time and memory."""
+"""CPU time and memory of local processes while the load runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import psutil
 from penstock.wire.errors import ConfigError
 
 SAMPLE_SECONDS = 0.25
-MOST_CANDIDATES = 8
-MOST_COMMAND = 240
+MAX_CANDIDATES = 8
+MAX_COMMAND_CHARACTERS = 240
 
 
 @dataclass
 class Process:
-    """One process. CPU seconds and RSS are read at the start and at the end, the largest RSS in between."""
+    """One process: CPU seconds and RSS at the start and at the end, and the largest RSS between."""
 
     name: str
     pid: int
@@ -31,7 +31,7 @@ class Process:
     handle: psutil.Process = field(default=None, repr=False)
 
     def start(self) -> None:
-        """Raises ConfigError when there is no such process."""
+        """Raises ConfigError if there is no such process."""
         try:
             self.handle = psutil.Process(self.pid)
             self.sample()
@@ -42,7 +42,7 @@ class Process:
         self.cpu_start, self.rss_start = self.cpu_end, self.rss_end
 
     def sample(self) -> None:
-        """One that has ended keeps its last figures."""
+        """A process that has ended keeps its last values."""
         try:
             times, rss = self.handle.cpu_times(), self.handle.memory_info().rss
         except psutil.NoSuchProcess:
@@ -88,7 +88,7 @@ class ProcessWatch:
 def find_processes(texts: Iterable[str]) -> list[Process]:
     """This process, and those that `--process` names: as NAME=PID, or by a part of the command line.
 
-    Raises ConfigError when a text fits no process, or several.
+    Raises ConfigError if a text matches no process, or several.
     """
     running: list[tuple[int, str]] | None = None
     found = [Process("bench", os.getpid())]
@@ -102,31 +102,31 @@ def find_processes(texts: Iterable[str]) -> list[Process]:
     names = [process.name for process in found]
     for name in names:
         if not name or names.count(name) > 1:
-            raise ConfigError(f"--process: the name {name!r} is taken or empty; give each another one, as NAME=PID")
+            raise ConfigError(f"--process: the name {name!r} is used twice or empty; name each process differently, as NAME=PID")
     return found
 
 
 def _the_one(text: str, running: Sequence[tuple[int, str]]) -> int:
-    """The process that `text` means: the Penstock command of that name, else the one named so, else any that has it."""
+    """The process that `text` means: a Penstock command, else a `--name`, else any part of a command line."""
     for wanted in (f"penstock {text} ", f" --name={text} ", text):
         candidates = [(pid, command) for pid, command in running if wanted in command + " "]
         if len(candidates) == 1:
             return candidates[0][0]
         if candidates:
-            raise ConfigError(f"--process {text}: it fits {len(candidates)} processes; say which, as NAME=PID:{_listed(candidates)}")
+            raise ConfigError(f"--process {text}: it matches {len(candidates)} processes; choose one, as NAME=PID:{_listed(candidates)}")
     ours = [(pid, command) for pid, command in running if "penstock" in command]
     hint = f"; there are{_listed(ours)}" if ours else ""
-    raise ConfigError(f"--process {text}: no command line on this machine has it{hint}")
+    raise ConfigError(f"--process {text}: no command line on this machine contains it{hint}")
 
 
 def _listed(processes: Sequence[tuple[int, str]]) -> str:
-    lines = [f"\n  {pid}  {command[:MOST_COMMAND]}" for pid, command in processes[:MOST_CANDIDATES]]
+    lines = [f"\n  {pid}  {command[:MAX_COMMAND_CHARACTERS]}" for pid, command in processes[:MAX_CANDIDATES]]
     more = len(processes) - len(lines)
     return "".join(lines) + (f"\n  … and {more} more" if more > 0 else "")
 
 
 def _command_lines() -> list[tuple[int, str]]:
-    """All processes but this one and its parents, whose command lines have our own flags in them."""
+    """All processes except this one and its parents: their command lines contain our own flags."""
     myself = psutil.Process()
     left_out = {myself.pid, *(parent.pid for parent in myself.parents())}
     listed = [(process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"])]

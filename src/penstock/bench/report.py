@@ -1,26 +1,54 @@
-"""The figures of a run, as JSON and as a table."""
+"""What a run shows: the progress bar, then the figures as JSON and as a table."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.bench.load import Load
+from penstock.bench.load import Load, Progress
 from penstock.bench.processes import Process
 from penstock.bench.stream import Stream
 from penstock.bench.verify import Verification
 
-MOST_ERRORS = 5
+MAX_ERRORS = 5
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[Progress], None]]:
+    """A bar that is drawn on every call, and removed at the end."""
+    # No auto-refresh: its thread would disturb the load.
+    bar = Bar(
+        TextColumn("requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[running]:,} running, {task.fields[events]:,} events, {task.fields[failed]:,} failed"),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("requests", total=total, running=0, events=0, failed=0)
+
+        def show(progress: Progress) -> None:
+            counts: dict[str, Any] = {"running": progress.running, "events": progress.events, "failed": progress.failed}
+            bar.update(task, completed=progress.finished, refresh=True, **counts)
+
+        yield show
 
 
 class Spread(msgspec.Struct):
-    """How values are spread, in milliseconds."""
+    """Percentiles, in milliseconds."""
 
     count: int
     p50: float
@@ -51,7 +79,7 @@ class Requests(msgspec.Struct):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Everything that a run showed. `tokens_estimated`: some streams told no usage, and their events were counted instead."""
+    """All figures of a run. `tokens_estimated`: some streams had no usage, and their events were counted instead."""
 
     settings: dict[str, object]
     seconds: float
@@ -72,7 +100,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def is_good(self) -> bool:
-        """Every request succeeded, and nothing was found wrong."""
+        """Every request succeeded, and the verification found nothing."""
         wrong = self.verification is not None and self.verification.wrong_streams > 0
         return self.requests.succeeded == self.requests.begun > 0 and not wrong
 
@@ -109,12 +137,12 @@ def make_report(load: Load, processes: Sequence[Process], verification: Verifica
 
 
 def first_waits(streams: Iterable[Stream]) -> list[float]:
-    """From sending the request, connecting included, to its first text, in seconds."""
+    """Seconds from sending the request, including the connect, to its first text."""
     return [stream.times[0] - stream.started for stream in streams if stream.times]
 
 
 def gaps(streams: Iterable[Stream]) -> list[float]:
-    """Between the reads of one stream that carried text, in seconds."""
+    """Seconds between two reads with text of the same stream."""
     return [after - before for stream in streams for before, after in pairwise(stream.times)]
 
 
@@ -127,7 +155,7 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which this share of the ordered values is, between neighbours by interpolation."""
+    """The value below which this share of the ordered values lies, interpolated between neighbours."""
     place = share * (len(ordered) - 1)
     index = int(place)
     above = ordered[min(index + 1, len(ordered) - 1)]
@@ -158,7 +186,7 @@ def _summary(report: Report) -> Table:
     about = "about " if report.tokens_estimated else ""
     table.add_row("requests", f"{', '.join(outcome)}, in {report.seconds:.2f} s")
     table.add_row(
-        "tokens", f"{about}{report.tokens:,}, in {report.reads:,} reads with text ({_number(report.tokens_per_read)} tokens a read)"
+        "tokens", f"{about}{report.tokens:,}, in {report.reads:,} reads with text ({_number(report.tokens_per_read)} tokens per read)"
     )
     table.add_row("throughput", Text(f"{about}{report.tokens_per_second:,.0f} tokens/s", style="bold"))
     return table
@@ -177,7 +205,7 @@ def _times(report: Report) -> Table:
 
 def _processes(report: Report) -> Table:
     table = Table("process", "pid")
-    for name in ("CPU-µs/token", "CPU", "RSS at start", "most", "at end"):
+    for name in ("CPU-µs/token", "CPU", "RSS at start", "max", "at end"):
         table.add_column(name, justify="right")
     for process in report.processes:
         memory = (process.rss_start_bytes, process.rss_max_bytes, process.rss_end_bytes)
@@ -187,23 +215,23 @@ def _processes(report: Report) -> Table:
 
 
 def _findings(report: Report) -> list[Text]:
-    """What was verified, and what went wrong."""
+    """The result of the verification, and the errors."""
     lines = []
     if (checked := report.verification) is not None:
         if checked.wrong_streams:
             wrong = f"{checked.wrong_streams:,} of {checked.streams:,} streams are wrong"
             counts = f"{checked.lost:,} tokens lost, {checked.repeated:,} repeated, {checked.reordered:,} reordered"
-            lines.append(Text(f"{wrong}: {counts}; {checked.usage_mismatch:,} with a wrong usage", style="bold red"))
+            lines.append(Text(f"{wrong}: {counts}; {checked.usage_mismatch:,} with wrong usage", style="bold red"))
         else:
             told = f"{checked.streams:,} streams verified: no token lost, repeated or reordered; every usage right"
-            part = f" ({checked.incomplete:,} did not come to their end: verified as far as they came)" if checked.incomplete else ""
+            part = f" ({checked.incomplete:,} were incomplete: verified as far as they came)" if checked.incomplete else ""
             lines.append(Text(told + part, style="bold yellow" if part else "bold green"))
-    for message, count in list(report.errors.items())[:MOST_ERRORS]:
+    for message, count in list(report.errors.items())[:MAX_ERRORS]:
         lines.append(Text(f"{count:,} × {message}", style="red"))
-    if (more := len(report.errors) - MOST_ERRORS) > 0:
+    if (more := len(report.errors) - MAX_ERRORS) > 0:
         lines.append(Text(f"… and {more:,} other errors", style="red"))
     if report.tokens_estimated:
-        lines.append(Text("some streams told no usage: each of their events with text was counted as one token", style="yellow"))
+        lines.append(Text("some streams had no usage: each event with text was counted as one token", style="yellow"))
     return lines
 
 

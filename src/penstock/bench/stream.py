@@ -1,4 +1,4 @@
-"""What was seen of one request's stream."""
+"""The record of one request's stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
-MOST_MESSAGE = 300
+from penstock.backends.http.sse import DONE
+
+MAX_MESSAGE_CHARACTERS = 300
 
 
 class _Delta(msgspec.Struct):
@@ -36,9 +38,9 @@ _CHUNKS = msgspec.json.Decoder(_Chunk)
 
 
 class Stream:
-    """What was seen of one request. It is filled in as it runs, so that what was interrupted is kept, too.
+    """The record of one request. It is filled in while the request runs, so an interrupted one is kept, too.
 
-    `times` and `sizes` have, for each read that carried text, when it was and how many characters it had.
+    `times` and `sizes` have the time and the number of characters of each read with text.
     """
 
     __slots__ = (
@@ -75,19 +77,19 @@ class Stream:
 
     @property
     def is_complete(self) -> bool:
-        """It came to its end. One that neither is complete nor has an error was interrupted by ourselves."""
+        """The stream ended normally. A stream that is not complete and has no error was interrupted by Ctrl-C."""
         return self.done and self.error is None
 
     @property
     def tokens(self) -> int:
-        """As the server counted them; where it did not, an event with text counts as one."""
+        """As the server counts them. Without usage, each event with text counts as one."""
         return len(self.parts) if self.completion_tokens is None else self.completion_tokens
 
     def take(self, payloads: list[bytes], now: float) -> None:
-        """Takes the events of one read. Raises msgspec.DecodeError for one that is no chunk."""
+        """Takes the events of one read. Raises msgspec.DecodeError for an event that is not a chunk."""
         characters = 0
         for payload in payloads:
-            if payload == b"[DONE]":
+            if payload == DONE:
                 self.done = True
                 continue
             chunk = _CHUNKS.decode(payload)
@@ -106,7 +108,7 @@ class Stream:
         delta = choice.delta
         text = choice.text if delta is None else delta.content or delta.reasoning_content or delta.reasoning
         if self.finish_reason is not None and (text or choice.finish_reason is not None):
-            self.error = "the stream went on after its finish"
+            self.error = "the stream continued after its finish"
         if choice.finish_reason is not None:
             self.finish_reason = choice.finish_reason
         if not text:
@@ -116,6 +118,6 @@ class Stream:
 
 
 def error_message(error: Any) -> str:
-    """The message of an error in OpenAI's shape, or whatever came instead."""
+    """The message of an error in OpenAI's format, or else the error as text."""
     message = str(error.get("message") or error) if isinstance(error, dict) else str(error)
-    return message if len(message) <= MOST_MESSAGE else message[:MOST_MESSAGE] + "…"
+    return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[:MAX_MESSAGE_CHARACTERS] + "…"

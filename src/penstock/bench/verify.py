@@ -1,16 +1,16 @@
-"""What a stream of the simulator must have been, and what is wrong with it where it was not.
+"""Compares streams of the simulator with their expected text.
 
-The token at a position is a function of (seed, position), so the whole text is known before it is asked for. Where the text
-that came differs, both are compared as tokens:
+The simulator's token is a function of (seed, position), so the text is known in advance. If the received text differs, both are compared
+as tokens:
 
-    lost        expected and not received: occurrences of a token that the received text has too few of
-    repeated    received and not expected: occurrences of a token that the received text has too many of
-    reordered   received as often as expected, but not in its place: the fewest tokens to move to put the rest in order
+    lost        tokens that were received less often than expected
+    repeated    tokens that were received more often than expected
+    reordered   tokens that were received as often as expected, but in another place: the fewest moves that restore the order
 
-So a token that is gone at one place and there at another counts once, as reordered, not as lost and repeated as well. Of two
-neighbours that changed places one is reordered; of two that were further apart, both are.
+A token that is missing in one place and appears in another counts once, as reordered. If two neighbours are swapped, one counts as
+reordered; if two distant tokens are swapped, both do.
 
-A stream that broke off, or was interrupted, has to be right as far as it came; the rest is not lost, for the client knows.
+A stream that broke off or was interrupted must be right as far as it came. The rest does not count as lost: the client knows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.wire.errors import ConfigError
 
 
 class Verdict(NamedTuple):
-    """What is wrong with one stream, in tokens."""
+    """The errors of one stream, in tokens."""
 
     lost: int = 0
     repeated: int = 0
@@ -39,10 +39,9 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Verification:
-    """What is wrong with all of them.
+    """The errors of all streams.
 
-    `incomplete` counts those that were verified only as far as they came, `usage_mismatch` the complete ones whose usage is
-    not what was asked for.
+    `incomplete` counts the streams that were verified only as far as they came, `usage_mismatch` the complete ones with a wrong usage.
     """
 
     streams: int = 0
@@ -64,7 +63,7 @@ class Verification:
 
 
 class Verifier:
-    """Knows the text of every seed, as a simulator with this tokenizer makes it."""
+    """Knows the simulator's text for every seed, with this tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -74,17 +73,17 @@ class Verifier:
         return detokenizer.feed(tokens_between(seed, 0, tokens, self._tokenizer.ordinary_ids)) + detokenizer.finish()
 
     def compare(self, expected: str, received: str, complete: bool = True) -> Verdict:
-        """Compares texts; those that differ, as tokens.
+        """Compares two texts; if they differ, as tokens.
 
-        The built-in tokenizer gives back the very tokens that were made. A model's own gives other tokens for the same text,
-        so that its counts are close, not exact.
+        The built-in tokenizer encodes a text to exactly the generated tokens. A model's own tokenizer may not, so its counts are close,
+        not exact.
         """
         if received == expected or (not complete and expected.startswith(received)):
             return Verdict()
         return classify(self._tokenizer.encode(expected), self._tokenizer.encode(received), complete)
 
     def verify(self, streams: Iterable[Stream], max_tokens: int) -> Verification:
-        """Checks every stream, each made with its own seed and `ignore_eos`."""
+        """Checks every stream. Each has its own seed and ran with `ignore_eos`."""
         verification = Verification()
         for stream in streams:
             expected = self.expected_text(stream.seed, max_tokens)
@@ -95,7 +94,7 @@ class Verifier:
 
 
 def classify(expected: Sequence[int], received: Sequence[int], complete: bool = True) -> Verdict:
-    """See the module's docstring. A stream that is not complete is expected up to the last of its tokens that is in order."""
+    """See the module's docstring. An incomplete stream is compared up to its last token that is in order."""
     in_order, end = _longest_in_order(expected, received)
     if not complete:
         expected = expected[:end]
@@ -113,7 +112,7 @@ def _longest_in_order(expected: Sequence[int], received: Sequence[int]) -> tuple
         places[expected[position]].append(position)
     ends: list[int] = []
     for token in received:
-        # From last to first: one received token must not be used for two expected ones.
+        # From last to first: one received token must not match two expected ones.
         for position in places.get(token, ()):
             index = bisect_left(ends, position)
             if index == len(ends):
@@ -124,10 +123,10 @@ def _longest_in_order(expected: Sequence[int], received: Sequence[int]) -> tuple
 
 
 def make_verifier(engine: str | None, tokenizer_name: str) -> Verifier:
-    """For what the server tells of its model, or does not. Raises ConfigError when the model's text cannot be known here."""
+    """A verifier for the engine and tokenizer that the server names. Raises ConfigError if the expected text is unknown."""
     if engine != "simulator":
-        told = "does not say that it is" if engine is None else f"has the engine {engine!r}"
-        raise ConfigError(f"--verify needs Penstock's simulator, whose text is known; this server {told}")
+        told = "does not name its engine" if engine is None else f"has the engine {engine!r}"
+        raise ConfigError(f"--verify needs Penstock's simulator, whose text is known in advance; this server {told}")
     if tokenizer_name != BUILT_IN and not Path(tokenizer_name).is_dir():
-        raise ConfigError(f"--verify needs the server's tokenizer, and {tokenizer_name!r} is no directory on this machine")
+        raise ConfigError(f"--verify needs the server's tokenizer, but {tokenizer_name!r} is not a directory on this machine")
     return Verifier(load_tokenizer(tokenizer_name))

@@ -123,8 +123,7 @@ def bench_settings(arguments: argparse.Namespace) -> BenchSettings:
 def run_bench(parsed: argparse.Namespace) -> int:
     settings = bench_settings(parsed)
     try:
-        import penstock.bench.plot
-        import penstock.bench.progress  # noqa: F401
+        import penstock.bench.plot  # noqa: F401
     except ModuleNotFoundError as missing:
         raise ConfigError(f"penstock bench needs the package {missing.name!r}: pip install 'penstock[bench]'") from missing
     if settings.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -206,7 +205,7 @@ def _hand_out(settings: BenchSettings, load: Load, report: Report) -> None:
 def _progress(settings: BenchSettings) -> Iterator[Callable[[Progress], None]]:
     from rich.console import Console
 
-    from penstock.bench.progress import progress_bar
+    from penstock.bench.report import progress_bar
 
     console = Console(file=sys.stderr)
     if not settings.progress or not console.is_terminal:

@@ -109,9 +109,9 @@ def test_a_stream_that_failed_has_no_usage_to_be_wrong() -> None:
 @pytest.mark.parametrize(
     ("engine", "tokenizer", "message"),
     [
-        (None, "", "this server does not say that it is"),
+        (None, "", "this server does not name its engine"),
         ("vllm", "words", "this server has the engine 'vllm'"),
-        ("simulator", "/no/such/model", "'/no/such/model' is no directory on this machine"),
+        ("simulator", "/no/such/model", "'/no/such/model' is not a directory on this machine"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(engine: str | None, tokenizer: str, message: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from penstock.api.responses.answers import Conversation, ResponseObject
+from penstock.api.responses.answers import Conversation
 from penstock.api.responses.items import Item
 
 MAX_CHAIN = 4096
@@ -32,23 +32,31 @@ class NewResponse:
 class ResponseState:
     """What a response has come to: the Response object, and, where it was a stream, its events, joined."""
 
-    body: ResponseObject
+    body: Mapping[str, Any]
     events: bytes | None = None
+
+    @property
+    def status(self) -> str:
+        return str(self.body["status"])
 
     @property
     def is_kept_in_conversation(self) -> bool:
         """What failed, or was stopped, was not said."""
-        return self.body.status in ("completed", "incomplete")
+        return self.status in ("completed", "incomplete")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredResponse:
     """`has_events`: its stream can be played again. `is_here`: it is not over, and this front end makes it."""
 
-    body: ResponseObject
+    body: dict[str, Any]
     is_background: bool = False
     has_events: bool = False
     is_here: bool = False
+
+    @property
+    def status(self) -> str:
+        return str(self.body["status"])
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ class Tools:
     """`offered` are as chat templates expect them, `shown` as the answer repeats them; `custom` names those whose input is any text."""
 
     offered: Sequence[Mapping[str, Any]]
-    shown: list[dict[str, Any]]
+    shown: Sequence[Mapping[str, Any]]
     custom: frozenset[str]
     choice: ToolChoice
+    shown_choice: object
 
 
 def read_tools(tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> Tools:
@@ -49,6 +50,7 @@ def read_tools(tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, A
         shown=[_shown(tool) for tool in known.values()],
         custom=frozenset(name for name, tool in known.items() if isinstance(tool, CustomTool)),
         choice=wanted,
+        shown_choice="auto" if choice is None else choice,
     )
 
 
