@@ -1,10 +1,10 @@
-"""Measures what the API promises beside the token path.
+"""Measures two costs of the API beside the token path.
 
-    python bench/api.py parsing        what a tool parser and a reasoning parser cost a token, at 2,048 streams
-    python bench/api.py long-prompt    what a prompt of 200,000 tokens does to 1,000 streams
+    python bench/api.py parsing        CPU per token of a tool parser and a reasoning parser, at 2,048 streams
+    python bench/api.py long-prompt    how a prompt of 200,000 tokens disturbs 1,000 streams
 
-Both compare by turns in one run. They need `sseload`, a C load client: it is built with gcc from ../shared/tools/sseload.c where
-that exists, or named with `--client`; without it they are skipped, and say so. Results go to bench-results/api-*.json.
+Each measures both sides by turns in one run. Both use `sseload`, the load client in C. It is built on first use; without a C compiler the
+measurement is skipped with a message. Results go to bench-results/api-*.json.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TOOL = {
 }
 PROMPT = "@@ID@@ water river stone light wind paper garden bridge morning travel music"
 TOKENS = 256
-MOST_PARSING_MICROSECONDS = 4.0
+MAX_PARSING_MICROSECONDS = 4.0
 LONG_PROMPT_TOKENS = 200_000
-MOST_GAP_MILLISECONDS = 20.0
+MAX_GAP_MILLISECONDS = 20.0
 
 
 class Load:
@@ -64,9 +64,9 @@ class Load:
 
 
 def measure_parsing(client: str, folder: Path, rounds: int) -> tuple[dict[str, Any], bool]:
-    """The same chat, with tools and parsers and without, by turns."""
+    """The same chat, by turns with and without tools and parsers."""
     fixed = ("--engine=simulator", "--step-ms=10", "--max-batch=8192")
-    # With the simulator's words, and with the vocabulary of a real model, whose tokens look like the beginnings of all sorts of things.
+    # The simulator's words, and the vocabulary of a real model: many of its tokens look like the start of a marker.
     flags = {"words": (), "model": (f"--model={find_default_model()}", "--served-name=simulator")}
     results: dict[str, Any] = {}
     for name, model in flags.items():
@@ -83,15 +83,15 @@ def measure_parsing(client: str, folder: Path, rounds: int) -> tuple[dict[str, A
                 for which, load in loads.items():
                     cost = load.run(2048, 4096)["cpu"]["frontend"]["us_per_token"]
                     costs[which].append(cost)
-                    print(f"   {name}, round {number}, parsers {which}: {cost:.2f} CPU-µs a token", flush=True)
+                    print(f"   {name}, round {number}, parsers {which}: {cost:.2f} CPU-µs per token", flush=True)
         medians = {which: statistics.median(found) for which, found in costs.items()}
         results[name] = {**costs, "difference": medians["on"] - medians["off"]}
-        print(f"{name}: {medians['off']:.2f} without, {medians['on']:.2f} with: {results[name]['difference']:.2f} more a token")
-    return results, all(result["difference"] <= MOST_PARSING_MICROSECONDS for result in results.values())
+        print(f"{name}: {medians['off']:.2f} without, {medians['on']:.2f} with: {results[name]['difference']:.2f} more per token")
+    return results, all(result["difference"] <= MAX_PARSING_MICROSECONDS for result in results.values())
 
 
 def measure_long_prompt(client: str, folder: Path, rounds: int) -> tuple[dict[str, Any], bool]:
-    """1,000 streams, without and with a long prompt that arrives among them, by turns."""
+    """1,000 streams, by turns without and with a long prompt that arrives in between."""
     model = find_default_model()
     text = long_text(model)
     arguments = ("--engine=simulator", f"--model={model}", "--served-name=simulator", "--context-length=262144")
@@ -106,7 +106,7 @@ def measure_long_prompt(client: str, folder: Path, rounds: int) -> tuple[dict[st
                 running = load.start(1000, 1000)
                 answers: list[dict[str, Any]] = []
                 if which == "with":
-                    # When the first streams are under way.
+                    # When the first streams have begun.
                     threading.Timer(3.0, post, (server, "/v1/chat/completions", long, answers)).start()
                 figures = figures_of(running)
                 assert figures["ok"] == 1000, figures
@@ -124,11 +124,11 @@ def measure_long_prompt(client: str, folder: Path, rounds: int) -> tuple[dict[st
     p99 = {which: statistics.median(gap["p99"] for gap in gaps) for which, gaps in results.items()}
     rise = p99["with"] - p99["without"]
     print(f"p99 of the gaps: {p99['without']:.1f} ms without, {p99['with']:.1f} with: {rise:.1f} more")
-    return {**results, "rise": rise}, rise < MOST_GAP_MILLISECONDS
+    return {**results, "rise": rise}, rise < MAX_GAP_MILLISECONDS
 
 
 def long_text(model: Path) -> str:
-    """A text of as many tokens as the long prompt is to have, none of its lines like another."""
+    """About LONG_PROMPT_TOKENS tokens of text. No line occurs twice."""
     tokenizer = load_tokenizer(str(model))
     words = ["river", "carries", "water", "past", "old", "stone", "bridge", "morning", "light", "moves", "over", "paper", "garden"]
     lines = [f"{number}: {' '.join(words[number % len(words) :] + words[: number % len(words)])}." for number in range(20_000)]
@@ -150,21 +150,21 @@ MEASURES: dict[str, Callable[[str, Path, int], tuple[dict[str, Any], bool]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measures what the API promises beside the token path.")
+    parser = argparse.ArgumentParser(description="Measures two costs of the API beside the token path.")
     parser.add_argument("measure", choices=MEASURES)
-    parser.add_argument("--client", help="the sseload program (default: built from ../shared, where that exists)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often each side is measured (default: 3)")
+    parser.add_argument("--client", help="the sseload program (default: built from bench/sseload.c)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements of each side (default: 3)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        client = arguments.client or build_client(Path(folder))
+        client = arguments.client or build_client()
         if client is None:
-            print("skipped: sseload is not here; name it with --client")
+            print("skipped: no C compiler to build sseload; install one or name the program with --client")
             return 0
         results, good = MEASURES[arguments.measure](client, Path(folder), arguments.rounds)
     target = ROOT / "bench-results" / f"api-{arguments.measure}.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(results, indent=2))
-    print("holds" if good else "DOES NOT HOLD")
+    print("ok" if good else "MISS")
     return 0 if good else 1
 
 

@@ -1,12 +1,11 @@
-"""Measures what the token path promises, and says which promises hold.
+"""Measures the token path and compares the figures with their bounds.
 
-    make bench                          all of them
-    make bench ARGS="1 2"               some of them
-    make bench ARGS="--client sseload"  with a C client built elsewhere
+    make bench                          all points
+    make bench ARGS="1 2"               some points
+    make bench ARGS="--client sseload"  with another build of the load client
 
-Points 1 to 3 need `sseload`, a C load client: it is built with gcc from ../shared/tools/sseload.c where that exists, or named with
-`--client`; without it they are skipped, and say so. Figures move with other load on the machine; CPU-µs a token moves least.
-Results go to bench-results/stream.json.
+Points 1 to 3 use `sseload`, the load client in C. It is built on first use; without a C compiler these points are skipped with a message.
+Other load on the machine changes the figures; CPU-µs per token change least. Results go to bench-results/stream.json.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from sseload import build_client, figures_of
 ROOT = Path(__file__).parents[1]
 STEP_MS = 10
 TOKENS = 256
-# About 16 tokens in the simulator's vocabulary; the number makes each prompt another.
+# About 16 tokens in the simulator's vocabulary. The number makes each prompt different.
 PROMPT = "@@ID@@ water river stone light wind paper garden bridge morning travel music"
 
 
@@ -130,9 +129,9 @@ class Bench:
         return {
             "ok, each with exactly 256 tokens": (figures["ok"], figures["ok"] == 8192),
             "tokens/s (at least 132,140)": (round(figures["tokens_per_s"]), figures["tokens_per_s"] >= 132_140),
-            "front end CPU-µs a token (at most 4)": (front_end["us_per_token"], front_end["us_per_token"] <= 4),
+            "front end CPU-µs per token (at most 4)": (front_end["us_per_token"], front_end["us_per_token"] <= 4),
             "TTFT p50 / p99 ms (p99 under 3,000)": (_pair(figures["ttft_ms"]), figures["ttft_ms"]["p99"] < 3000),
-            "worker CPU-µs a token": (figures["cpu"]["worker"]["us_per_token"], True),
+            "worker CPU-µs per token": (figures["cpu"]["worker"]["us_per_token"], True),
             "chunk gap p50 / p99 ms": (_pair(figures["gap_ms"]), True),
             "front end RSS MB": (front_end["rss_max_mb"], True),
         }
@@ -147,12 +146,12 @@ class Bench:
             "ok, each with exactly 256 tokens": (figures["ok"], figures["ok"] == 512),
             "chunk gap p50 ms (9 to 11)": (gap, abs(gap - STEP_MS) <= STEP_MS / 10),
             "TTFT p50 ms (under 30)": (first, first < 2 * STEP_MS + 10),
-            "events with text a stream (256: one a token)": (round(events, 2), events > 0.99 * TOKENS),
-            "front end CPU-µs a token": (figures["cpu"]["frontend"]["us_per_token"], True),
+            "events with text per stream (256: one per token)": (round(events, 2), events > 0.99 * TOKENS),
+            "front end CPU-µs per token": (figures["cpu"]["frontend"]["us_per_token"], True),
         }
 
     def point_3(self) -> dict[str, tuple[Any, bool]]:
-        """200 slow readers among 2,000 fast ones. Each run has a server of its own; without, with, and without again."""
+        """200 slow readers among 2,000 fast ones. Three runs, each with its own server: without, with, and without slow readers."""
         runs = [self._fast_and_slow(slow) for slow in (False, True, False)]
         (before, _), (among, slow), (after, _) = runs
         alone = statistics.mean([before["tokens_per_s"], after["tokens_per_s"]])
@@ -164,9 +163,9 @@ class Bench:
             "fast streams exact": (among["ok"], among["ok"] == among["requests"]),
             "slow streams exact": (slow["ok"], slow["ok"] == slow["requests"]),
             "fast tokens/s without / with slow readers": (f"{alone:,.0f} / {among['tokens_per_s']:,.0f}", True),
-            "kept of the throughput (over 0.9)": (round(share, 3), share > 0.9),
-            "more RSS in the front end, MiB (at most 64)": (round(growth, 1), growth <= 64),
-            "events of a slow / a fast stream": (
+            "share of the throughput kept (over 0.9)": (round(share, 3), share > 0.9),
+            "growth of the front end's RSS, MiB (at most 64)": (round(growth, 1), growth <= 64),
+            "events per slow / fast stream": (
                 f"{slow['content_events'] / slow['requests']:.1f} / {among['content_events'] / among['requests']:.1f}",
                 True,
             ),
@@ -174,20 +173,20 @@ class Bench:
 
     def _fast_and_slow(self, with_slow: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
         with serving() as server:
-            # 512 bytes every 50 ms: a slow stream takes seconds longer than a fast one, and is there all the while.
+            # 512 bytes every 50 ms: slow streams take seconds longer than fast ones, so they are there during the whole run.
             arguments = ("--slow", "200", "--slow-bytes", "512", "--slow-ms", "50")
             slow = self.start_load(server, 200, 600, *arguments) if with_slow else None
             fast = self.load(server, 2000, 8000)
             return fast, figures_of(slow) if slow is not None else None
 
     def point_4(self) -> dict[str, tuple[Any, bool]]:
-        """1,000 clients cut off at random moments, with 400 running at a time, so that some have no token yet."""
+        """1,000 clients cut off at random moments. Only 400 run at a time, so some have no token yet."""
         with serving("--max-batch", "400") as server:
             took, unserved, most = asyncio.run(_cut_off(server, 1000))
         return {
-            "ms from the last cut until the simulator has none of them, and its KV is back (under 200)": (round(took * 1000), took < 0.2),
-            "of 1,000 cut before their first token": (unserved, unserved > 0),
-            "most at the simulator at once": (most, most > 400),
+            "ms from the last cut until the worker is empty and its KV is free (under 200)": (round(took * 1000), took < 0.2),
+            "clients cut off before their first token": (unserved, unserved > 0),
+            "most generations at the worker at once": (most, most > 400),
         }
 
     def point_5(self) -> dict[str, tuple[Any, bool]]:
@@ -221,12 +220,12 @@ class Bench:
         point: Callable[[], dict[str, tuple[Any, bool]]] = getattr(self, f"point_{number}")
         print(f"\n{number}. {point.__doc__}", flush=True)
         if number in "123" and self._client is None:
-            print("   skipped: sseload is not here; name it with --client")
+            print("   skipped: no C compiler to build sseload; install one or name the program with --client")
             return True
         before = psutil.cpu_times()
         figures = point()
         stolen = _stolen(before, psutil.cpu_times())
-        figures["share of the CPU that other machines took meanwhile"] = (round(stolen, 3), True)
+        figures["CPU share taken by other machines (steal)"] = (round(stolen, 3), True)
         for name, (value, good) in figures.items():
             print(f"   {'ok  ' if good else 'MISS'}  {name}: {f'{value:,}' if isinstance(value, int) else value}")
         self.results[number] = {name: value for name, (value, _) in figures.items()}
@@ -234,7 +233,7 @@ class Bench:
 
 
 def _stolen(before: Any, after: Any) -> float:
-    """Where the machine is a virtual one, its host may give its cores to others. Figures of such a moment say little."""
+    """The share of time that the host of a virtual machine gave to others. With a high share, the figures say little."""
     spent = sum(after) - sum(before)
     return (getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / spent if spent else 0.0
 
@@ -300,12 +299,12 @@ def _stream_once(server: Server, prompts: int, n: int) -> tuple[float, bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measures what the token path promises.")
+    parser = argparse.ArgumentParser(description="Measures the token path.")
     parser.add_argument("points", nargs="*", metavar="POINT", help="1 to 6 (default: all)")
-    parser.add_argument("--client", help="the sseload program (default: built from ../shared, where that exists)")
+    parser.add_argument("--client", help="the sseload program (default: built from bench/sseload.c)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(arguments.client or build_client(Path(folder)), Path(folder))
+        bench = Bench(arguments.client or build_client(), Path(folder))
         good = [bench.run(number) for number in arguments.points or "123456"]
     results = ROOT / "bench-results"
     results.mkdir(exist_ok=True)
