@@ -12,7 +12,7 @@ from starlette.types import Message, Receive
 
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.request import Incoming
-from penstock.api.pipeline.response import Response, Sink
+from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.writer import EventWriter
 from penstock.config.front_end import ResumeLimits
 from penstock.metrics.frontend import Tally
@@ -24,17 +24,16 @@ log = logging.getLogger(__name__)
 LAST_EVENT_ID = b"last-event-id"
 _END_OF_EVENT = b"\n\n"
 
-Work = Callable[[Receive, Sink], Awaitable[str]]
-"""Makes an answer into the sink, and returns its outcome; stops when `receive` says that the client has gone."""
-
 
 class Recording:
-    """Events in the order in which they were made, numbered from 0. Its readers are called whenever there is more, or it is closed."""
+    """Events in the order in which they were made, numbered from 0. Its readers are called when there are more, and when it is closed."""
 
     def __init__(self, events: Iterable[bytes] = (), closed: bool = False) -> None:
         self.events: list[bytes] = list(events)
         self.size = sum(map(len, self.events))
         self.closed = closed
+        self.failure: Exception | None = None
+        """Why it was closed without any event."""
         self.body: bytes | None = None
         """The whole answer, where it is not a stream."""
         self._readers: set[Callable[[], None]] = set()
@@ -45,9 +44,10 @@ class Recording:
         self.size += sum(map(len, added))
         self._wake()
 
-    def close(self) -> None:
+    def close(self, failure: Exception | None = None) -> None:
         """Nothing more will come."""
         self.closed = True
+        self.failure = failure
         self._wake()
 
     def listen(self, reader: Callable[[], None]) -> None:
@@ -65,24 +65,24 @@ class Recorder:
     """A sink that records, and never makes anybody wait. With `numbered`, every event carries its number as its SSE id."""
 
     def __init__(self, recording: Recording, numbered: bool, on_growth: Callable[[int], None]) -> None:
-        self._recording = recording
+        self.recording = recording
         self._numbered = numbered
         self._on_growth = on_growth
         self.sending_since: float | None = None
         self.stalled = False
 
     async def send_whole(self, status: int, body: bytes) -> None:  # noqa: ARG002, whole answers are never anything but a success
-        self._recording.body = body
+        self.recording.body = body
         self._on_growth(len(body))
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:  # noqa: ARG002, it is closed by whoever runs it
-        before = self._recording.size
+        before = self.recording.size
         split = [event + _END_OF_EVENT for event in events.split(_END_OF_EVENT)[:-1]]
         if self._numbered:
-            first = len(self._recording.events)
+            first = len(self.recording.events)
             split = [b"id: %d\n%b" % (number, event) for number, event in enumerate(split, first)]
-        self._recording.append(split)
-        self._on_growth(self._recording.size - before)
+        self.recording.append(split)
+        self._on_growth(self.recording.size - before)
         return _DONE
 
 
@@ -96,19 +96,21 @@ class _Done:
 
 _DONE = _Done()
 
+Work = Callable[[Receive, Recorder], Awaitable[str]]
+"""Makes an answer, records it, and returns its outcome. Stops when `receive` says that the client has gone."""
+
 
 class DetachedRun:
-    """One answer. `cancel` stops it; `follow` sends what it has, and what comes, to a client."""
+    """One answer. `cancel` stops it; `follow` sends its events, past and future, to a client.
 
-    def __init__(self, runs: DetachedRuns, run_id: str, owner: str, survives: bool, detail: object) -> None:
+    With `survives` it goes on without any reader. An endpoint that needs to find more with the run's id makes a subclass.
+    """
+
+    def __init__(self, runs: DetachedRuns, run_id: str, owner: str, survives: bool = False) -> None:
         self._runs = runs
         self.id = run_id
         self.owner = owner
-        self.detail = detail
-        """Whatever its endpoint wants to find with it."""
         self.recording = Recording()
-        self.failure: Exception | None = None
-        """Why nothing came of it."""
         self.cancelled = False
         self._survives = survives
         self._followers = 0
@@ -140,7 +142,7 @@ class DetachedRun:
 
         Raises what the answer failed with before its first event, and ReaderLeft when the client goes away.
         """
-        follower = _Follower(self, response, after)
+        follower = _Follower(self.recording, response, after)
         self._followers += 1
         self._cancel_deadline()
         try:
@@ -161,18 +163,19 @@ class DetachedRun:
             self._deadline = None
 
     async def _run(self, work: Work, recorder: Recorder) -> None:
+        failure: Exception | None = None
         try:
             await work(self._receive, recorder)
         except ReaderLeft:
             pass
         except (RequestError, GenerationFault) as error:
-            self.failure = error
+            failure = error
         except Exception as error:
             log.exception("a detached answer failed")
-            self.failure = error
+            failure = error
         finally:
             self._cancel_deadline()
-            self.recording.close()
+            self.recording.close(failure)
             self._runs.over(self)
 
     async def _receive(self) -> Message:
@@ -187,15 +190,15 @@ class DetachedRun:
 
 
 class _Follower:
-    """One client that reads a detached answer."""
+    """One client that reads a recording."""
 
-    def __init__(self, run: DetachedRun, response: Response, after: int) -> None:
-        self._run = run
+    def __init__(self, recording: Recording, response: Response, after: int) -> None:
+        self._recording = recording
         self._position = after + 1
         self._writer = EventWriter(response, self._render)
 
     async def run(self, receive: Receive) -> str:
-        recording, wake = self._run.recording, self._writer.wake
+        recording, wake = self._recording, self._writer.wake
         watcher = asyncio.create_task(self._watch(receive))
         recording.listen(wake)
         try:
@@ -211,13 +214,13 @@ class _Follower:
         self._writer.stop(ReaderLeft())
 
     def _render(self) -> tuple[bytes, str | None]:
-        recording = self._run.recording
+        recording = self._recording
         events = recording.events[self._position :]
         self._position += len(events)
         if not recording.closed:
             return b"".join(events), None
-        if not recording.events and self._run.failure is not None:
-            raise self._run.failure
+        if not recording.events and recording.failure is not None:
+            raise recording.failure
         return b"".join(events), "ok"
 
 
@@ -235,14 +238,13 @@ class DetachedRuns:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def start(self, run_id: str, owner: str, work: Work, *, numbered: bool, survives: bool = False, detail: Any = None) -> DetachedRun:
-        """Begins an answer. With `survives` it goes on without any reader. Raises RequestError (429) when there is no memory for more."""
+    def start(self, run: DetachedRun, work: Work, *, numbered: bool) -> None:
+        """Begins an answer. Raises RequestError (429) when there is no memory for more."""
         if self.bytes >= self.limits.memory:
             message = f"the answers that can be resumed take {self.bytes:,} bytes; the limit is {self.limits.memory:,}"
             raise RequestError(message, code="overloaded", status=429)
-        run = self._runs[run_id] = DetachedRun(self, run_id, owner, survives, detail)
+        self._runs[run.id] = run
         run.start(work, numbered)
-        return run
 
     def find(self, owner: str, run_id: str) -> DetachedRun | None:
         """The owner's answer of this id; None where there is none, or it is another's."""
@@ -253,6 +255,11 @@ class DetachedRuns:
         """`run.follow`, watched like any other reader: one that takes nothing is cut off. Raises RequestError (503) while draining."""
         with self._admission.admit(0, response):
             return await run.follow(receive, response, after)
+
+    async def replay(self, events: Iterable[bytes], receive: Receive, response: Response) -> str:
+        """Sends the events of an answer that has ended, as `follow` does."""
+        with self._admission.admit(0, response):
+            return await _Follower(Recording(events, closed=True), response, -1).run(receive)
 
     def forget(self, run_id: str) -> None:
         """Its events are not needed any more."""

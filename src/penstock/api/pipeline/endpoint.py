@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.api.auth.gate import TENANT
 from penstock.api.errors import ErrorShape
-from penstock.api.pipeline.detached import DetachedRuns
+from penstock.api.pipeline.detached import DetachedRun, DetachedRuns
 from penstock.api.pipeline.dialect import Dialect
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.request import ClientGone, Incoming, PromptContext, read_body
@@ -100,8 +100,8 @@ class Generate:
         try:
             if not plan.resumable:
                 return await self.runner.run(plan, dialect, receive, response)
-            work = partial(self.runner.run, plan, dialect)
-            run = self.detached.start(dialect.id, plan.tenant.owner, work, numbered=True)
+            run = DetachedRun(self.detached, dialect.id, plan.tenant.owner)
+            self.detached.start(run, partial(self.runner.run, plan, dialect), numbered=True)
             return await self.detached.follow(run, receive, response)
         except GenerationFault as error:
             raise GenerationFault(error.fault, plan.grammar_field) from error

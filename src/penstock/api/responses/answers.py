@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class ResponseFailure(Struct):
@@ -34,42 +36,46 @@ class ResponseUsage(Struct):
     total_tokens: int
 
 
-class ResponseObject(Struct):
+class ResponseObject(Struct, kw_only=True):
     """A response as it is now. The members after `usage` repeat the request."""
 
     id: str
-    object: Literal["response"]
+    object: Literal["response"] = "response"
     created_at: int
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: ResponseStatus = "queued"
     model: str
-    output: list[dict[str, Any]]
-    completed_at: int | None
-    error: ResponseFailure | None
-    incomplete_details: IncompleteDetails | None
-    usage: ResponseUsage | None
-    background: bool
-    conversation: dict[str, Any] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    prompt_cache_retention: str | None
-    reasoning: dict[str, Any]
-    safety_identifier: str | None
-    service_tier: str
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: str
-    user: str | None
-    nvext: dict[str, Any] | None = None
+    output: list[dict[str, Any]] = []
+    completed_at: int | None = None
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    usage: ResponseUsage | None = None
+    background: bool = False
+    conversation: dict[str, Any] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning: dict[str, Any] = {}
+    safety_identifier: str | None = None
+    service_tier: str = "default"
+    store: bool = True
+    temperature: float = 1.0
+    text: dict[str, Any] = {}
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = []
+    top_logprobs: int = 0
+    top_p: float = 1.0
+    truncation: str = "disabled"
+    user: str | None = None
+    nvext: dict[str, Any] | UnsetType = UNSET
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in ("queued", "in_progress")
 
 
 class ResponseEvent(Struct):

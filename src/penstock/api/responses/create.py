@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import msgspec
 from starlette.types import Message, Receive
 
-from penstock.api.pipeline.detached import DetachedRuns
+from penstock.api.pipeline.detached import DetachedRun, DetachedRuns, Recorder
 from penstock.api.pipeline.request import Incoming
-from penstock.api.pipeline.response import Response, Sink
+from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.runner import Run
-from penstock.api.responses.reading import Reader, Reading
+from penstock.api.responses.dialect import ResponseDialect
+from penstock.api.responses.reading import ParsedResponse, Reader
 from penstock.api.responses.saving import SavingSink
 from penstock.api.responses.store import NewResponse, ResponseState, ResponseStore
 from penstock.stream.fanin import ReaderLeft
@@ -36,56 +37,64 @@ class CreateResponse:
     detached: DetachedRuns
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
-        reading = await self.reader.read(incoming)
+        parsed = await self.reader.read(incoming)
         try:
-            return await self._answer(reading, receive, response)
+            return await self._answer(parsed, receive, response)
         except GenerationFault as error:
-            raise GenerationFault(error.fault, reading.plan.grammar_field) from error
+            raise GenerationFault(error.fault, parsed.plan.grammar_field) from error
 
-    async def _answer(self, reading: Reading, receive: Receive, response: Response) -> str:
-        kept, store = reading.kept, self.reader.store
+    async def _answer(self, parsed: ParsedResponse, receive: Receive, response: Response) -> str:
+        kept, store = parsed.kept, self.reader.store
         if kept is None or store is None:
-            return await self.runner.run(reading.plan, reading.dialect, receive, response)
-        if reading.is_background:
-            return await self._answer_in_background(reading, kept, store, receive, response)
-        if reading.is_stream:
-            work = _Work(self.runner, self.detached, store, reading, kept)
-            run = self.detached.start(kept.id, kept.owner, work.run, numbered=False, detail=reading.dialect)
+            return await self.runner.run(parsed.plan, parsed.dialect, receive, response)
+        if parsed.is_background:
+            return await self._answer_in_background(parsed, kept, store, receive, response)
+        if parsed.is_stream:
+            run = ResponseRun(self.detached, kept, parsed.dialect)
+            self.detached.start(run, _Work(self.runner, self.detached, store, parsed, kept).run, numbered=False)
             return await self.detached.follow(run, receive, response)
-        sink = SavingSink(response, store, kept, reading.dialect)
-        return await self.runner.run(reading.plan, reading.dialect, receive, sink)
+        sink = SavingSink(response, store, kept, parsed.dialect)
+        return await self.runner.run(parsed.plan, parsed.dialect, receive, sink)
 
     async def _answer_in_background(
-        self, reading: Reading, kept: NewResponse, store: ResponseStore, receive: Receive, response: Response
+        self, parsed: ParsedResponse, kept: NewResponse, store: ResponseStore, receive: Receive, response: Response
     ) -> str:
-        queued = reading.dialect.snapshot()
+        queued = parsed.dialect.snapshot()
         await store.begin(kept, ResponseState(body=queued))
-        work = _Work(self.runner, self.detached, store, reading, kept)
+        work = _Work(self.runner, self.detached, store, parsed, kept)
+        run = ResponseRun(self.detached, kept, parsed.dialect)
         try:
-            run = self.detached.start(kept.id, kept.owner, work.run, numbered=False, survives=True, detail=reading.dialect)
+            self.detached.start(run, work.run, numbered=False)
             await work.until_admitted()
         except BaseException:
-            # Nobody has heard of it.
-            if (begun := self.detached.find(kept.owner, kept.id)) is not None:
-                begun.cancel()
-                await begun.ended()
-                self.detached.forget(kept.id)
+            # No client knows about it.
+            run.cancel()
+            await run.ended()
+            self.detached.forget(kept.id)
             await store.delete(kept.owner, kept.id)
             raise
-        if reading.is_stream:
+        if parsed.is_stream:
             return await self.detached.follow(run, receive, response)
         await response.send_whole(200, msgspec.json.encode(queued))
         return "ok"
 
 
+class ResponseRun(DetachedRun):
+    """A response that is being made: `dialect` has its current state. In the background it needs no reader."""
+
+    def __init__(self, runs: DetachedRuns, response: NewResponse, dialect: ResponseDialect) -> None:
+        super().__init__(runs, response.id, response.owner, survives=response.is_background)
+        self.dialect = dialect
+
+
 class _Work:
     """Makes a response beside the connections that read it. However that ends, the store knows."""
 
-    def __init__(self, runner: Run, detached: DetachedRuns, store: ResponseStore, reading: Reading, kept: NewResponse) -> None:
+    def __init__(self, runner: Run, detached: DetachedRuns, store: ResponseStore, parsed: ParsedResponse, kept: NewResponse) -> None:
         self._runner = runner
         self._detached = detached
         self._store = store
-        self._reading = reading
+        self._parsed = parsed
         self._kept = kept
         self._settled = asyncio.Event()
         """It was admitted, or refused."""
@@ -98,18 +107,16 @@ class _Work:
         if self._refusal is not None:
             raise self._refusal
 
-    async def run(self, receive: Receive, inner: Sink) -> str:
+    async def run(self, receive: Receive, inner: Recorder) -> str:
         try:
             return await self._keep(receive, inner)
         finally:
             # However it ended: nobody waits for more.
             self._settled.set()
 
-    async def _keep(self, receive: Receive, inner: Sink) -> str:
-        kept, dialect = self._kept, self._reading.dialect
-        run = self._detached.find(kept.owner, kept.id)
-        assert run is not None, "it was started under its own id"
-        sink = SavingSink(inner, self._store, kept, dialect, run.recording.events, begun=kept.is_background)
+    async def _keep(self, receive: Receive, inner: Recorder) -> str:
+        kept, dialect = self._kept, self._parsed.dialect
+        sink = SavingSink(inner, self._store, kept, dialect, inner.recording.events, begun=kept.is_background)
         if kept.is_background:
             await sink.send_events(dialect.queue())
         outcome = await self._run(receive, sink)
@@ -120,7 +127,7 @@ class _Work:
 
     async def _run(self, receive: Receive, sink: SavingSink) -> str:
         try:
-            return await self._runner.run(self._reading.plan, self._reading.dialect, self._noticing(receive), sink)
+            return await self._runner.run(self._parsed.plan, self._parsed.dialect, self._noticing(receive), sink)
         except (RequestError, GenerationFault) as error:
             if not self._is_admitted or not sink.has_begun:
                 # Its client is still there to be told.

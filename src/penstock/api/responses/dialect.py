@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import msgspec
 
 from penstock.api.errors import fault_status
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
+from penstock.api.responses.answers import (
+    IncompleteDetails,
+    InputTokensDetails,
+    ReasoningTokensDetails,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+)
 from penstock.api.responses.events import Events
 from penstock.api.responses.items import Item
 from penstock.api.responses.output import OutputItems
@@ -17,44 +25,39 @@ from penstock.text.output import CallArguments, CallBegin, CallBroken, Part
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault
 
-RUNNING = ("queued", "in_progress")
-
 
 class ResponseDialect:
-    """Renders one response. `fields` are those that do not change while it is made: the echo of the request.
+    """Renders one response, whole or as a stream. `response` has what repeats the request; its status and end are set here.
 
-    `snapshot` is the Response object as it is at any time; once the last event was rendered, or the body, it is the final one.
+    `snapshot` is the Response object at any time. After the last event, or the body, it is final.
     """
 
     def __init__(
         self,
-        response_id: str,
-        fields: Mapping[str, Any],
+        response: ResponseObject,
         token_bytes: Callable[[int], bytes],
         custom_tools: Collection[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.id = response_id
-        self.status = "queued"
+        self.id = response.id
+        self._response = response
         self._events = Events()
         self._output = OutputItems(self._events, custom_tools)
         self._token_bytes = token_bytes
         self._clock = clock
-        self._fields: dict[str, Any] = {"id": response_id, "object": "response", "created_at": int(clock()), **fields}
-        self._end: dict[str, Any] = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
         self._ending: Ending | None = None
         self._is_created = False
 
     @property
     def is_over(self) -> bool:
-        return self.status not in RUNNING
+        return not self._response.is_running
 
     @property
     def output(self) -> list[Item]:
         return self._output.items
 
-    def snapshot(self) -> dict[str, Any]:
-        return {**self._fields, **self._end, "status": self.status, "output": self.output}
+    def snapshot(self) -> ResponseObject:
+        return msgspec.structs.replace(self._response, output=self.output)
 
     def opening(self, index: int) -> str:  # noqa: ARG002
         return ""
@@ -73,7 +76,7 @@ class ResponseDialect:
         return self._lifecycle("created") + self._lifecycle("queued")
 
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002, it is told at the end
-        self.status = "in_progress"
+        self._response.status = "in_progress"
         created = b"" if self._is_created else self._lifecycle("created")
         return created + self._lifecycle("in_progress")
 
@@ -85,12 +88,12 @@ class ResponseDialect:
         if added.ending is not None:
             events += self._finish_items(added.ending)
         if added.nvext is not None:
-            self._end["nvext"] = added.nvext
+            self._response.nvext = added.nvext
         return b"".join(events)
 
     def end(self, usage: Usage) -> bytes:
         self._conclude(usage)
-        return self._lifecycle("completed" if self.status == "completed" else "incomplete")
+        return self._lifecycle("completed" if self._response.status == "completed" else "incomplete")
 
     def fault(self, fault: Fault) -> bytes:
         return self.fail(GenerationFault(fault))
@@ -98,20 +101,20 @@ class ResponseDialect:
     def fail(self, error: GenerationFault | RequestError) -> bytes:
         """The last event of a response of which nothing more will come."""
         events = self._give_up()
-        self.status = "failed"
-        self._end["error"] = _error(error)
+        self._response.status = "failed"
+        self._response.error = _failure(error)
         return events + self._lifecycle("failed")
 
     def cancel(self) -> bytes:
         """The last event of one that was stopped. The API has no event of its own for that."""
         events = self._give_up()
-        self.status = "cancelled"
+        self._response.status = "cancelled"
         return events + self._lifecycle("incomplete")
 
     def fail_instead(self, events: bytes, error: RequestError) -> bytes:
         """The same events, but that the last of them, which ended it, says that it failed."""
         self._events.take_back()
-        self._end["completed_at"] = None
+        self._response.completed_at = None
         # What the event says may look like the beginning of another; only an empty line never stands within one.
         before = events.removesuffix(b"\n\n").rpartition(b"\n\n")[0]
         return (before + b"\n\n" if before else b"") + self.fail(error)
@@ -124,7 +127,7 @@ class ResponseDialect:
             self._output.add(part)
         self._finish_items(answer.ending)
         if nvext is not None:
-            self._end["nvext"] = nvext
+            self._response.nvext = nvext
         self._conclude(usage)
         return msgspec.json.encode(self.snapshot())
 
@@ -139,14 +142,14 @@ class ResponseDialect:
     def _conclude(self, usage: Usage) -> None:
         ending = self._ending
         if ending is None or _is_complete(ending):
-            self.status = "completed"
-            self._end["completed_at"] = int(self._clock())
+            self._response.status = "completed"
+            self._response.completed_at = int(self._clock())
         elif ending.reason == "length":
-            self.status = "incomplete"
-            self._end["incomplete_details"] = {"reason": "max_output_tokens"}
+            self._response.status = "incomplete"
+            self._response.incomplete_details = IncompleteDetails("max_output_tokens")
         else:
-            self.status = "cancelled"
-        self._end["usage"] = _usage(usage)
+            self._response.status = "cancelled"
+        self._response.usage = _usage(usage)
 
     def _lifecycle(self, kind: str) -> bytes:
         return self._events.event(f"response.{kind}", {"response": self.snapshot()})
@@ -172,20 +175,19 @@ def _without_broken_calls(parts: Sequence[Part]) -> list[Part]:
     return kept
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        # What is written to the cache is not charged for, nor counted.
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        # Writing to the cache costs nothing and is not counted.
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens, cache_write_tokens=0),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=ReasoningTokensDetails(usage.reasoning_tokens),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
 
 
-def _error(error: GenerationFault | RequestError) -> dict[str, Any]:
+def _failure(error: GenerationFault | RequestError) -> ResponseFailure:
     status = error.status if isinstance(error, RequestError) else fault_status(error.fault)
     code, message = (error.code, error.message) if isinstance(error, RequestError) else (error.fault.code, error.fault.message)
-    if status == 429:
-        return {"code": "rate_limit_exceeded", "message": f"{code}: {message}"}
-    return {"code": "invalid_prompt" if status < 500 else "server_error", "message": f"{code}: {message}"}
+    kind = "rate_limit_exceeded" if status == 429 else "invalid_prompt" if status < 500 else "server_error"
+    return ResponseFailure(kind, f"{code}: {message}")

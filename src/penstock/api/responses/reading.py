@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -13,6 +13,7 @@ from penstock.api.openai.schema import Common, JsonSchemaFormat, ResponseFormat
 from penstock.api.pipeline.hints import read_hints
 from penstock.api.pipeline.plan import Dialogue, Plan, count_tokens, plan_dialogue, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
+from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.context import Context, read_context
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.items import check_depth, marked_parts
@@ -36,7 +37,7 @@ _SHARED = tuple(
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedResponse:
     """One request, read: its plan, how its answer looks, and what is kept of it, if it is."""
 
     plan: Plan
@@ -53,7 +54,7 @@ class Reader:
     library: PromptContext
     store: ResponseStore | None
 
-    async def read(self, incoming: Incoming) -> Reading:
+    async def read(self, incoming: Incoming) -> ParsedResponse:
         """Raises RequestError that names the field, its value and what would be right."""
         request = decode_body(incoming.body, _DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
         is_kept = self._is_kept(request)
@@ -68,8 +69,8 @@ class Reader:
 
         made = await _fitted(_dialogue(request, context, tools), request.truncation == "auto", plan)
         kept = _kept(request, context, response_id, incoming.owner) if is_kept else None
-        dialect = ResponseDialect(response_id, _echo(request, tools, is_kept), made.model.tokenizer.token_bytes, tools.custom)
-        return Reading(made, dialect, kept, bool(request.stream), bool(request.background))
+        dialect = ResponseDialect(_response_object(response_id, request, tools, is_kept), made.model.tokenizer.token_bytes, tools.custom)
+        return ParsedResponse(made, dialect, kept, bool(request.stream), bool(request.background))
 
     async def count(self, incoming: Incoming) -> int:
         """How many tokens the prompt of such a request has."""
@@ -205,36 +206,36 @@ def _response_format(wanted: TextFormat) -> ResponseFormat:
     return ResponseFormat("json_schema", JsonSchemaFormat(wanted.name or "", wanted.schema or {}))
 
 
-def _echo(request: ResponseRequest, tools: Tools, is_kept: bool) -> dict[str, Any]:
-    """What the answer repeats of the request, with the defaults that it was answered with."""
+def _response_object(response_id: str, request: ResponseRequest, tools: Tools, is_kept: bool) -> ResponseObject:
+    """The Response object before anything is generated. It repeats the request, with the defaults that apply."""
     reasoning, text = request.reasoning, request.text
     wanted = None if text is None else text.format
     shown_format = {"type": "text"} if wanted is None else {k: v for k, v in msgspec.to_builtins(wanted).items() if v is not None}
     conversation = request.conversation_id
     summary = None if reasoning is None else reasoning.summary or reasoning.generate_summary
-    return {
-        "background": bool(request.background),
-        "conversation": None if conversation is None else {"id": conversation},
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
-        "metadata": request.metadata or {},
-        "model": request.model,
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
-        "prompt_cache_retention": request.prompt_cache_retention,
-        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": summary},
-        "safety_identifier": request.safety_identifier,
-        # Whatever was asked for, there is one tier.
-        "service_tier": "default",
-        "store": is_kept,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
-        "text": {"format": shown_format, "verbosity": "medium"},
-        "tool_choice": tools.shown_choice,
-        "tools": tools.shown,
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": request.truncation or "disabled",
-        "user": request.user,
-    }
+    return ResponseObject(
+        id=response_id,
+        created_at=int(time.time()),
+        background=bool(request.background),
+        conversation=None if conversation is None else {"id": conversation},
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata or {},
+        model=request.model,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        prompt_cache_retention=request.prompt_cache_retention,
+        reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": summary},
+        safety_identifier=request.safety_identifier,
+        store=is_kept,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        text={"format": shown_format, "verbosity": "medium"},
+        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+        tools=tools.shown,
+        top_logprobs=request.top_logprobs or 0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        truncation=request.truncation or "disabled",
+        user=request.user,
+    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
+from penstock.api.responses.answers import ResponseFailure, ResponseObject
 from penstock.api.responses.database import used_bytes
 from penstock.api.responses.items import Item, new_id
 from penstock.api.responses.schema import MAX_ITEMS
@@ -51,7 +52,7 @@ def insert_response(connection: sqlite3.Connection, response: NewResponse, state
         response.previous,
         response.conversation,
         response.is_background,
-        state.status,
+        state.body.status,
         runner,
         _body(state),
         _packed(state),
@@ -59,18 +60,18 @@ def insert_response(connection: sqlite3.Connection, response: NewResponse, state
     connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
     insert_items(connection, response.owner, response.id, "input", response.input)
     if runner is None:
-        insert_items(connection, response.owner, response.id, "output", state.body["output"])
+        insert_items(connection, response.owner, response.id, "output", state.body.output)
 
 
 def finish_response(connection: sqlite3.Connection, response: NewResponse, state: ResponseState) -> bool:
     """Whether it was there still."""
     changed = connection.execute(
         "UPDATE responses SET status = ?, body = ?, events = ?, runner = NULL WHERE id = ? AND owner = ?",
-        (state.status, _body(state), _packed(state), response.id, response.owner),
+        (state.body.status, _body(state), _packed(state), response.id, response.owner),
     )
     if not changed.rowcount:
         return False
-    insert_items(connection, response.owner, response.id, "output", state.body["output"])
+    insert_items(connection, response.owner, response.id, "output", state.body.output)
     return True
 
 
@@ -80,14 +81,14 @@ def append_to_conversation(connection: sqlite3.Connection, response: NewResponse
         return
     if not touch_conversation(connection, response.owner, response.conversation, now):
         return
-    insert_items(connection, response.owner, response.conversation, "member", [*response.input, *state.body["output"]])
+    insert_items(connection, response.owner, response.conversation, "member", [*response.input, *state.body.output])
 
 
-def fail_lost(connection: sqlite3.Connection, runner: str, error: Mapping[str, str]) -> int:
+def fail_lost(connection: sqlite3.Connection, runner: str, error: ResponseFailure) -> int:
     """Those that this runner, which is no more, was making have failed. Returns how many."""
     rows = connection.execute("SELECT id, body FROM responses WHERE runner = ?", (runner,)).fetchall()
     for response_id, body in rows:
-        failed = {**msgspec.json.decode(body), "status": "failed", "error": error}
+        failed = msgspec.structs.replace(decode_body(body), status="failed", error=error)
         connection.execute(
             "UPDATE responses SET status = 'failed', body = ?, runner = NULL WHERE id = ?", (msgspec.json.encode(failed), response_id)
         )
@@ -220,8 +221,11 @@ def _insert_item(connection: sqlite3.Connection, owner: str, holder: str, kind: 
 
 
 def _body(state: ResponseState) -> bytes:
-    body: dict[str, Any] = {**state.body, "output": []}
-    return msgspec.json.encode(body)
+    return msgspec.json.encode(msgspec.structs.replace(state.body, output=[]))
+
+
+def decode_body(body: bytes) -> ResponseObject:
+    return msgspec.json.decode(body, type=ResponseObject)
 
 
 def _packed(state: ResponseState) -> bytes | None:

@@ -16,7 +16,7 @@ from typing import Self
 import msgspec
 
 from penstock.api.responses import rows
-from penstock.api.responses.answers import Conversation
+from penstock.api.responses.answers import Conversation, ResponseFailure
 from penstock.api.responses.database import Database, used_bytes
 from penstock.api.responses.items import Item
 from penstock.api.responses.liveness import Liveness
@@ -24,7 +24,7 @@ from penstock.api.responses.store import Chain, NewResponse, Page, PageWish, Res
 from penstock.config.front_end import StoreLimits
 from penstock.wire.errors import RequestError
 
-_LOST = {"code": "server_error", "message": "the server that was making the response has ended"}
+_LOST = ResponseFailure("server_error", "the server that was making the response has ended")
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ class SqliteStore:
         if runner is not None and not self._runner.is_alive(runner):
             rows.fail_lost(connection, runner, _LOST)
             return self._get(connection, owner, response_id)
-        shown = {**msgspec.json.decode(body), "output": rows.read_items(connection, response_id, "output")}
+        shown = rows.decode_body(body)
+        shown.output = rows.read_items(connection, response_id, "output")
         return StoredResponse(
             body=shown, is_background=bool(is_background), has_events=bool(has_events), is_here=runner == self._runner.name
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from penstock.api.responses.answers import Conversation
+from penstock.api.responses.answers import Conversation, ResponseObject
 from penstock.api.responses.items import Item
 
 MAX_CHAIN = 4096
@@ -32,31 +32,23 @@ class NewResponse:
 class ResponseState:
     """What a response has come to: the Response object, and, where it was a stream, its events, joined."""
 
-    body: Mapping[str, Any]
+    body: ResponseObject
     events: bytes | None = None
-
-    @property
-    def status(self) -> str:
-        return str(self.body["status"])
 
     @property
     def is_kept_in_conversation(self) -> bool:
         """What failed, or was stopped, was not said."""
-        return self.status in ("completed", "incomplete")
+        return self.body.status in ("completed", "incomplete")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredResponse:
     """`has_events`: its stream can be played again. `is_here`: it is not over, and this front end makes it."""
 
-    body: dict[str, Any]
+    body: ResponseObject
     is_background: bool = False
     has_events: bool = False
     is_here: bool = False
-
-    @property
-    def status(self) -> str:
-        return str(self.body["status"])
 
 
 @dataclass(frozen=True)

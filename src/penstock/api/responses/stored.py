@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive
 
-from penstock.api.pipeline.detached import DetachedRun, DetachedRuns, Recording
+from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.request import Incoming, check_query, decode_body, read_limit
 from penstock.api.pipeline.response import Response
-from penstock.api.responses.answers import Conversation, DeletedConversation, DeletedResponse, ItemList
-from penstock.api.responses.dialect import RUNNING, ResponseDialect
+from penstock.api.responses.answers import Conversation, DeletedConversation, DeletedResponse, ItemList, ResponseFailure, ResponseObject
+from penstock.api.responses.create import ResponseRun
 from penstock.api.responses.events import encoded_event
 from penstock.api.responses.items import Item, read_items
 from penstock.api.responses.schema import RESPONSE_CHOICES, ConversationCreate, ConversationItems, ConversationUpdate
@@ -25,6 +25,7 @@ DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
 _MAX_DIGITS = 15
 _INCLUDES = ("include", "include[]")
+_NOT_STORED = ResponseFailure("server_error", "the response was lost: it could not be stored")
 _CREATE = msgspec.json.Decoder(ConversationCreate)
 _UPDATE = msgspec.json.Decoder(ConversationUpdate)
 _ITEMS = msgspec.json.Decoder(ConversationItems)
@@ -47,12 +48,12 @@ class StoredResponses:
         run = self._running(incoming)
         if run is not None and is_stream:
             return await self._resume(run, after, receive, response)
-        if run is not None and _dialect(run).is_over:
+        if run is not None and run.dialect.is_over:
             # Its end is being stored. Until then it does not count.
             await run.ended()
             run = self._running(incoming)
         if run is not None:
-            return await _send(response, _dialect(run).snapshot())
+            return await _send(response, run.dialect.snapshot())
         found = await self._find(incoming)
         if is_stream:
             return await self._replay(incoming, found, after, receive, response)
@@ -69,7 +70,7 @@ class StoredResponses:
             self.detached.forget(response_id)
         return DeletedResponse(id=response_id)
 
-    async def cancel(self, incoming: Incoming) -> Mapping[str, Any]:
+    async def cancel(self, incoming: Incoming) -> ResponseObject:
         """Stops a background response. One that has ended stays as it is."""
         found = await self._find(incoming)
         if not found.is_background:
@@ -80,7 +81,7 @@ class StoredResponses:
             run.cancel()
             await run.ended()
             found = await self._find(incoming)
-        elif found.status in RUNNING:
+        elif found.body.is_running:
             raise _elsewhere(incoming.path["id"])
         return found.body
 
@@ -90,9 +91,9 @@ class StoredResponses:
             raise _response_not_found(incoming.path["id"])
         return _item_list(page)
 
-    def _running(self, incoming: Incoming) -> DetachedRun | None:
+    def _running(self, incoming: Incoming) -> ResponseRun | None:
         run = self.detached.find(incoming.owner, incoming.path["id"])
-        return run if run is not None and isinstance(run.detail, ResponseDialect) else None
+        return run if isinstance(run, ResponseRun) else None
 
     async def _find(self, incoming: Incoming) -> StoredResponse:
         response_id = incoming.path["id"]
@@ -101,11 +102,10 @@ class StoredResponses:
             raise _response_not_found(response_id)
         if found.is_here and self._running(incoming) is None:
             # It has ended, but its end could not be stored.
-            error = {"code": "server_error", "message": "the response was lost: it could not be stored"}
-            return replace(found, body={**found.body, "status": "failed", "error": error}, is_here=False)
+            found.body.status, found.body.error = "failed", _NOT_STORED
         return found
 
-    async def _resume(self, run: DetachedRun, after: int, receive: Receive, response: Response) -> str:
+    async def _resume(self, run: ResponseRun, after: int, receive: Receive, response: Response) -> str:
         _check_after(after, len(run.recording.events), run.is_over)
         self.tally.streams_resumed += 1
         return await self.detached.follow(run, receive, response, after)
@@ -116,18 +116,16 @@ class StoredResponses:
         if events is not None:
             _check_after(after, len(events), is_over=True)
             events = events[after + 1 :]
-        elif found.status == "failed":
+        elif found.body.status == "failed":
             # The process that made it has ended, and its events are lost. The client sees the failure as the next event.
             events = [encoded_event("response.failed", after + 1, {"response": found.body})]
-        elif found.status in RUNNING:
+        elif found.body.is_running:
             raise _elsewhere(response_id)
         else:
             message = "`stream` is true: only a response made with `stream` or `background` can be streamed"
             raise RequestError(message, param="stream")
         self.tally.streams_resumed += 1
-        run = DetachedRun(self.detached, response_id, incoming.owner, survives=True, detail=None)
-        run.recording = Recording(events, closed=True)
-        return await self.detached.follow(run, receive, response)
+        return await self.detached.replay(events, receive, response)
 
 
 @dataclass(frozen=True)
@@ -237,11 +235,6 @@ def _item_not_found(path: Mapping[str, str]) -> RequestError:
 def _elsewhere(response_id: str) -> RequestError:
     message = f"another front end is making response `{response_id[:256]}`: ask that one, or poll here until the response has ended"
     return RequestError(message, param="id", code="response_elsewhere", status=409)
-
-
-def _dialect(run: DetachedRun) -> ResponseDialect:
-    assert isinstance(run.detail, ResponseDialect)
-    return run.detail
 
 
 async def _send(response: Response, content: object) -> str:

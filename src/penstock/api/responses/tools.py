@@ -22,10 +22,9 @@ class Tools:
     """`offered` are as chat templates expect them, `shown` as the answer repeats them; `custom` names those whose input is any text."""
 
     offered: Sequence[Mapping[str, Any]]
-    shown: Sequence[Mapping[str, Any]]
+    shown: list[dict[str, Any]]
     custom: frozenset[str]
     choice: ToolChoice
-    shown_choice: object
 
 
 def read_tools(tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> Tools:
@@ -50,7 +49,6 @@ def read_tools(tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, A
         shown=[_shown(tool) for tool in known.values()],
         custom=frozenset(name for name, tool in known.items() if isinstance(tool, CustomTool)),
         choice=wanted,
-        shown_choice="auto" if choice is None else choice,
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
+from penstock.api.responses.answers import ResponseFailure, ResponseObject
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning, joined
 from penstock.wire.errors import GenerationFault, RequestError
@@ -22,7 +23,9 @@ STOP = Ending("stop")
 
 
 def make_dialect(**rest: Any) -> ResponseDialect:
-    return ResponseDialect("resp_1", {"model": "m"}, lambda token_id: b"<%d>" % token_id, ["patch"], clock=lambda: 100.0, **rest)
+    return ResponseDialect(
+        ResponseObject(id="resp_1", created_at=100, model="m"), lambda token_id: b"<%d>" % token_id, ["patch"], clock=lambda: 100.0, **rest
+    )
 
 
 def events_of(rendered: bytes) -> list[dict[str, Any]]:
@@ -194,15 +197,15 @@ def test_a_fault_in_mid_stream() -> None:
 def test_why_it_failed(status: int, code: str) -> None:
     dialect = make_dialect()
     dialect.fail(RequestError("no", code="why", status=status))
-    assert dialect.snapshot()["error"] == {"code": code, "message": "why: no"}
+    assert dialect.snapshot().error == ResponseFailure(code, "why: no")
 
 
 def test_one_that_nobody_waits_for() -> None:
     dialect = make_dialect()
-    assert dialect.snapshot()["status"] == "queued"
+    assert dialect.snapshot().status == "queued"
     rendered = dialect.queue() + dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["Hel"]))
     assert not dialect.is_over
-    assert dialect.snapshot()["status"] == "in_progress"
+    assert dialect.snapshot().status == "in_progress"
     events = events_of(rendered + dialect.cancel())
     assert names(events)[:3] == ["created", "queued", "in_progress"]
     assert [event["response"]["status"] for event in events[:3]] == ["queued", "queued", "in_progress"]
@@ -225,7 +228,7 @@ def test_what_the_answer_says_beyond_the_api() -> None:
     dialect.begin(USAGE)
     dialect.event(0, ChoiceDelta(["a"], ending=STOP, nvext={"session": 1}))
     dialect.end(USAGE)
-    assert dialect.snapshot()["nvext"] == {"session": 1}
+    assert dialect.snapshot().nvext == {"session": 1}
     whole = msgspec.json.decode(make_dialect().body([Answer(["a"], [], STOP)], USAGE, {"session": 1}))
     assert whole["nvext"] == {"session": 1}
 
@@ -382,4 +385,4 @@ def _texts(output: Sequence[dict[str, Any]]) -> str:
 def test_the_fault_of_a_generation_is_told_like_that_of_a_request() -> None:
     dialect = make_dialect()
     dialect.fail(GenerationFault(Fault("queue_full", "wait")))
-    assert dialect.snapshot()["error"] == {"code": "rate_limit_exceeded", "message": "queue_full: wait"}
+    assert dialect.snapshot().error == ResponseFailure("rate_limit_exceeded", "queue_full: wait")

@@ -151,7 +151,7 @@ async def test_one_whose_reader_leaves_while_its_beginning_is_stored(tmp_path: P
             await run.ended()
         found = await store.get(OWNER, run.id)
         assert found is not None
-        assert found.status == "cancelled"
+        assert found.body.status == "cancelled"
         assert not found.is_here
         assert (front_end.detached.bytes, len(front_end.detached)) == (0, 0)
 
@@ -230,7 +230,7 @@ async def test_what_runs_in_the_background_needs_no_reader(tmp_path: Path) -> No
         await run.ended()
         found = await store.get(OWNER, run.id)
         assert found is not None
-        assert found.status == "completed"
+        assert found.body.status == "completed"
 
 
 async def lost(_: Submit, mailbox: Mailbox) -> None:

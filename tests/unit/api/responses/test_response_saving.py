@@ -9,6 +9,7 @@ import pytest
 
 from penstock.api.pipeline.detached import Recorder, Recording
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
+from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.saving import SavingSink
 from penstock.api.responses.sqlite_store import SqliteStore
@@ -39,7 +40,7 @@ class Wire:
     """A response that is streamed into a recording."""
 
     def __init__(self, store: SqliteStore) -> None:
-        self.dialect = ResponseDialect("resp_1", {"model": "m"}, lambda _: b"")
+        self.dialect = ResponseDialect(ResponseObject(id="resp_1", created_at=100, model="m"), lambda _: b"")
         self.recording = Recording()
         recorder = Recorder(self.recording, numbered=False, on_growth=lambda _: None)
         self.sink = SavingSink(recorder, store, RESPONSE, self.dialect, self.recording.events)
@@ -63,7 +64,7 @@ async def test_events_wait_for_the_store_at_both_ends(tmp_path: Path) -> None:
         assert wire.names == ["created", "in_progress"]
         found = await store.get("ann", "resp_1")
         assert found is not None
-        assert found.status == "in_progress"
+        assert found.body.status == "in_progress"
         store.may_write.clear()
         await wire.send(wire.dialect.event(0, ChoiceDelta(["Hi"])))
         assert wire.names[-1] == "output_text.delta", "in between, nothing waits"
@@ -131,4 +132,4 @@ async def test_what_is_over_is_not_ended_again(tmp_path: Path) -> None:
         assert wire.names == ["created", "in_progress", "incomplete"]
         found = await store.get("ann", "resp_1")
         assert found is not None
-        assert found.status == "cancelled"
+        assert found.body.status == "cancelled"

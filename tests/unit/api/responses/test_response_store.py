@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from penstock.api.responses import rows
+from penstock.api.responses.answers import ResponseObject, ResponseStatus
 from penstock.api.responses.items import Item, new_id
 from penstock.api.responses.liveness import Liveness
 from penstock.api.responses.sqlite_store import SqliteStore
@@ -47,9 +48,9 @@ def asked(response_id: str, text: str, owner: str = "ann", **rest: Any) -> NewRe
     return NewResponse(id=response_id, owner=owner, root=rest.pop("root", response_id), input=[said(text)], **rest)
 
 
-def answered(text: str = "", status: str = "completed", events: bytes | None = None) -> ResponseState:
+def answered(text: str = "", status: ResponseStatus = "completed", events: bytes | None = None) -> ResponseState:
     output = [said(text, "assistant")] if text else []
-    return ResponseState(body={"id": "?", "status": status, "model": "m", "output": output}, events=events)
+    return ResponseState(body=ResponseObject(id="?", created_at=1, status=status, model="m", output=output), events=events)
 
 
 RUNNING = answered(status="in_progress")
@@ -62,7 +63,7 @@ async def test_what_was_put_is_there(tmp_path: Path) -> None:
         found = await store.get("ann", "r1")
         assert found is not None
         assert found.body == state.body
-        assert (found.status, found.is_background, found.has_events, found.is_here) == ("completed", False, False, False)
+        assert (found.body.status, found.is_background, found.has_events, found.is_here) == ("completed", False, False, False)
         page = await store.input_items("ann", "r1", PageWish())
         assert page is not None
         assert texts(page.items) == ["Hi"]
@@ -77,11 +78,11 @@ async def test_from_its_beginning_to_its_end(tmp_path: Path) -> None:
         await store.begin(response, RUNNING)
         found = await store.get("ann", "r1")
         assert found is not None
-        assert (found.status, found.is_background, found.is_here) == ("in_progress", True, True)
+        assert (found.body.status, found.is_background, found.is_here) == ("in_progress", True, True)
         await store.finish(response, answered("Hello!", events=EVENTS))
         found = await store.get("ann", "r1")
         assert found is not None
-        assert (found.status, found.has_events, found.is_here) == ("completed", True, False)
+        assert (found.body.status, found.has_events, found.is_here) == ("completed", True, False)
         assert await store.events("ann", "r1") == [b"event: a\ndata: {}\n\n", b"event: b\ndata: {}\n\n"]
 
 
@@ -129,7 +130,7 @@ async def test_another_owner_cannot_finish_it(tmp_path: Path) -> None:
         await store.finish(asked("r1", "Hi", owner="bob"), answered("mine now"))
         found = await store.get("ann", "r1")
         assert found is not None
-        assert found.status == "in_progress"
+        assert found.body.status == "in_progress"
 
 
 async def test_chains(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ async def test_turns_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "count"), [("completed", 2), ("incomplete", 2), ("failed", 0), ("cancelled", 0)])
-async def test_only_what_was_said_is_in_the_conversation(tmp_path: Path, status: str, count: int) -> None:
+async def test_only_what_was_said_is_in_the_conversation(tmp_path: Path, status: ResponseStatus, count: int) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         conversation = (await store.create_conversation("ann", {}, [])).id
         await store.put(asked("r1", "Hi", conversation=conversation), answered("Hello!", status))
@@ -286,7 +287,7 @@ async def test_another_process_finds_all_that_was_stored(tmp_path: Path) -> None
     async with SqliteStore(tmp_path / "r.db") as store:
         found = await store.get("ann", "r1")
         assert found is not None
-        assert found.body["output"][0]["content"][0]["text"] == "Hello!"
+        assert found.body.output[0]["content"][0]["text"] == "Hello!"
         assert await store.events("ann", "r1") is not None
     assert marks(tmp_path) == 0
 
@@ -297,23 +298,24 @@ async def test_what_a_closed_store_had_not_finished_has_failed(tmp_path: Path) -
             await store.begin(asked("r1", "Hi"), RUNNING)
             found = await other.get("ann", "r1")
             assert found is not None
-            assert (found.status, found.is_here) == ("in_progress", False), "it is alive"
+            assert (found.body.status, found.is_here) == ("in_progress", False), "it is alive"
         found = await other.get("ann", "r1")
         assert found is not None
-        assert found.status == "failed"
+        assert found.body.status == "failed"
 
 
 DIES = """
 import asyncio, os, sys
 from pathlib import Path
+from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.sqlite_store import SqliteStore
 from penstock.api.responses.store import NewResponse, ResponseState
 
 async def main():
     async with SqliteStore(Path(sys.argv[1])) as store:
-        response = NewResponse(id="r1", owner="ann", root="r1", input=[])
-        await store.begin(response, ResponseState(body={"status": "in_progress", "output": []}))
-        await store.put(NewResponse(id="r2", owner="ann", root="r2", input=[]), ResponseState(body={"status": "completed", "output": []}))
+        running, over = [ResponseObject(id="?", created_at=1, model="m", status=status) for status in ("in_progress", "completed")]
+        await store.begin(NewResponse(id="r1", owner="ann", root="r1", input=[]), ResponseState(body=running))
+        await store.put(NewResponse(id="r2", owner="ann", root="r2", input=[]), ResponseState(body=over))
         print("begun", flush=True)
         sys.stdin.read()
 
@@ -341,16 +343,17 @@ async def test_what_a_dead_process_was_making_has_failed(tmp_path: Path) -> None
             assert (await asyncio.to_thread(process.stdout.readline)).strip() == b"begun"
             found = await there.get("ann", "r1")
             assert found is not None
-            assert found.status == "in_progress"
+            assert found.body.status == "in_progress"
             process.kill()
             await asyncio.to_thread(process.wait)
         found = await there.get("ann", "r1")
         assert found is not None
-        assert found.status == "failed"
-        assert "has ended" in found.body["error"]["message"]
+        assert found.body.status == "failed"
+        assert found.body.error is not None
+        assert "has ended" in found.body.error.message
         found = await there.get("ann", "r2")
         assert found is not None
-        assert found.status == "completed"
+        assert found.body.status == "completed"
     async with SqliteStore(path):
         assert marks(tmp_path) == 1, "those of the dead are removed"
 
@@ -403,7 +406,7 @@ async def test_a_store_that_fails_at_its_end_is_closed_all_the_same(tmp_path: Pa
         await store._database.run(lambda connection: connection.execute("ALTER TABLE hidden RENAME TO responses"))
         found = await store.get("ann", "r1")
         assert found is not None
-        assert found.status == "failed"
+        assert found.body.status == "failed"
 
 
 async def test_trouble_is_told_and_passes(tmp_path: Path) -> None:

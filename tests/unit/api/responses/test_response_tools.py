@@ -51,7 +51,6 @@ def test_choices() -> None:
     assert read_tools([PATCH], {"type": "custom", "name": "patch"}).choice == ToolChoice("named", "patch")
     none = read_tools([LOOK], "none")
     assert (none.offered, none.choice.mode) == ([], "none")
-    assert none.shown_choice == "none"
 
 
 def test_allowed_tools() -> None:
@@ -59,7 +58,6 @@ def test_allowed_tools() -> None:
     tools = read_tools([LOOK, PATCH], allowed)
     assert names(tools) == ["patch"]
     assert tools.choice == ToolChoice("required")
-    assert tools.shown_choice == allowed
     assert len(tools.shown) == 2
 
 
