@@ -22,6 +22,7 @@ from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.policy import Hints
 from penstock.router.router import Router
 from penstock.stream.mailbox import Doorbell, Mailbox
+from penstock.text.tokenizers.cache import Fetch
 from penstock.wire.messages import Delta, Fault, ModelInfo, Submit, Terminal
 from penstock.worker.runtime import WorkerRuntime
 
@@ -29,9 +30,9 @@ WORDS = range(300, 1800)
 SECRET = "only for this test"
 
 
-def make_model(name: str = "simulator", **changes: Any) -> ModelInfo:
+def make_model(name: str = "simulator", tokenizer: str = "words", **changes: Any) -> ModelInfo:
     fields: dict[str, Any] = {"max_batch": 1000, "capabilities": ("kv_events", "sessions"), **changes}
-    return ModelInfo(name, "simulator", "words", 1_000_000, 100_000, 16, **fields)
+    return ModelInfo(name, "simulator", tokenizer, 1_000_000, 100_000, 16, **fields)
 
 
 class Worker:
@@ -142,7 +143,7 @@ class FrontEnd:
         return turn, reader
 
 
-async def _prepare(_: ModelInfo) -> None:
+async def _prepare(_: ModelInfo, __: Fetch) -> None:
     pass
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cluster.pool import WorkerPool
+from penstock.text.tokenizers.cache import Fetch
 from penstock.wire.messages import ModelInfo
 from workers import SECRET, Worker, until
 
@@ -19,7 +20,7 @@ async def test_a_model_that_cannot_be_prepared_is_reported_once_and_tried_again(
     attempts: list[str] = []
     is_whole = asyncio.Event()
 
-    async def prepare(model: ModelInfo) -> None:
+    async def prepare(model: ModelInfo, _: Fetch) -> None:
         attempts.append(model.name)
         if not is_whole.is_set():
             raise error

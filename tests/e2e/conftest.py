@@ -16,6 +16,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What servers keep goes where the tests' files are, and is not that of whoever runs them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from openai import OpenAI
 
 from e2e.harness import Server
+from penstock.text.tokenizers.source import pack_tokenizer
 
 BENCH = [sys.executable, "-m", "penstock", "bench", "--no-progress"]
 
@@ -112,3 +113,6 @@ def test_a_models_own_tokenizer(serve: Callable[..., Server], tmp_path: Path) ->
     assert figures["verification"]["lost"] == 0
     client: OpenAI = server.client
     assert [model.id for model in client.models.list().data] == ["tiny-model"]
+    _, _, told = server.request("GET", "/v1/models")
+    assert str(tmp_path) not in json.dumps(told)
+    assert told["data"][0]["penstock"]["tokenizer"] == pack_tokenizer(directory).fingerprint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.api.openai.answers import Model, ModelDetails, ModelList
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.cache import Fetch, TokenizerCache
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import ModelInfo
@@ -29,12 +28,15 @@ class Worker(Protocol):
 
 
 class Models:
-    """Finds the models of the live workers by name. Keeps the tokenizer of every model it has seen.
+    """Finds the models of the live workers by name. Keeps the tokenizer of every model it has seen, which it gets from `cache`.
 
     A model whose last worker has gone stays available for `remember_seconds`: a worker may come back.
     """
 
-    def __init__(self, remember_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, remember_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic, cache: TokenizerCache | None = None
+    ) -> None:
+        self._cache = cache or TokenizerCache()
         self._tokenizers: dict[str, Tokenizer] = {}
         self._remember_seconds = remember_seconds
         self._clock = clock
@@ -45,10 +47,12 @@ class Models:
         """Sets the function that lists the models of the live workers."""
         self._live = live
 
-    async def prepare(self, info: ModelInfo) -> None:
-        """Loads the model's tokenizer in a thread. Raises ConfigError when that fails."""
+    async def prepare(self, info: ModelInfo, fetch: Fetch | None = None) -> None:
+        """Loads the model's tokenizer, with `fetch` if it is not on this machine. Raises ConfigError or LinkError when it cannot."""
         if info.tokenizer not in self._tokenizers:
-            self._tokenizers[info.tokenizer] = await asyncio.to_thread(load_tokenizer, info.tokenizer)
+            tokenizer = await self._cache.load(info.tokenizer, fetch)
+            # Another worker of this model may have brought it meanwhile.
+            self._tokenizers.setdefault(info.tokenizer, tokenizer)
 
     def joined(self, _: Worker) -> None:
         """Nothing to do: `observe` gives the live models."""

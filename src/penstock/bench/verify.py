@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.bench.stream import Stream
-from penstock.text.tokenizers.source import BUILT_IN, load_tokenizer
+from penstock.text.tokenizers.cache import TokenizerCache, default_directory
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 
@@ -122,11 +122,15 @@ def _longest_in_order(expected: Sequence[int], received: Sequence[int]) -> tuple
     return len(ends), ends[-1] + 1 if ends else 0
 
 
-def make_verifier(engine: str | None, tokenizer_name: str) -> Verifier:
-    """A verifier for the engine and tokenizer that the server names. Raises ConfigError if the expected text is unknown."""
+def make_verifier(engine: str | None, tokenizer: str, model: Path | None = None) -> Verifier:
+    """For the engine and the tokenizer's fingerprint that the server reports. `model` has the tokenizer; without it, the cache may have it.
+
+    Raises ConfigError when the text cannot be known here.
+    """
     if engine != "simulator":
         told = "does not name its engine" if engine is None else f"has the engine {engine!r}"
         raise ConfigError(f"--verify needs Penstock's simulator, whose text is known in advance; this server {told}")
-    if tokenizer_name != BUILT_IN and not Path(tokenizer_name).is_dir():
-        raise ConfigError(f"--verify needs the server's tokenizer, but {tokenizer_name!r} is not a directory on this machine")
-    return Verifier(load_tokenizer(tokenizer_name))
+    packed = TokenizerCache(default_directory(), model).find(tokenizer)
+    if packed is None:
+        raise ConfigError("--verify needs the server's tokenizer: give its model directory or GGUF file as --tokenizer")
+    return Verifier(packed.load())

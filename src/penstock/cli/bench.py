@@ -44,6 +44,7 @@ class BenchSettings:
     seed: int
     ignore_eos: bool
     verify: bool
+    tokenizer: Path | None
     processes: tuple[str, ...]
     json: Path | None
     plot: Path | None
@@ -77,6 +78,13 @@ def add_bench_parser(commands: Any) -> None:
     group.add_argument("--no-ignore-eos", action="store_true", help="do not send `ignore_eos`, for servers that refuse it")
     group = parser.add_argument_group("what to look at")
     group.add_argument("--verify", action="store_true", help="compare every stream with the text that the simulator must have made")
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="a model directory or GGUF file with the server's tokenizer, for --verify (default: the tokenizer cache of this machine)",
+        default=argparse.SUPPRESS,
+    )
     group.add_argument(
         "--process",
         action="append",
@@ -113,6 +121,7 @@ def bench_settings(arguments: argparse.Namespace) -> BenchSettings:
         seed=seed,
         ignore_eos=not arguments.no_ignore_eos,
         verify=arguments.verify,
+        tokenizer=given.get("tokenizer"),
         processes=tuple(given.get("process", ())),
         json=_writable("--json", given.get("json")),
         plot=_writable("--plot", given.get("plot")),
@@ -141,7 +150,7 @@ async def _bench(settings: BenchSettings) -> int:
 
     async with Client(settings.url, settings.endpoint, settings.timeout, _api_key(settings.api_key_variable)) as client:
         model = await _model(client, settings)
-        verifier = make_verifier(model.engine, model.tokenizer) if settings.verify else None
+        verifier = make_verifier(model.engine, model.tokenizer, settings.tokenizer) if settings.verify else None
         processes = find_processes(settings.processes)
         workload = Workload(
             model.id,

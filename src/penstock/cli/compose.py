@@ -37,7 +37,8 @@ from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.router import Router
 from penstock.text.encoding import Encoder
-from penstock.text.tokenizers.source import BUILT_IN, load_tokenizer
+from penstock.text.tokenizers.cache import TokenizerCache, default_directory
+from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
 from penstock.text.transcript import Transcripts
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import ModelInfo
@@ -59,8 +60,9 @@ ABANDON_SECONDS = 5.0
 async def run_worker(settings: WorkerSettings) -> int:
     """One worker, until SIGTERM."""
     failed = asyncio.Event()
-    runtime = WorkerRuntime(make_backend(settings, failed.set))
-    server = WorkerServer(runtime, settings.name, settings.listen, settings.secret)
+    backend, tokenizer = make_backend(settings, failed.set)
+    runtime = WorkerRuntime(backend)
+    server = WorkerServer(runtime, settings.name, settings.listen, settings.secret, tokenizer.data)
     async with contextlib.AsyncExitStack() as stack:
         store = None if settings.store is None else await _open_redis(settings.store, stack)
         with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
@@ -112,8 +114,8 @@ async def _load(runtime: WorkerRuntime, stopped: asyncio.Event) -> bool:
     return False
 
 
-def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
-    """The engine that the settings name."""
+def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
+    """The engine that the settings name, and the tokenizer of its model."""
     if settings.engine == "embedded":
         if settings.embedded.reproducible:
             _ask_for_equal_rounding()
@@ -135,14 +137,14 @@ def _ask_for_equal_rounding() -> None:
     os.environ.setdefault("MKL_CBWR", f"{instructions},STRICT")
 
 
-def _make_simulator(settings: WorkerSettings) -> Backend:
-    tokenizer_name = str(settings.model.resolve()) if settings.model is not None else BUILT_IN
-    tokenizer = load_tokenizer(tokenizer_name)
+def _make_simulator(settings: WorkerSettings) -> tuple[Backend, PackedTokenizer]:
+    packed = pack_tokenizer(settings.model)
+    tokenizer = packed.load()
     tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
     model = ModelInfo(
         name=settings.served_name or (settings.model.resolve().name if settings.model is not None else settings.engine),
         engine=settings.engine,
-        tokenizer=tokenizer_name,
+        tokenizer=packed.fingerprint,
         vocab_size=tokenizer.vocab_size,
         context_length=settings.context_length or SIMULATED_CONTEXT,
         block_size=settings.simulator.block_size,
@@ -151,7 +153,7 @@ def _make_simulator(settings: WorkerSettings) -> Backend:
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
-    return Simulator(settings.simulator, model, Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id))
+    return Simulator(settings.simulator, model, Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id)), packed
 
 
 async def run_front_end(settings: FrontEndSettings) -> int:
@@ -161,7 +163,7 @@ async def run_front_end(settings: FrontEndSettings) -> int:
     is_exposed = not ipaddress.ip_address(listener.getsockname()[0]).is_loopback and not settings.keys.are_needed
     if is_exposed:
         _warn_of_everyone(settings.host)
-    models = Models(settings.dispatch.worker_wait)
+    models = Models(settings.dispatch.worker_wait, cache=TokenizerCache(default_directory()))
     tally = Tally()
     metrics = FrontEndMetrics(tally)
     keyring = Keyring(settings.keys, tally)

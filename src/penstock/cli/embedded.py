@@ -9,7 +9,7 @@ from collections.abc import Callable
 from penstock.cli.models import model_name
 from penstock.cli.settings import WorkerSettings
 from penstock.config.engines import EmbeddedSettings, EngineConfig
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import ModelInfo
@@ -38,11 +38,12 @@ CPU_TOKEN_BUDGET = 512
 GPU_TOKEN_BUDGET = 8192
 
 
-def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
+def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
     """What is wrong with the model's files or the settings is told here, before anything heavy is loaded."""
     path = find_default_model() if settings.model is None else settings.model.resolve()
     checkpoint = open_checkpoint(path)
-    tokenizer = load_tokenizer(str(path))
+    packed = pack_tokenizer(path)
+    tokenizer = packed.load()
     tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
     device = _device(settings.embedded.device)
     trained = covered_length(checkpoint.shape)
@@ -56,7 +57,7 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
     info = ModelInfo(
         name=settings.served_name or model_name(path),
         engine="embedded",
-        tokenizer=str(path),
+        tokenizer=packed.fingerprint,
         vocab_size=min(tokenizer.vocab_size, checkpoint.shape.vocab_size),
         context_length=context_length,
         block_size=PAGE_SIZE,
@@ -71,7 +72,8 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
-    return EmbeddedBackend(info, lambda: load_engine(checkpoint, tokenizer, context_length, settings.embedded, device), on_failure)
+    backend = EmbeddedBackend(info, lambda: load_engine(checkpoint, tokenizer, context_length, settings.embedded, device), on_failure)
+    return backend, packed
 
 
 def load_engine(

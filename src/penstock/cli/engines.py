@@ -15,7 +15,7 @@ from penstock.cli.settings import WorkerSettings
 from penstock.config.engines import EngineSettings
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.messages import KvEvents, ModelInfo
 from penstock.worker.backend import Backend
@@ -26,12 +26,13 @@ log = logging.getLogger(__name__)
 UNKNOWN = 1
 
 
-def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> Backend:
+def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
     """What is wrong with the model's files or the settings is told here, before anything heavy is loaded."""
     assert settings.model is not None
     # Only the tokenizer is read here, so any model file will do where the engine has its own.
     path = find_model(settings.model, takes_gguf=settings.engine == "http")
-    tokenizer = load_tokenizer(str(path))
+    packed = pack_tokenizer(path)
+    tokenizer = packed.load()
     vocab_size, end_ids = tokenizer.vocab_size, frozenset({tokenizer.end_id})
     if path.is_dir():
         vocab_size = min(vocab_size, read_vocab_size(path) or vocab_size)
@@ -42,7 +43,7 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
     model = ModelInfo(
         name=settings.served_name or (model_name(path) if settings.model.exists() else settings.model.name),
         engine=settings.engine,
-        tokenizer=str(path),
+        tokenizer=packed.fingerprint,
         vocab_size=vocab_size,
         context_length=settings.context_length or UNKNOWN,
         block_size=UNKNOWN,
@@ -50,9 +51,10 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> B
         reasoning_parser=reasoning_parser,
     )
     foreign = settings.foreign
-    return ExternalBackend(
+    backend = ExternalBackend(
         model, engine, grammars, _make_feed, on_failure, max_sessions=foreign.max_sessions, session_grace=foreign.session_grace
     )
+    return backend, packed
 
 
 def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> ExternalEngine:

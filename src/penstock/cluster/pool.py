@@ -10,6 +10,7 @@ from typing import Protocol, Self
 
 from penstock.cluster.links.link import Address
 from penstock.cluster.links.worker_link import WorkerLink, connect
+from penstock.text.tokenizers.cache import Fetch
 from penstock.wire.errors import HandshakeRefused, LinkError, PenstockError, WorkerStalled
 from penstock.wire.messages import ModelInfo
 
@@ -50,9 +51,9 @@ class PoolListener(Protocol):
 class WorkerPool:
     """Keeps one link to each worker while it is entered as a context.
 
-    `prepare` is awaited with a worker's model before the worker gets work: the front end loads the tokenizer there. When it raises,
-    the worker is not used; this is logged once, and the worker is connected again after a delay that grows. A worker that owes tokens
-    and sends nothing for `stall_seconds` loses its link; it is connected again when it answers.
+    `prepare` is awaited before a worker gets work, with its model and a way to fetch its tokenizer: the front end loads that. When it
+    raises, the worker is not used; this is logged once, and the worker is connected again after a delay that grows. A worker that owes
+    tokens and sends nothing for `stall_seconds` loses its link; it is connected again when it answers.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class WorkerPool:
         addresses: Iterable[Address],
         front_end: str,
         secret: str,
-        prepare: Callable[[ModelInfo], Awaitable[None]],
+        prepare: Callable[[ModelInfo, Fetch], Awaitable[None]],
         stall_seconds: float = 30.0,
     ) -> None:
         self._fixed = frozenset(addresses)
@@ -144,7 +145,7 @@ class WorkerPool:
         """Keeps the worker as a member of the pool until its link is lost. Raises _Unusable when it cannot become one."""
         self._check(member)
         try:
-            await self._prepare(member.model)
+            await self._prepare(member.model, member.link.fetch_tokenizer)
         except PenstockError as error:
             raise _Unprepared(f"{member.name} cannot be used: {error}") from None
         except Exception as error:

@@ -14,11 +14,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
+from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, ChatMessage, ChatPrompt
 from penstock.text.tool_prompt import calls_as_text, tools_in_system, tools_in_user
 from penstock.wire.errors import ConfigError, PenstockError, RequestError
 
-DEFAULT = "default"
 TOOL_USE = "tool_use"
 
 MOST_CHARACTERS = 64 * 2**20
@@ -44,7 +43,7 @@ class ChatTemplates:
     def __init__(self, sources: Mapping[str, str], named_tokens: Mapping[str, str]) -> None:
         self._named_tokens = named_tokens
         self._templates = {name: ChatTemplate(source, named_tokens) for name, source in sources.items()}
-        preferred = next((self._templates[name] for name in (TOOL_USE, DEFAULT, *sources) if name in sources), None)
+        preferred = next((self._templates[name] for name in (TOOL_USE, DEFAULT_TEMPLATE, *sources) if name in sources), None)
         self.source = None if preferred is None else preferred.source
         self.renders_tools = preferred is not None and preferred.renders_tools
 
@@ -62,7 +61,7 @@ class ChatTemplates:
         return template.render(prompt)
 
     def _choose(self, prompt: ChatPrompt) -> ChatTemplate:
-        preferred = (TOOL_USE, DEFAULT) if prompt.tools else (DEFAULT,)
+        preferred = (TOOL_USE, DEFAULT_TEMPLATE) if prompt.tools else (DEFAULT_TEMPLATE,)
         names = preferred if prompt.template is None else (prompt.template,)
         found = next((self._templates[name] for name in names if name in self._templates), None)
         if found is not None:

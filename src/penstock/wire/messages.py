@@ -9,9 +9,12 @@ from typing import Literal
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 GENERATION_ID_BYTES = 16
 DEFAULT_SESSION_SECONDS = 300.0
+MAX_TOKENIZER_BYTES = 64 * 2**20
+TOKENIZER_PIECE_BYTES = 128 * 1024
+"""Small enough that tokens behind it do not wait: 10 ms at 100 Mbit/s."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -124,7 +127,8 @@ Capability = Literal["kv_events", "sessions", "logprobs", "prompt_logprobs", "gr
 class ModelInfo(Struct, frozen=True):
     """What a front end must know about the model that a worker serves, and about how it serves it.
 
-    `tokenizer` is `words` for the built-in one, else the directory that holds `tokenizer.json`. `max_batch` is how many generations
+    `tokenizer` is `words` for the built-in one, else the fingerprint of what it is made from: the front end looks for that in its own
+    files, and fetches it with TokenizerRequest otherwise. `max_batch` is how many generations
     the worker computes at once, 0 when it does not say. `tool_parser` and `reasoning_parser`
     name the formats in which the model writes calls of tools and its reasoning; None where it writes none that is known.
     """
@@ -307,6 +311,23 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     model: ModelInfo
 
 
+class TokenizerRequest(Struct, frozen=True, tag="tokenizer_request"):
+    """Front end to worker: send the piece of the packed tokenizer that begins at this byte."""
+
+    offset: int
+
+
+class TokenizerPiece(Struct, frozen=True, tag="tokenizer_piece"):
+    """Worker to front end: the piece asked for, of at most TOKENIZER_PIECE_BYTES. The whole has `total` bytes.
+
+    One piece is asked for at a time, so that tokens pass between the pieces.
+    """
+
+    offset: int
+    total: int
+    data: bytes
+
+
 class Draining(Struct, frozen=True, tag="draining"):
     """Worker to front end: send nothing new; what runs is finished."""
 
@@ -333,4 +354,6 @@ Message = (
     | Welcome
     | Draining
     | Goodbye
+    | TokenizerRequest
+    | TokenizerPiece
 )

@@ -227,7 +227,7 @@ class Rig:
         self._folder = tempfile.TemporaryDirectory(prefix="contract-")
         self._begun = 0
         self._tasks = 0
-        self.backend = make_backend(self._settings(flags), self._on_failure)
+        self.backend, _ = make_backend(self._settings(flags), self._on_failure)
         self.tap = Tap(self.backend)
         self.runtime = WorkerRuntime(self.tap)
         self._loop = uvloop.new_event_loop()

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat_model import chat_model
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.bench.stream import Stream
 from penstock.bench.verify import Verdict, Verification, Verifier, classify, make_verifier
+from penstock.text.tokenizers.source import load_tokenizer, pack_tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.wire.errors import ConfigError
 
@@ -111,12 +113,19 @@ def test_a_stream_that_failed_has_no_usage_to_be_wrong() -> None:
     [
         (None, "", "this server does not name its engine"),
         ("vllm", "words", "this server has the engine 'vllm'"),
-        ("simulator", "/no/such/model", "'/no/such/model' is not a directory on this machine"),
+        ("simulator", "/no/such/model", "expected 'words' or a fingerprint"),
+        ("simulator", "0" * 64, "give its model directory or GGUF file as --tokenizer"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(engine: str | None, tokenizer: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_verifier(engine, tokenizer)
+
+
+def test_a_tokenizer_is_found_in_a_model_directory() -> None:
+    verifier = make_verifier("simulator", pack_tokenizer(chat_model()).fingerprint, chat_model())
+    tokenizer = load_tokenizer(str(chat_model()))
+    assert verifier.expected_text(3, 9) == tokenizer.decode(tokens_between(3, 0, 9, tokenizer.ordinary_ids))
 
 
 def test_the_simulator_can_be_verified() -> None:

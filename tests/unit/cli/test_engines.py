@@ -18,6 +18,7 @@ from penstock.cli.models import find_model, model_name
 from penstock.cli.settings import ForeignSettings, WorkerSettings, serve_settings, worker_settings
 from penstock.engine.checkpoints.checkpoint import find_default_model
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.wire.errors import ConfigError
 
 
@@ -100,15 +101,18 @@ def test_a_model_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_model_is_named_as_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that is said by a path without a name."""
     monkeypatch.chdir(chat_model())
-    backend = make_external(worker("--engine=http", "--url=http://127.0.0.1:1", "--model=."), lambda: None)
+    backend, packed = make_external(worker("--engine=http", "--url=http://127.0.0.1:1", "--model=."), lambda: None)
     assert backend.model.name == chat_model().name
+    assert backend.model.tokenizer == packed.fingerprint
+    assert str(chat_model()).encode() not in packed.data
 
 
 def test_a_server_with_a_gguf_file_is_asked_with_the_tokenizer_of_that_file() -> None:
     path = find_default_model()
-    backend = make_external(worker("--engine=http", "--url=http://127.0.0.1:1", f"--model={path}"), lambda: None)
+    backend, packed = make_external(worker("--engine=http", "--url=http://127.0.0.1:1", f"--model={path}"), lambda: None)
     assert path.suffix == ".gguf"
-    assert (backend.model.name, backend.model.tokenizer, backend.model.vocab_size) == (model_name(path), str(path.resolve()), 49_152)
+    assert (backend.model.name, backend.model.tokenizer, backend.model.vocab_size) == (model_name(path), packed.fingerprint, 49_152)
+    assert packed == pack_tokenizer(path)
     with pytest.raises(ConfigError, match="is a file: expected a directory"):
         make_external(worker("--engine=vllm", f"--model={path}"), lambda: None)
 

@@ -13,7 +13,9 @@ from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.codec import encode_frame
 from penstock.wire.errors import FrameMalformed, GenerationFault, HandshakeRefused, LinkBroken, LinkError, StreamError
 from penstock.wire.messages import (
+    MAX_TOKENIZER_BYTES,
     PROTOCOL_VERSION,
+    TOKENIZER_PIECE_BYTES,
     Cancel,
     Challenge,
     CloseSession,
@@ -33,6 +35,8 @@ from penstock.wire.messages import (
     SnapshotRequest,
     Step,
     Submit,
+    TokenizerPiece,
+    TokenizerRequest,
     Welcome,
     WorkerStats,
 )
@@ -43,6 +47,8 @@ _READY = encode_frame(Ready())
 # A turn of the loop can be long when many requests come at once, and a worker should not wait for its end to begin.
 MESSAGES_A_WRITE = 8
 JUST_NOW_SECONDS = 0.1
+PIECE_SECONDS = 10.0
+"""A worker that takes longer for one piece of its tokenizer is not used."""
 
 
 class LinkObserver(Protocol):
@@ -122,6 +128,7 @@ class WorkerLink(LinkProtocol):
         self._gathering = False
         self._queries: dict[int, asyncio.Future[Sequence[SessionReport]]] = {}
         self._next_query = 0
+        self._piece: asyncio.Future[TokenizerPiece] | None = None
         self._silent_ticks = 0
         self._heard_at = 0.0
         self.unbegun = 0
@@ -198,6 +205,36 @@ class WorkerLink(LinkProtocol):
         finally:
             self._queries.pop(number, None)
 
+    async def fetch_tokenizer(self) -> bytes:
+        """The worker's packed tokenizer, piece by piece. For one caller at a time. Raises LinkError when the link is lost, when a piece is
+        late, and when the worker sends something else or too much."""
+        data = bytearray()
+        while True:
+            piece = await self._fetch_piece(len(data))
+            if not 0 < piece.total <= MAX_TOKENIZER_BYTES:
+                raise FrameMalformed(f"the worker's tokenizer has {piece.total:,} bytes: expected 1 to {MAX_TOKENIZER_BYTES:,}")
+            if piece.offset != len(data) or not 0 < len(piece.data) <= min(TOKENIZER_PIECE_BYTES, piece.total - len(data)):
+                raise FrameMalformed(
+                    f"the worker sent {len(piece.data):,} bytes of its tokenizer at {piece.offset:,} of {piece.total:,}: expected a piece "
+                    f"of at most {TOKENIZER_PIECE_BYTES:,} bytes at {len(data):,}"
+                )
+            data += piece.data
+            if len(data) == piece.total:
+                return bytes(data)
+
+    async def _fetch_piece(self, offset: int) -> TokenizerPiece:
+        if self.lost.done():
+            raise self.lost.result()
+        self._piece = self._loop.create_future()
+        self._write_soon(encode_frame(TokenizerRequest(offset)))
+        try:
+            async with asyncio.timeout(PIECE_SECONDS):
+                return await self._piece
+        except TimeoutError as error:
+            raise LinkBroken(f"the worker sent no piece of its tokenizer within {PIECE_SECONDS:g} s") from error
+        finally:
+            self._piece = None
+
     def messages_received(self, messages: list[Message]) -> None:
         self._silent_ticks = 0
         self._heard_at = self._loop.time()
@@ -218,6 +255,8 @@ class WorkerLink(LinkProtocol):
                 answer = self._queries.get(message.number)
                 if answer is not None and not answer.done():
                     answer.set_result(message.reports)
+            case TokenizerPiece() if self._piece is not None and not self._piece.done():
+                self._piece.set_result(message)
             case Draining():
                 self.draining = True
                 self.observer.draining()
@@ -244,6 +283,8 @@ class WorkerLink(LinkProtocol):
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_result(())
+        if self._piece is not None and not self._piece.done():
+            self._piece.set_exception(reason)
 
     def _deliver(self, step: Step) -> None:
         self.stats = step.stats

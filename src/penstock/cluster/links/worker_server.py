@@ -10,22 +10,33 @@ import socket
 from pathlib import Path
 
 from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, Address, LinkProtocol, UnixAddress, check_proof, check_version, proof, unexpected
-from penstock.wire.errors import ConfigError, HandshakeRefused, LinkError
-from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Goodbye, Hello, Message, Welcome
+from penstock.wire.errors import ConfigError, FrameMalformed, HandshakeRefused, LinkError
+from penstock.wire.messages import (
+    PROTOCOL_VERSION,
+    TOKENIZER_PIECE_BYTES,
+    Challenge,
+    Goodbye,
+    Hello,
+    Message,
+    TokenizerPiece,
+    TokenizerRequest,
+    Welcome,
+)
 from penstock.worker.runtime import FrontEndPort, WorkerRuntime
 
 log = logging.getLogger(__name__)
 
 
 class WorkerServer:
-    """Listens for front ends and gives each its own port of the runtime."""
+    """Listens for front ends and gives each its own port of the runtime. `tokenizer` is what front ends may fetch, packed."""
 
-    def __init__(self, runtime: WorkerRuntime, name: str, address: Address, secret: str) -> None:
+    def __init__(self, runtime: WorkerRuntime, name: str, address: Address, secret: str, tokenizer: bytes = b"") -> None:
         if not isinstance(address, UnixAddress) and not secret:
             raise ConfigError(f"--listen {address}: a worker on TCP needs a shared secret; set PENSTOCK_LINK_SECRET")
         self.runtime = runtime
         self.name = name
         self.secret = secret
+        self.tokenizer = tokenizer
         self.links: set[FrontEndLink] = set()
         self._address = address
         self._server: asyncio.Server | None = None
@@ -93,11 +104,19 @@ class FrontEndLink(LinkProtocol):
         for message in messages:
             if self._port is None:
                 self._port = self._greet(message)
+            elif isinstance(message, TokenizerRequest):
+                self._send_tokenizer(message.offset)
             elif isinstance(message, Goodbye):
                 raise unexpected(message, "work")
             else:
                 runtime.handle(self._port, message)
         runtime.flush()
+
+    def _send_tokenizer(self, offset: int) -> None:
+        tokenizer = self._server.tokenizer
+        if not 0 <= offset < len(tokenizer):
+            raise FrameMalformed(f"asked for byte {offset:,} of a tokenizer of {len(tokenizer):,} bytes")
+        self.send(TokenizerPiece(offset, len(tokenizer), tokenizer[offset : offset + TOKENIZER_PIECE_BYTES]))
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from penstock.text.template import DEFAULT
 from penstock.text.tokenizers.gguf_file import read_gguf
 from penstock.text.tokenizers.model_settings import ModelSettings
-from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
+from penstock.text.tokenizers.source import TokenizerSource
+from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE
 from penstock.wire.errors import ConfigError
 
 KEY = "tokenizer.ggml"
@@ -79,19 +79,20 @@ STYLES: Mapping[str, ByteLevelStyle] = {
 }
 
 
-def read_gguf_tokenizer(path: Path) -> ModelTokenizer:
+def read_gguf_tokenizer(path: Path) -> TokenizerSource:
     """Reads the file's header only. Raises ConfigError when it carries no tokenizer that is known here."""
     metadata = read_gguf(path).metadata
     tokens = metadata.strings(f"{KEY}.tokens")
-    return ModelTokenizer(_tokenizer(metadata, tokens), _named_tokens(metadata, tokens), _templates(metadata), size=len(tokens))
+    definition = _tokenizer(metadata, tokens).to_str()
+    return TokenizerSource(definition, _named_tokens(metadata, tokens), _templates(metadata), len(tokens))
 
 
-def _templates(metadata: ModelSettings) -> Mapping[str, str]:
+def _templates(metadata: ModelSettings) -> dict[str, str]:
     """The one that the file has, and those that it has by name."""
     key = "tokenizer.chat_template"
     names = metadata.strings("tokenizer.chat_templates") if metadata.has("tokenizer.chat_templates") else []
     named = {name: metadata.text(f"{key}.{name}") for name in names}
-    return {**named, DEFAULT: metadata.text(key)} if metadata.has(key) else named
+    return {**named, DEFAULT_TEMPLATE: metadata.text(key)} if metadata.has(key) else named
 
 
 def _tokenizer(metadata: ModelSettings, tokens: Sequence[str]) -> Tokenizer:

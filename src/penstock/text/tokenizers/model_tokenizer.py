@@ -9,9 +9,9 @@ from itertools import pairwise
 import tokenizers
 
 from penstock.text.detokenizer import ByteDetokenizer, ByteTables, Detokenizer, PieceDetokenizer, StepDetokenizer
-from penstock.text.template import DEFAULT, ChatTemplates
+from penstock.text.template import ChatTemplates
 from penstock.text.tokenizers.cuts import SLICE, any_of, by_first_letter, can_slice, find_all, separators, slices
-from penstock.text.tokenizers.tokenizer import Answer, ChatPrompt
+from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, Answer, ChatPrompt
 from penstock.text.tokenizers.vocabulary import byte_pieces, find_infill_style, is_byte_level, is_sentence_piece, lost_bytes
 from penstock.wire.errors import ConfigError
 
@@ -19,6 +19,15 @@ PROBE = "water"
 
 # Stands for itself, whatever comes after it.
 BARRIER = "\u263a"
+
+
+def read_definition(definition: str) -> tokenizers.Tokenizer:
+    """From the text of a `tokenizer.json`. Raises ConfigError when the library cannot read it."""
+    try:
+        return tokenizers.Tokenizer.from_str(definition)
+    # The library raises nothing more specific.
+    except Exception as error:
+        raise ConfigError(f"tokenizer.json cannot be read: {error}") from error
 
 
 class ModelTokenizer:
@@ -37,7 +46,7 @@ class ModelTokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._named_tokens = named_tokens
-        sources = {DEFAULT: template} if isinstance(template, str) else template or {}
+        sources = {DEFAULT_TEMPLATE: template} if isinstance(template, str) else template or {}
         self._templates = ChatTemplates(sources, named_tokens)
         self.chat_template = self._templates.source
         self.renders_tools = self._templates.renders_tools

@@ -8,6 +8,9 @@ from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
 
 from penstock.text.detokenizer import Detokenizer
 
+DEFAULT_TEMPLATE = "default"
+"""The name of the chat template that a prompt gets when it names none."""
+
 
 class ToolFunction(TypedDict):
     """The function that a call names. Its arguments are what their JSON says, or the JSON itself where it is no object."""

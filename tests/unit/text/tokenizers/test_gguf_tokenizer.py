@@ -237,7 +237,7 @@ def byte_level_values(**changes: Any) -> dict[str, Any]:
 )
 def test_each_byte_level_style_is_as_the_rules_say(pre: str | None, patterns: list[str], whole_words: bool, tmp_path: Path) -> None:
     values = byte_level_values(pre=pre, add_bos_token=False)
-    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values))
+    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values)).load()
     slow = SlowBytePairs(values["tokenizer.ggml.tokens"], values["tokenizer.ggml.merges"], patterns, whole_words)
     for text in texts(200):
         expected = slow.encode(unicodedata.normalize("NFC", text) if pre == "qwen2" else text)
@@ -252,7 +252,7 @@ def test_each_byte_level_style_is_as_the_rules_say(pre: str | None, patterns: li
 )
 def test_the_first_token_comes_as_the_file_says(pre: str, said: bool | None, expected: bool, tmp_path: Path) -> None:
     values = byte_level_values(pre=pre, add_bos_token=said)
-    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values))
+    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values)).load()
     first = values["tokenizer.ggml.bos_token_id"]
     assert (tokenizer.encode("water")[0] == first) == expected
     assert tokenizer.decode(tokenizer.encode("water")) == "water"
@@ -265,7 +265,7 @@ def test_templates_with_names(tmp_path: Path) -> None:
         "tokenizer.chat_template.rag": "three",
     }
     values = byte_level_values() | named | {"tokenizer.chat_template": "one"}
-    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values))
+    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values)).load()
     assert tokenizer.render_chat(ChatPrompt([])) == "one"
     assert tokenizer.render_chat(ChatPrompt([], template="rag")) == "three"
     assert tokenizer.chat_template == "two"
@@ -274,7 +274,7 @@ def test_templates_with_names(tmp_path: Path) -> None:
 def test_kinds_of_tokens(tmp_path: Path) -> None:
     values = byte_level_values(add_bos_token=True) | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}
     tokens = values["tokenizer.ggml.tokens"]
-    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values))
+    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values)).load()
     first, end, tool, unused = (tokens.index(token) for token in ("<s>", "</s>", "<tool>", "[PAD]"))
     # The template has its own first token: no second one.
     assert tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": "<tool>"}])) == [first, tool, end]
@@ -286,7 +286,7 @@ def test_kinds_of_tokens(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_template_refuses_a_chat(tmp_path: Path) -> None:
-    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", byte_level_values()))
+    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", byte_level_values())).load()
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": "x"}]))
 
@@ -330,7 +330,7 @@ def slow_pieces(values: Mapping[str, Any], text: str) -> list[int]:
 @pytest.mark.parametrize("prefix", [None, False])
 def test_sentence_pieces_are_as_the_rules_say(prefix: bool | None, tmp_path: Path) -> None:
     values = sentence_piece_values(add_space_prefix=prefix)
-    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values))
+    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values)).load()
     for text in texts(300):
         prefixed = text if prefix is False or not text else f" {text}"
         token_ids = tokenizer.encode(text)
@@ -342,7 +342,7 @@ def test_sentence_pieces_are_as_the_rules_say(prefix: bool | None, tmp_path: Pat
 
 
 def test_sentence_pieces_serve_the_grammar_library(tmp_path: Path) -> None:
-    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", sentence_piece_values()))
+    tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", sentence_piece_values())).load()
     assert tokenizer.definition is not None
     assert llguidance.LLTokenizer(tokenizer.definition).vocab_size == tokenizer.vocab_size
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.text.detokenizer import StepDetokenizer
-from penstock.text.tokenizers.model_dir import read_model_dir
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatPrompt
@@ -29,6 +28,12 @@ def save(directory: Path, tokenizer: tokenizers.Tokenizer, settings: dict[str, o
     return directory
 
 
+def load(directory: Path) -> ModelTokenizer:
+    loaded = load_tokenizer(str(directory))
+    assert isinstance(loaded, ModelTokenizer)
+    return loaded
+
+
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -37,9 +42,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(CORPUS, trainer)
     directory = save(tmp_path_factory.mktemp("model") / "bytes", tokenizer, {"eos_token": "<eos>", "chat_template": TEMPLATE})
-    loaded = load_tokenizer(str(directory))
-    assert isinstance(loaded, ModelTokenizer)
-    return loaded
+    return load(directory)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     tokenizer.add_tokens(specials[2:])
     tokenizer.train_from_iterator(CORPUS, trainer)
     directory = save(tmp_path_factory.mktemp("model") / "pieces", tokenizer, {"eos_token": {"content": "</s>"}})
-    return read_model_dir(directory)
+    return load(directory)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def stepwise(sentence_piece: ModelTokenizer, tmp_path_factory: pytest.TempPathFa
     assert sentence_piece.definition is not None
     tokenizer = tokenizers.Tokenizer.from_str(sentence_piece.definition)
     tokenizer.decoder = decoders.Metaspace()
-    return read_model_dir(save(tmp_path_factory.mktemp("model") / "steps", tokenizer, {"eos_token": "</s>"}))
+    return load(save(tmp_path_factory.mktemp("model") / "steps", tokenizer, {"eos_token": "</s>"}))
 
 
 def detokenized(tokenizer: ModelTokenizer, token_ids: list[int], cuts: list[int]) -> str:
