@@ -14,7 +14,7 @@ from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.links.link import UnixAddress
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
-from penstock.cluster.sessions.sessions import Sessions
+from penstock.cluster.sessions.sessions import KEEP_ALIVE_SECONDS, Sessions
 from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import DispatchLimits, RouterSettings
@@ -94,6 +94,7 @@ class FrontEnd:
         stall_seconds: float = 30.0,
         router: RouterSettings | None = None,
         name: str = "test",
+        keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
         **limits: Any,
     ) -> None:
         self.pool = WorkerPool([worker.address for worker in workers], name, SECRET, _prepare, stall_seconds)
@@ -101,7 +102,7 @@ class FrontEnd:
         self.dispatcher = Dispatcher(self.pool, self.router, DispatchLimits(**{"worker_wait": 5.0, **limits}))
         self.store = MemoryStore() if store is None else store
         self.ended: list[str] = []
-        self.sessions = Sessions(self.store, self.pool, quota=quota, on_end=self.ended.append)
+        self.sessions = Sessions(self.store, self.pool, quota=quota, on_end=self.ended.append, keep_alive_seconds=keep_alive_seconds)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:

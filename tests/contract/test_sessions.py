@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cluster.sessions.sessions import ACTIVE_MARGIN_SECONDS
 from penstock.router.affinity import Binding, Claim, MemoryStore, session_key
 from penstock.router.policy import Hints, SessionWish
 from penstock.wire.messages import Submit
@@ -242,7 +243,7 @@ async def test_a_session_that_finds_no_lease_where_it_goes_keeps_its_time_and_mo
             await until(lambda: len(front_end.pool.members) == 1)
             turn, _ = await front_end.run(submit(6), wish())
             assert (turn.state, turn.worker) == ("over_quota", full.name)
-            await until(lambda: front_end.sessions.unsettled == 0)
+            await until(lambda: front_end.sessions.is_idle)
             key = session_key("somebody", "simulator", "agent")
             now = 91.0
             assert await store.get(key) is not None
@@ -334,7 +335,7 @@ async def test_a_late_close_of_an_earlier_incarnation_is_ignored(tmp_path: Path)
     async with three_workers(tmp_path) as workers, FrontEnd(workers) as front_end:
         turn, _ = await front_end.run(submit(1), wish("open"))
         assert turn.session is not None
-        old = turn.session.key, turn.session.epoch
+        old = turn.session.key, turn.session.binding.epoch
         await front_end.run(submit(2), wish("close"))
         await until(lambda: held(workers) == 0)
         turn, _ = await front_end.run(submit(3), wish("open"))
@@ -389,7 +390,7 @@ async def test_nothing_is_left_of_many_sessions(tmp_path: Path) -> None:
         store.check_integrity()
         assert len(store) == 0
         assert worker.simulator.stats().kv_blocks_leased == 0
-        await until(lambda: front_end.sessions.unsettled == 0)
+        await until(lambda: front_end.sessions.is_idle)
 
 
 class SlowStore(MemoryStore):
@@ -449,7 +450,7 @@ async def test_a_session_that_is_closed_while_it_moves_stays_closed(tmp_path: Pa
         store.may_write.set()
         _, reader = await running
         assert reader.tokens == expected(2, 400)
-        await until(lambda: len(store) == 0 and front_end.sessions.unsettled == 0)
+        await until(lambda: len(store) == 0 and front_end.sessions.is_idle)
         (other,) = [worker for worker in workers if worker is not home]
         assert other.simulator.stats().sessions == 0
 
@@ -470,15 +471,43 @@ class HeldRenewals(MemoryStore):
         return await super().renew(key, epoch, seconds)
 
 
-async def test_a_renewal_that_comes_after_the_last_turns_end_prolongs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cluster.sessions.sessions.KEEP_ALIVE_SECONDS", 0.01)
+class CountedRenewals(MemoryStore):
+    """A store that counts the renewals of running turns."""
+
+    renewals = 0
+
+    async def renew(self, key: str, epoch: int, seconds: float) -> bool:
+        self.renewals += seconds > 60.0
+        return await super().renew(key, epoch, seconds)
+
+
+async def test_a_turn_of_any_length_keeps_its_session(tmp_path: Path) -> None:
+    now = 0.0
+    store = CountedRenewals(clock=lambda: now)
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store, keep_alive_seconds=0.01) as front_end:
+        turn = front_end.turn(wish("open"))
+        await front_end.sessions.begin(turn, "simulator")
+        _, task = front_end.start(submit(1, 50_000), turn)
+        await until(lambda: turn.worker is not None and turn.settling is None)
+        for _ in range(4):
+            # Just within the time that one renewal gives.
+            now += 60.0 + ACTIVE_MARGIN_SECONDS - 1
+            seen = store.renewals
+            await until(lambda: store.renewals > seen)  # noqa: B023
+        assert await store.get(session_key("somebody", "simulator", "agent")) is not None
+        task.cancel()
+        front_end.sessions.end(turn)
+        await until(lambda: front_end.sessions.is_idle)
+
+
+async def test_a_renewal_that_comes_after_the_last_turns_end_prolongs_nothing(tmp_path: Path) -> None:
     now = 0.0
     store = HeldRenewals(clock=lambda: now)
-    async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store) as front_end:
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store, keep_alive_seconds=0.01) as front_end:
         running = asyncio.create_task(front_end.run(submit(1, 200), wish("open")))
         await until(lambda: store.waiting == 1)
         await running
-        await until(lambda: front_end.sessions.unsettled == 0)
+        await until(lambda: front_end.sessions.is_idle)
         store.may_renew.set()
         await until(lambda: store.waiting == 0)
         key = session_key("somebody", "simulator", "agent")
@@ -518,7 +547,7 @@ async def test_a_turn_while_the_reaper_asks_keeps_its_session(tmp_path: Path, fi
     key = session_key("somebody", "simulator", "agent")
     async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store) as front_end:
         await front_end.run(submit(1), wish("open", timeout=0.3))
-        await until(lambda: front_end.sessions.unsettled == 0)
+        await until(lambda: front_end.sessions.is_idle)
         binding = await store.get(key)
         assert binding is not None
         # Another front end has it, too.
@@ -529,7 +558,7 @@ async def test_a_turn_while_the_reaper_asks_keeps_its_session(tmp_path: Path, fi
         gates = [store.may_settle, store.may_reap] if first == "the turn's end" else [store.may_reap, store.may_settle]
         for gate in gates:
             gate.set()
-            await until(lambda: front_end.sessions.unsettled == 0 if store.may_settle.is_set() else store.reaps == 2)
+            await until(lambda: front_end.sessions.is_idle if store.may_settle.is_set() else store.reaps == 2)
         await until(lambda: store.reaps == 2)
         assert len(front_end.sessions) == 1
         assert await front_end.sessions.close_session("somebody", "agent")
@@ -564,5 +593,4 @@ async def test_turns_of_a_session_over_quota_end_in_any_order(tmp_path: Path) ->
             assert turn.state == "over_quota"
         turn, reader = await long
         assert (turn.state, reader.tokens) == ("over_quota", expected(1, 300))
-        await until(lambda: held(workers) == 0 and len(front_end.sessions) == 0)
-        assert front_end.sessions.in_turn == 0
+        await until(lambda: held(workers) == 0 and len(front_end.sessions) == 0 and front_end.sessions.is_idle)

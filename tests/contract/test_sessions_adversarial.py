@@ -118,8 +118,7 @@ async def test_nothing_is_lost_and_nothing_is_left(tmp_path: Path, seed: int, ca
             async with asyncio.timeout(60):
                 await asyncio.gather(*tasks)
             for front_end in (one, two):
-                await until(lambda: len(front_end.sessions) == 0 and front_end.sessions.unsettled == 0)  # noqa: B023
-                assert front_end.sessions.in_turn == 0
+                await until(lambda: len(front_end.sessions) == 0 and front_end.sessions.is_idle)  # noqa: B023
                 assert front_end.dispatcher.queued == 0
                 await until(lambda: all(front_end.router.load_of(name) == 0 for name in "abc"))  # noqa: B023
             await until(lambda: [worker.simulator.stats().sessions for worker in workers] == [0, 0, 0])

@@ -1,14 +1,13 @@
-"""The front end's sessions: where an agent's turns go, and for how long its KV is asked to be kept.
+"""The front end's sessions: where an agent's turns go, and how long its KV is kept.
 
-A session is bound to a worker once the worker has granted its lease, in a store that several front ends may share. While a turn runs, the
-binding is kept alive; from the end of the last one it runs for the session's timeout. Then the reaper ends it, here and on the worker;
-if this front end has died by then, the store's own expiry and the worker's own timer do.
+First a worker grants the lease, then the session is bound to that worker in a store that several front ends may share. While a turn
+runs, the binding is renewed. After the last turn it lives for the session's timeout; then the reaper ends it here and on the worker.
+If this front end dies, the store's expiry and the worker's own timer end it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import time
 from collections import Counter
@@ -19,32 +18,35 @@ from msgspec import structs
 
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.turn import Session, Turn
+from penstock.lazy_heap import LazyHeap
 from penstock.router.affinity import AffinityStore, Binding, affinity_key, session_key
 from penstock.router.policy import Hints, SessionWish
 from penstock.wire.messages import SessionReport
 
 log = logging.getLogger(__name__)
 
-# How much longer than its timeout a binding lives while a turn runs, and how often it is renewed then.
-ACTIVE_MARGIN = 30.0
+# While a turn runs, the binding lives this much longer than its timeout, and is renewed this often.
+ACTIVE_MARGIN_SECONDS = 30.0
 KEEP_ALIVE_SECONDS = 10.0
-# How long a mere key, without a session, remembers its worker.
+# How long a key without a session remembers its worker.
 AFFINITY_SECONDS = 600.0
-# The store's clock and ours may differ by a little: a session that we reap has expired there, too.
-REAP_SLACK = 0.05
-LONGEST_NAP = 1.0
-# A worker that computes answers between two steps; one that is stuck is not waited for.
+# The store's clock and ours may differ a little. With this slack, a session that we reap has expired in the store, too.
+REAP_SLACK_SECONDS = 0.05
+MAX_NAP_SECONDS = 1.0
+# A worker answers between two steps. One that is stuck is not waited for.
 ASK_SECONDS = 5.0
-# Epochs of one session that moves go up by one; a session that is opened anew starts beyond those.
+# A move raises the epoch by one. A session that is opened again starts above all epochs of its moves.
 EPOCH_STEP = 1 << 10
-
 
 Listing = tuple[Binding, SessionReport | None]
 """A session of the store, and what its worker reports. None: the worker is gone, or does not answer in time."""
 
 
 class Sessions:
-    """All the sessions that this front end has a hand in, as a context: its tasks end with it, and are awaited."""
+    """All sessions that had a turn at this front end. Its background tasks run while it is entered as a context, and end with it.
+
+    `begin` waits for the store; nothing else that a turn needs does. A store or a worker that is gone never fails a turn.
+    """
 
     def __init__(
         self,
@@ -54,62 +56,63 @@ class Sessions:
         quota: int,
         on_end: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
     ) -> None:
         self._store = store
         self._pool = pool
         self._quota = quota
         self._on_end = on_end
         self._clock = clock
+        self._keep_alive_seconds = keep_alive_seconds
         self._sessions: dict[str, Session] = {}
         self._active: set[Session] = set()
-        self._expiries: list[tuple[float, int, Session]] = []
-        self._pushed = 0
+        # Sessions without a running turn, by the time at which they end.
+        self._expiries: LazyHeap[Session, float] = LazyHeap()
         self._some_expire = asyncio.Event()
+        self._loops: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
-        """What became of sessions: opened, moved, expired, closed, over_quota, unknown."""
+        """What happened to sessions: opened, moved, expired, closed, over_quota, unknown."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     @property
-    def in_turn(self) -> int:
-        """Sessions with a running turn."""
-        return len(self._active)
-
-    @property
-    def unsettled(self) -> int:
-        """Tasks that still tell the store or a worker about an ended turn or session. The reaper and the keep-alive are not counted."""
-        return len(self._tasks) - 2
+    def is_idle(self) -> bool:
+        """No turn is running, and the store knows about the end of all turns."""
+        return not self._active and not self._tasks
 
     async def __aenter__(self) -> Self:
-        self._spawn(self._reap(), "session reaper")
-        self._spawn(self._keep_alive(), "session keep-alive")
+        self._loops = [
+            asyncio.create_task(self._reap(), name="session reaper"),
+            asyncio.create_task(self._keep_alive(), name="session keep-alive"),
+        ]
+        for task in self._loops:
+            task.add_done_callback(_report_failure)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        while self._tasks:
-            for task in self._tasks:
+        while tasks := [task for task in (*self._loops, *self._tasks) if not task.done()]:
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(tasks)
 
     def turn(self, owner: str, hints: Hints) -> Turn:
         return Turn(self, owner, hints)
 
     async def begin(self, turn: Turn, model: str) -> None:
-        """Finds what the turn's session, or its key, is bound to. To be followed by `end`, however the turn goes."""
-        hints, affinity, parent = turn.hints, None, None
-        if hints.session is not None:
-            await self._begin_session(turn, hints.session, model)
-            if hints.session.parent is not None and (turn.session is None or turn.session.worker is None):
-                parent = await self._store.get(session_key(turn.owner, model, hints.session.parent))
-        if hints.affinity is not None:
-            turn.affinity_key = affinity_key(turn.owner, model, hints.affinity)
-            affinity = await self._store.get(turn.affinity_key)
-        turn.prefer(affinity, parent)
+        """Looks up what the turn's session or key is bound to. `end` must follow, whatever happens to the turn."""
+        wish = turn.hints.session
+        if wish is not None:
+            await self._begin_session(turn, wish, model)
+            if wish.parent is not None and (turn.session is None or not turn.session.binding.worker):
+                turn.parent = await self._store.get(session_key(turn.owner, model, wish.parent))
+        if turn.hints.affinity is not None:
+            turn.affinity_key = affinity_key(turn.owner, model, turn.hints.affinity)
+            turn.affinity = await self._store.get(turn.affinity_key)
 
     def end(self, turn: Turn) -> None:
-        """The turn is over. The lease slides from now on if it was the last active one; a close that was put off is carried out."""
+        """The turn is over. After the last active turn the timeout starts, or a close that waited for it is carried out."""
         session = turn.session
         if session is None:
             return
@@ -120,29 +123,27 @@ class Sessions:
             self._spawn(self._settle(session), "end of a session's turn")
 
     def is_open(self, session: Session) -> bool:
-        """It has not been ended since the turn began."""
+        """This incarnation has not ended."""
         return self._sessions.get(session.key) is session
 
-    def count(self, event: str) -> None:
-        self.counts[event] += 1
-
     def granted(self, turn: Turn, session: Session, worker: str, epoch: int) -> None:
-        """A worker has given the session its lease: now it is bound. A lease where the session no longer is, is given back."""
-        if (worker, epoch) != (session.worker, session.epoch):
+        """A worker has granted the lease, so the session is bound now. A lease at a place that the session left is given back."""
+        if (worker, epoch) != session.place:
             self._close_on_worker(worker, session.key, epoch)
             return
         session.granted_epoch = epoch
-        if session.bound_epoch != epoch and session.binding is None and self.is_open(session):
-            session.binding = self._spawn(self._bind(turn, session), "session binding")
+        if session.bound_epoch != epoch and session.binding_task is None and self.is_open(session):
+            session.binding_task = self._spawn(self._bind(turn, session), "session binding")
 
-    def follow_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
-        """A key goes where its last request went, unless that was only a detour."""
+    def follow_affinity(self, turn: Turn, key: str, worker: str) -> None:
+        """Binds a key to the worker of its last request, unless that was a detour around a busy worker."""
+        known = turn.affinity
         was_gone = any(decision.diverted == "gone" for _, decision in turn.decisions if decision.worker == worker)
         if known is None or known.worker == worker or was_gone:
             self._spawn(self._bind_affinity(turn, key, known, worker), "affinity binding")
 
     async def list_sessions(self, owner: str, limit: int, after: str) -> list[Listing]:
-        """Those of this owner, by their ids, after this one; the ids of one worker are asked for together."""
+        """At most `limit` sessions of this owner, ordered by id, after the id `after`. Each worker is asked once."""
         bindings = await self._store.list_sessions(owner, limit, after)
         keys: dict[str, list[str]] = {}
         for binding in bindings:
@@ -152,7 +153,7 @@ class Sessions:
         return [(binding, reports.get(session_key(owner, binding.model, binding.session))) for binding in bindings]
 
     async def get_session(self, owner: str, session_id: str) -> Listing | None:
-        """The session of this id; the first of several models'."""
+        """The session with this id; the first one if several models have it."""
         for model in self._models():
             key = session_key(owner, model, session_id)
             binding = await self._store.get(key)
@@ -162,7 +163,10 @@ class Sessions:
         return None
 
     async def close_session(self, owner: str, session_id: str) -> bool:
-        """Ends it, of every model, for new turns now; on its worker when its last active turn ends. Returns whether there was one."""
+        """Ends the session, for every model. New turns do not find it; its worker ends it after the last active turn.
+
+        Returns whether there was one.
+        """
         closed = [await self._close_one(session_key(owner, model, session_id)) for model in self._models()]
         return any(closed)
 
@@ -177,7 +181,7 @@ class Sessions:
         return True
 
     async def _ask(self, worker: str, keys: Sequence[str]) -> Sequence[SessionReport]:
-        """What the worker knows of these; nothing when it is gone, or takes too long to say."""
+        """What the worker reports about these; nothing when it is gone or does not answer in time."""
         member = self._pool.find(worker)
         if member is None:
             return ()
@@ -190,55 +194,22 @@ class Sessions:
     def _models(self) -> list[str]:
         return list(dict.fromkeys(member.model.name for member in self._pool.members))
 
-    async def _settle(self, session: Session) -> None:
-        """What follows when the last active turn has ended."""
-        try:
-            await self._settle_now(session)
-        finally:
-            session.settling -= 1
-
-    async def _settle_now(self, session: Session) -> None:
-        if session.binding is not None:
-            await asyncio.wait([session.binding])
-        if session.active:
-            return
-        if not self.is_open(session):
-            # It was ended meanwhile; a turn that moved may have a lease, and a place in the store, all the same.
-            await self._close(session)
-        elif session.is_closing or session.bound_epoch is None:
-            self.counts["closed"] += session.is_closing
-            await self._close(session)
-        elif await self._store.renew(session.key, session.bound_epoch, session.timeout):
-            session.expires_at = self._clock() + session.timeout + REAP_SLACK
-            self._list_expiry(session)
-        elif not self._is_in_use(session):
-            # It was closed, or has moved, by way of another front end; or the store has forgotten it.
-            self._abandon(session)
-
     async def _begin_session(self, turn: Turn, wish: SessionWish, model: str) -> None:
         key = session_key(turn.owner, model, wish.id)
-        binding = await self._store.get(key)
-        session = self._sessions.get(key)
-        is_gone = binding is None and self._store.is_available
-        if session is not None and is_gone and session.bound_epoch is not None and not session.active:
-            # It has expired, or another front end has closed it.
-            self._abandon(session)
-            session = None
-        if session is None and binding is None and wish.action != "open":
+        stored = await self._store.get(key)
+        session = self._known(key, stored)
+        if session is None and stored is None and wish.action != "open":
             self.counts["unknown"] += 1
             return
         if session is None:
-            epoch = await self._store.next_epoch() * EPOCH_STEP if binding is None else binding.epoch
-            # Another turn may have come while we asked.
-            session = self._sessions.get(key) or Session(key, turn.owner, wish.id, model, epoch, wish.timeout)
-            self._sessions[key] = session
-            self.counts["opened"] += binding is None
-        if binding is not None and (session.bound_epoch is None or binding.epoch >= session.epoch):
-            if session.worker is not None and session.epoch != binding.epoch:
-                self._close_on_worker(session.worker, key, session.epoch)
-            session.adopt(binding)
+            session = await self._open(key, turn.owner, wish, model, stored)
+        if stored is not None and (session.bound_epoch is None or stored.epoch >= session.binding.epoch):
+            worker, epoch = session.place
+            if worker and epoch != stored.epoch:
+                self._close_on_worker(worker, key, epoch)
+            session.adopt(stored)
         if wish.action == "open":
-            session.timeout = wish.timeout
+            session.change_timeout(wish.timeout)
             session.is_closing = False
         elif wish.action == "close":
             session.is_closing = turn.closes = True
@@ -246,33 +217,47 @@ class Sessions:
         turn.session = session
         session.active += 1
         self._active.add(session)
-        if session.bound_epoch is not None and not await self._renew(session, binding):
-            # It has just expired: whoever grants it a lease binds it anew.
+        self._expiries.discard(session)
+        if session.bound_epoch is not None and not await self._renew(session, session.bound_epoch, stored):
+            # It has just expired. The next lease binds it again.
             session.bound_epoch = None
 
-    async def _renew(self, session: Session, binding: Binding | None) -> bool:
-        """While a turn runs. A timeout that is new is written, too, for the other front ends."""
-        seconds, bound_epoch = session.timeout + ACTIVE_MARGIN, session.bound_epoch
-        assert bound_epoch is not None
-        if binding is None or binding.timeout == session.timeout:
+    def _known(self, key: str, stored: Binding | None) -> Session | None:
+        """The session with this key, unless it expired or another front end closed it."""
+        session = self._sessions.get(key)
+        is_gone = stored is None and self._store.is_available
+        if session is not None and is_gone and session.bound_epoch is not None and not session.active:
+            self._abandon(session)
+            return None
+        return session
+
+    async def _open(self, key: str, owner: str, wish: SessionWish, model: str, stored: Binding | None) -> Session:
+        if stored is None:
+            stored = Binding(wish.id, "", model, await self._store.next_epoch() * EPOCH_STEP, wish.timeout, time.time())
+            self.counts["opened"] += 1
+        # Another turn may have opened it while we waited for the epoch.
+        return self._sessions.setdefault(key, Session(key, owner, stored))
+
+    async def _renew(self, session: Session, bound_epoch: int, stored: Binding | None) -> bool:
+        """Keeps the binding while a turn runs. A changed timeout is written as well, for the other front ends."""
+        timeout = session.binding.timeout
+        seconds = timeout + ACTIVE_MARGIN_SECONDS
+        if stored is None or stored.timeout == timeout:
             return await self._store.renew(session.key, bound_epoch, seconds)
-        changed = structs.replace(binding, timeout=session.timeout)
-        return (await self._store.rebind(session.key, binding.epoch, changed, seconds, session.owner)).epoch == bound_epoch
+        changed = structs.replace(stored, timeout=timeout)
+        return (await self._store.rebind(session.key, stored.epoch, changed, seconds, session.owner)).epoch == bound_epoch
 
     async def _bind(self, turn: Turn, session: Session) -> None:
-        """Writes into the store where the session is; again, if it has moved and been granted meanwhile."""
+        """Writes the session's place into the store; again if it moved meanwhile and was granted there."""
         try:
-            while session.bound_epoch != session.granted_epoch == session.epoch and self.is_open(session):
+            while session.bound_epoch != session.granted_epoch == session.binding.epoch and self.is_open(session):
                 await self._bind_once(turn, session)
         finally:
-            session.binding = None
+            session.binding_task = None
 
     async def _bind_once(self, turn: Turn, session: Session) -> None:
-        """If somebody else was quicker, theirs counts, and our lease is given back."""
-        worker, epoch = session.worker, session.epoch
-        assert worker is not None
-        binding = Binding(session.id, worker, session.model, epoch, session.timeout, time.time())
-        seconds = session.timeout + ACTIVE_MARGIN
+        """If another front end was faster, its binding counts and our lease is given back."""
+        binding, seconds = session.binding, session.binding.timeout + ACTIVE_MARGIN_SECONDS
         if session.bound_epoch is None:
             winner = (await self._store.claim(session.key, binding, seconds, session.owner, self._quota)).binding
         else:
@@ -280,12 +265,12 @@ class Sessions:
         if winner is None:
             turn.state = "over_quota"
             self.counts["over_quota"] += 1
-            self._close_on_worker(worker, session.key, epoch)
+            self._close_on_worker(binding.worker, session.key, binding.epoch)
             self._forget(session)
-        elif (winner.worker, winner.epoch) == (worker, epoch):
-            session.bound_epoch = epoch
+        elif (winner.worker, winner.epoch) == (binding.worker, binding.epoch):
+            session.bound_epoch = binding.epoch
         else:
-            self._close_on_worker(worker, session.key, epoch)
+            self._close_on_worker(binding.worker, session.key, binding.epoch)
             session.adopt(winner)
 
     async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
@@ -299,16 +284,41 @@ class Sessions:
         else:
             await self._store.rebind(key, known.epoch, binding, seconds)
 
+    async def _settle(self, session: Session) -> None:
+        """Tells the store that the last active turn has ended."""
+        try:
+            if session.binding_task is not None:
+                await asyncio.wait([session.binding_task])
+            if not session.active:
+                await self._settle_idle(session)
+        finally:
+            session.settling -= 1
+
+    async def _settle_idle(self, session: Session) -> None:
+        if not self.is_open(session):
+            # It was ended meanwhile. A turn that moved may still have a lease and a place in the store.
+            await self._close(session)
+        elif session.is_closing or session.bound_epoch is None:
+            self.counts["closed"] += session.is_closing
+            await self._close(session)
+        elif await self._store.renew(session.key, session.bound_epoch, session.binding.timeout):
+            if self.is_open(session) and not _is_in_use(session):
+                self._expiries.put(session, self._clock() + session.binding.timeout + REAP_SLACK_SECONDS)
+                self._some_expire.set()
+        elif not _is_in_use(session):
+            # Another front end closed or moved it, or the store forgot it.
+            self._abandon(session)
+
     async def _close(self, session: Session) -> None:
-        # First here: whoever opens it from now on opens another.
+        # First here, so that the next open makes another session.
         self._abandon(session)
         if session.bound_epoch is not None:
             await self._store.release(session.key, session.bound_epoch)
 
     def _abandon(self, session: Session) -> None:
-        """This incarnation is over: its lease is given back, when its last active turn has ended. One of another epoch is not touched."""
-        if session.worker is not None:
-            self._close_on_worker(session.worker, session.key, session.epoch)
+        """Ends this incarnation. The worker ends the lease after the last active turn, and only if the epoch is this one."""
+        worker, epoch = session.place
+        self._close_on_worker(worker, session.key, epoch)
         self._forget(session)
 
     def _close_on_worker(self, worker: str, key: str, epoch: int) -> None:
@@ -317,75 +327,63 @@ class Sessions:
             member.link.close_session(key, epoch)
 
     def _forget(self, session: Session) -> None:
+        self._expiries.discard(session)
         if self.is_open(session):
             del self._sessions[session.key]
             self._on_end(session.key)
 
-    def _list_expiry(self, session: Session) -> None:
-        """One entry a session: when its time comes and the session has been used since, it is listed anew."""
-        if session.is_listed:
-            return
-        session.is_listed = True
-        self._pushed += 1
-        heapq.heappush(self._expiries, (session.expires_at, self._pushed, session))
-        self._some_expire.set()
-        if len(self._expiries) > 2 * len(self._sessions) + 64:
-            # Most of them were closed before their time.
-            self._expiries = [entry for entry in self._expiries if self.is_open(entry[2])]
-            heapq.heapify(self._expiries)
-
     async def _reap(self) -> None:
-        """Ends sessions whose time has come."""
+        """Ends sessions whose timeout is over."""
         while True:
-            if not self._expiries:
+            first = self._expiries.least()
+            now = self._clock()
+            if first is None:
                 self._some_expire.clear()
                 await self._some_expire.wait()
-            now = self._clock()
-            if self._expiries and self._expiries[0][0] <= now:
-                await self._reap_one(heapq.heappop(self._expiries)[2], now)
-            elif self._expiries:
-                await asyncio.sleep(min(LONGEST_NAP, self._expiries[0][0] - now))
+            elif first[0] <= now:
+                await self._reap_one(self._expiries.pop())
+            else:
+                await asyncio.sleep(min(MAX_NAP_SECONDS, first[0] - now))
 
-    async def _reap_one(self, session: Session, now: float) -> None:
-        session.is_listed = False
-        if not self.is_open(session) or self._is_in_use(session) or session.settling:
+    async def _reap_one(self, session: Session) -> None:
+        if session.settling:
             return
-        if session.expires_at > now:
-            self._list_expiry(session)
+        stored = await self._store.get(session.key)
+        if not self.is_open(session) or _is_in_use(session) or session.settling or session in self._expiries:
+            # It was closed or had a turn while we asked. The end of that turn lists it again.
             return
-        binding = await self._store.get(session.key)
-        if self._is_in_use(session) or session.settling or session.expires_at > now:
-            # A turn of it has begun while we asked; one that has ended, too, has listed it anew, or will.
-            return
-        if not self._store.is_available or (binding is not None and binding.epoch == session.bound_epoch):
-            # Another front end has had a turn of it since, or may have had: it, or the worker's own timer, will see to its end.
+        if not self._store.is_available or (stored is not None and stored.epoch == session.bound_epoch):
+            # Another front end has had a turn of it since, or may have had. That one, or the worker's timer, ends it.
             self._forget(session)
             return
         self.counts["expired"] += 1
         self._abandon(session)
 
-    def _is_in_use(self, session: Session) -> bool:
-        return session.active > 0
-
     async def _keep_alive(self) -> None:
-        """Renews what is in use: a turn that is running keeps its session alive, however long it takes."""
+        """Renews the bindings of sessions with a running turn, however long the turn takes."""
         while True:
-            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            await asyncio.sleep(self._keep_alive_seconds)
             for session in list(self._active):
-                if session.bound_epoch is not None and self._is_in_use(session):
-                    await self._store.renew(session.key, session.bound_epoch, session.timeout + ACTIVE_MARGIN)
-                    if not self._is_in_use(session):
-                        # Its last turn has ended meanwhile, and may have told the store before us.
-                        session.settling += 1
-                        await self._settle(session)
+                if session.bound_epoch is None or not _is_in_use(session):
+                    continue
+                await self._store.renew(session.key, session.bound_epoch, session.binding.timeout + ACTIVE_MARGIN_SECONDS)
+                if not _is_in_use(session):
+                    # Its last turn ended meanwhile and may have told the store before us. Tell it again.
+                    session.settling += 1
+                    await self._settle(session)
 
     def _spawn(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_report_failure)
         return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+def _is_in_use(session: Session) -> bool:
+    return session.active > 0
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s failed", task.get_name(), exc_info=task.exception())

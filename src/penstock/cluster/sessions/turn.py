@@ -1,10 +1,12 @@
-"""A request on its way to the workers: the session that it is a turn of, where it would like to go, and what became of that."""
+"""One request on its way to the workers: its session, the worker it prefers, and what happened."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from penstock.kv.blocks import block_hashes
 from penstock.router.affinity import Binding
@@ -16,69 +18,62 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One incarnation of a session as this front end knows it, shared by its turns.
+    """One incarnation of a session, as this front end knows it. Its turns share it.
 
-    `worker` and `epoch` say where its turns go; `granted_epoch` is the last for which that worker gave a lease, `bound_epoch` the one
-    in the store. So many turns are `active`; when the last has ended, the store is still to be told: so many times it is `settling`.
+    `binding` says where its turns go; its worker is empty until the first turn is sent. `granted_epoch` is the last epoch for which
+    the worker gave a lease, `bound_epoch` the epoch that the store has. `active` counts running turns. `settling` counts the tasks
+    that tell the store about the end of the last turn.
     """
 
-    __slots__ = (
-        "active",
-        "binding",
-        "bound_epoch",
-        "epoch",
-        "expires_at",
-        "granted_epoch",
-        "id",
-        "is_closing",
-        "is_listed",
-        "key",
-        "model",
-        "owner",
-        "settling",
-        "timeout",
-        "worker",
-    )
+    __slots__ = ("active", "binding", "binding_task", "bound_epoch", "granted_epoch", "is_closing", "key", "owner", "settling")
 
-    def __init__(self, key: str, owner: str, session_id: str, model: str, epoch: int, timeout: float) -> None:
+    def __init__(self, key: str, owner: str, binding: Binding) -> None:
         self.key = key
         self.owner = owner
-        self.id = session_id
-        self.model = model
-        self.epoch = epoch
-        self.timeout = timeout
-        self.worker: str | None = None
+        self.binding = binding
         self.granted_epoch: int | None = None
         self.bound_epoch: int | None = None
-        self.binding: asyncio.Task[None] | None = None
+        self.binding_task: asyncio.Task[None] | None = None
         self.active = 0
         self.settling = 0
         self.is_closing = False
-        self.is_listed = False
-        self.expires_at = 0.0
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The worker and the epoch."""
+        return self.binding.worker, self.binding.epoch
 
     def adopt(self, binding: Binding) -> None:
-        """The store knows better."""
-        self.worker = binding.worker
-        self.timeout = binding.timeout
-        self.epoch = self.bound_epoch = self.granted_epoch = binding.epoch
+        """Takes over what the store says."""
+        self.binding = binding
+        self.bound_epoch = self.granted_epoch = binding.epoch
+
+    def move(self, worker: str, epoch: int) -> None:
+        self.binding = structs.replace(self.binding, worker=worker, epoch=epoch)
+
+    def change_timeout(self, seconds: float) -> None:
+        self.binding = structs.replace(self.binding, timeout=seconds)
 
 
 class Turn:
-    """One request on its way to the workers: where its generations would like to go, and what became of them."""
+    """One request on its way to the workers.
+
+    `state` is what the client is told about its session: open, moved, diverted, closed, over_quota or unknown. `affinity` and `parent`
+    are what its key and its parent session are bound to.
+    """
 
     __slots__ = (
-        "_affinity",
         "_has_followed",
         "_names",
-        "_parent",
         "_sessions",
+        "affinity",
         "affinity_key",
         "cached_tokens",
         "closes",
         "decisions",
         "hints",
         "owner",
+        "parent",
         "session",
         "state",
         "worker",
@@ -95,13 +90,13 @@ class Turn:
         self.cached_tokens = 0
         self.decisions: list[tuple[int, Decision]] = []
         self.affinity_key: str | None = None
-        self._affinity: Binding | None = None
+        self.affinity: Binding | None = None
+        self.parent: Binding | None = None
         self._has_followed = False
-        self._parent: Binding | None = None
         self._names: tuple[tuple[int, ...], int, Sequence[bytes]] = ((), 0, ())
 
     def block_names(self, token_ids: tuple[int, ...], block_size: int) -> Sequence[bytes]:
-        """Those of a prompt's KV blocks. Choices of one prompt share it, and ask for the same."""
+        """The names of a prompt's blocks. Kept for the other choices of the same prompt."""
         known, size, names = self._names
         if known is not token_ids or size != block_size:
             names = block_hashes(token_ids, block_size)
@@ -111,43 +106,45 @@ class Turn:
     @property
     def preference(self) -> tuple[str | None, Preference]:
         """The worker to go to, and why."""
-        if self.session is not None and self.session.worker is not None:
-            return self.session.worker, "session"
-        if self._affinity is not None:
-            return self._affinity.worker, "affinity"
-        return None if self._parent is None else self._parent.worker, "parent"
+        if self.session is not None and self.session.binding.worker:
+            return self.session.binding.worker, "session"
+        if self.affinity is not None:
+            return self.affinity.worker, "affinity"
+        return None if self.parent is None else self.parent.worker, "parent"
 
     @property
     def settling(self) -> asyncio.Future[None] | None:
-        """The binding that is under way. The next turn may come to another front end, as soon as this one has ended."""
-        return None if self.session is None else self.session.binding
+        """Ends when the session is bound; None when it is. The answer must not end before: the client's next turn may come to another
+        front end at once."""
+        return None if self.session is None else self.session.binding_task
 
     def sent(self, choice: int, decision: Decision) -> SessionTurn | None:
-        """A generation goes to the worker of this decision. Returns what the worker is told of its session.
+        """A generation goes to the worker of this decision. Returns what the worker is told about its session.
 
-        When the session's worker is gone, the session moves; when that is only busy, this generation goes without its lease.
+        If the session's worker is gone, the session moves. If it is only busy, this generation runs elsewhere without the lease.
         """
         self.decisions.append((choice, decision))
         session = self.session
         if session is None or not self._sessions.is_open(session):
             return None
-        if session.worker is None:
-            session.worker = decision.worker
-        elif session.worker != decision.worker:
+        worker, epoch = session.place
+        if not worker:
+            session.move(decision.worker, epoch)
+        elif worker != decision.worker:
             if decision.diverted != "gone":
                 self.state = "diverted"
                 return None
             if self.closes:
-                # What it would close is gone with its worker.
+                # The lease that it would close is gone with its worker.
                 return None
-            session.worker = decision.worker
-            session.epoch += 1
+            session.move(decision.worker, epoch + 1)
             self.state = "moved"
-            self._sessions.count("moved")
-        return SessionTurn(session.key, "close" if self.closes else "open", session.timeout, session.epoch)
+            self._sessions.counts["moved"] += 1
+        binding = session.binding
+        return SessionTurn(session.key, "close" if self.closes else "open", binding.timeout, binding.epoch)
 
     def reported(self, worker: str, sent: SessionTurn | None, report: PromptReport) -> None:
-        """A worker has computed the prompt, and says what became of the session that it was told of."""
+        """A worker has computed the prompt. `sent` is what it was told about the session, the report says what became of that."""
         if self.worker is None:
             self.cached_tokens = report.cached_tokens
         self.worker = worker
@@ -156,13 +153,13 @@ class Turn:
                 self._sessions.granted(self, self.session, worker, sent.epoch)
             elif report.session is not None:
                 self.state = report.session
-                self._sessions.count(report.session)
+                self._sessions.counts[report.session] += 1
         if self.affinity_key is not None and not self._has_followed:
             self._has_followed = True
-            self._sessions.follow_affinity(self, self.affinity_key, self._affinity, worker)
+            self._sessions.follow_affinity(self, self.affinity_key, worker)
 
     def describe_session(self) -> dict[str, object] | None:
-        """What the answer of a session's turn says of it."""
+        """What the answer tells about the session; None for a request without one."""
         wish = self.hints.session
         if wish is None:
             return None
@@ -170,7 +167,7 @@ class Turn:
         if self.state == "closed":
             remaining = 0.0
         elif self.session is not None and self.state in ("open", "moved", "diverted"):
-            remaining = self.session.timeout
+            remaining = self.session.binding.timeout
         return {
             "id": wish.id,
             "state": self.state,
@@ -180,11 +177,8 @@ class Turn:
         }
 
     def describe_route(self) -> list[dict[str, object]]:
-        """Every decision that was taken for it, in their order: more than one a choice when it migrated."""
+        """Every decision, in order. A choice that migrated has more than one."""
         return [_described(choice, decision) for choice, decision in self.decisions]
-
-    def prefer(self, affinity: Binding | None, parent: Binding | None) -> None:
-        self._affinity, self._parent = affinity, parent
 
 
 def _described(choice: int, decision: Decision) -> dict[str, object]:

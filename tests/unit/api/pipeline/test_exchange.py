@@ -218,12 +218,12 @@ class Binding:
 
     def begin(self) -> asyncio.Future[None]:
         future: Any = asyncio.get_running_loop().create_future()
-        self._session.binding = future
+        self._session.binding_task = future
         return cast("asyncio.Future[None]", future)
 
     def end(self) -> None:
-        future: Any = self._session.binding
-        self._session.binding = None
+        future: Any = self._session.binding_task
+        self._session.binding_task = None
         future.set_result(None)
 
     @property
