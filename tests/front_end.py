@@ -15,7 +15,7 @@ from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.runner import Runner
-from penstock.api.responses.store import ResponseStore
+from penstock.api.responses.store import SqliteStore
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
@@ -68,7 +68,7 @@ class FrontEnd:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         resume: ResumeLimits | None = None,
-        responses: ResponseStore | None = None,
+        responses: SqliteStore | None = None,
     ) -> None:
         self.path = path
         self.model = replace_parsers(tool_parser, reasoning_parser)

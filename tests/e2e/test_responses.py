@@ -396,7 +396,7 @@ def test_without_a_store(serve: Callable[..., Server]) -> None:
     server = serve("--response-store", "none")
     answer = create(server, max_output_tokens=3)
     assert answer.model_extra["store"] is False
-    with pytest.raises(openai.NotFoundError, match="keeps no responses"):
+    with pytest.raises(openai.NotFoundError, match="does not store responses"):
         server.client.responses.retrieve(answer.id)
     with pytest.raises(openai.BadRequestError, match="`store` is true"):
         create(server, store=True)

@@ -30,7 +30,7 @@ from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.runner import Run
 from penstock.api.responses.routes import RESPONSE_ROUTES
-from penstock.api.responses.store import ResponseStore
+from penstock.api.responses.store import SqliteStore
 from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT, SessionHandlers
 from penstock.api.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest, detokenize, tokenize
 from penstock.cluster.sessions.sessions import Sessions
@@ -48,7 +48,7 @@ class Services:
     sessions: Sessions
     admission: Admission
     metrics: FrontEndMetrics
-    responses: ResponseStore | None = None
+    responses: SqliteStore | None = None
 
     def generate(self, parse: Parse) -> Generate:
         return Generate(parse, self.context, self.runner, self.detached)

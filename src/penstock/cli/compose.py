@@ -24,7 +24,7 @@ from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.request import PromptContext
 from penstock.api.pipeline.runner import Runner
-from penstock.api.responses.sqlite_store import SqliteStore
+from penstock.api.responses.store import SqliteStore
 from penstock.api.server import HttpServer, open_listener, raise_file_limit
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cli.settings import API_KEY_VARIABLE, ENGINES_OF_OTHERS, FrontEndSettings, ServeSettings, WorkerSettings

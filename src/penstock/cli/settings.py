@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from penstock.api.auth.gate import check_origin
 from penstock.api.auth.keys import MOST_LIMIT, Keyring, KeySettings, given_keys
-from penstock.api.responses.sqlite_store import StoreSettings
+from penstock.api.responses.store import StoreSettings
 from penstock.backends.http.settings import Route, checked_url
 from penstock.cluster.links.link import Address, parse_address
 from penstock.config.engines import EmbeddedSettings, SimulatorConfig

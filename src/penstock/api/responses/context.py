@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.api.responses.items import Item, check_outputs, read_items
 from penstock.api.responses.schema import MAX_ITEMS, Asked
-from penstock.api.responses.store import ResponseStore
+from penstock.api.responses.store import SqliteStore
 from penstock.wire.errors import RequestError
 
 
@@ -32,7 +32,7 @@ class Context:
         return [*[self.before_field] * len(self.before), *(f"input[{index}]" for index in range(len(self.input)))]
 
 
-async def read_context(asked: Asked, owner: str, store: ResponseStore | None) -> Context:
+async def read_context(asked: Asked, owner: str, store: SqliteStore | None) -> Context:
     """Raises RequestError: 404 for what is not there, or not the owner's, which is the same."""
     if asked.previous_response_id is not None and asked.conversation is not None:
         message = "`previous_response_id` and `conversation` exclude each other"
@@ -54,7 +54,7 @@ async def read_context(asked: Asked, owner: str, store: ResponseStore | None) ->
     return context
 
 
-async def _resolved(given: Sequence[Item], owner: str, store: ResponseStore | None) -> list[Item]:
+async def _resolved(given: Sequence[Item], owner: str, store: SqliteStore | None) -> list[Item]:
     """The items, with those that others refer to in the place of the references."""
     wanted = [item["id"] for item in given if item["type"] == "item_reference"]
     if not wanted:
@@ -69,7 +69,7 @@ async def _resolved(given: Sequence[Item], owner: str, store: ResponseStore | No
     return resolved
 
 
-async def _chain(previous: str, added: list[Item], owner: str, store: ResponseStore | None) -> Context:
+async def _chain(previous: str, added: list[Item], owner: str, store: SqliteStore | None) -> Context:
     chain = None if store is None else await store.chain(owner, previous)
     if chain is None:
         raise _not_found("previous_response_id", "response", previous, "previous_response_not_found")
@@ -82,7 +82,7 @@ async def _chain(previous: str, added: list[Item], owner: str, store: ResponseSt
     return Context(added, chain.items, "previous_response_id", chain.root, chain.root)
 
 
-async def _conversation(conversation: str, added: list[Item], owner: str, store: ResponseStore | None) -> Context:
+async def _conversation(conversation: str, added: list[Item], owner: str, store: SqliteStore | None) -> Context:
     items = None if store is None else await store.conversation_items(owner, conversation)
     if items is None:
         raise _not_found("conversation", "conversation", conversation, "conversation_not_found")

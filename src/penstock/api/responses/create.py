@@ -16,8 +16,9 @@ from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.runner import Run
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.reading import ParsedResponse, Reader
+from penstock.api.responses.rows import NewResponse, ResponseState
 from penstock.api.responses.saving import SavingSink
-from penstock.api.responses.store import NewResponse, ResponseState, ResponseStore
+from penstock.api.responses.store import SqliteStore
 from penstock.stream.fanin import ReaderLeft
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Fault
@@ -57,7 +58,7 @@ class CreateResponse:
         return await self.runner.run(parsed.plan, parsed.dialect, receive, sink)
 
     async def _answer_in_background(
-        self, parsed: ParsedResponse, kept: NewResponse, store: ResponseStore, receive: Receive, response: Response
+        self, parsed: ParsedResponse, kept: NewResponse, store: SqliteStore, receive: Receive, response: Response
     ) -> str:
         queued = parsed.dialect.snapshot()
         await store.begin(kept, ResponseState(body=queued))
@@ -90,7 +91,7 @@ class ResponseRun(DetachedRun):
 class _Work:
     """Makes a response beside the connections that read it. However that ends, the store knows."""
 
-    def __init__(self, runner: Run, detached: DetachedRuns, store: ResponseStore, parsed: ParsedResponse, kept: NewResponse) -> None:
+    def __init__(self, runner: Run, detached: DetachedRuns, store: SqliteStore, parsed: ParsedResponse, kept: NewResponse) -> None:
         self._runner = runner
         self._detached = detached
         self._store = store

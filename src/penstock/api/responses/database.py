@@ -1,11 +1,15 @@
-"""An SQLite file, used from one thread beside the event loop."""
+"""An SQLite file, used from one thread of its own; and which processes that share it are alive."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import os
+import secrets
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -54,14 +58,14 @@ CREATE TABLE IF NOT EXISTS items (
 CREATE UNIQUE INDEX IF NOT EXISTS items_of_holder ON items (holder, kind, id);
 CREATE INDEX IF NOT EXISTS items_of_owner ON items (owner, id);
 """
-"""`runner` is who makes a response that is not over. The holder of an item is a response, of kind `input` or `output`, or a conversation,
-of kind `member`. A response's `body` has no output: that is its items."""
+"""`runner` is the process that makes a response; NULL when it is finished. The `holder` of an item is a response (kind `input` or `output`)
+or a conversation (kind `member`). A response's `body` has no output: its items have."""
 
 
 class Database:
-    """Runs functions over the connection, one after the other, each in a transaction of its own.
+    """Runs functions on the connection, one after the other, each in its own transaction.
 
-    A commit survives the death of the process; whether it survives a loss of power is up to the next checkpoint.
+    A commit survives the death of the process. It survives a loss of power only after the next checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +74,7 @@ class Database:
         self._connection: sqlite3.Connection | None = None
 
     async def open(self) -> None:
-        """Raises ConfigError when the file cannot be."""
+        """Raises ConfigError when the file cannot be used."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
         except (OSError, sqlite3.Error) as error:
@@ -80,12 +84,12 @@ class Database:
     async def run(
         self, function: Callable[Concatenate[sqlite3.Connection, Arguments], Result], *arguments: Arguments.args, **more: Arguments.kwargs
     ) -> Result:
-        """Raises what the function does, after which nothing of it is left, and RequestError (503) when the file is out of order."""
+        """Raises what the function raises, after a rollback, and RequestError (503) when SQLite fails."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._transact(function, *arguments, **more))
         except sqlite3.Error as error:
-            log.error("the store of responses %s fails: %s", self._path, error)  # noqa: TRY400, the message tells it all
-            raise RequestError("the store of responses cannot be reached", code="store_unavailable", status=503) from error
+            log.error("the response store %s fails: %s", self._path, error)  # noqa: TRY400, the message says all
+            raise RequestError("the response store is not available", code="store_unavailable", status=503) from error
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
@@ -93,7 +97,7 @@ class Database:
 
     def _open(self) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The file is made here, so that from its beginning nobody else can read it.
+        # Created with these permissions, the file is never readable for others.
         self._path.touch(mode=0o600)
         connection = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -102,7 +106,7 @@ class Database:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         if found not in (0, VERSION):
             connection.close()
-            raise sqlite3.DatabaseError(f"is of version {found}; this program knows {VERSION}")
+            raise sqlite3.DatabaseError(f"the file has version {found}; expected {VERSION}")
         connection.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
         self._connection = connection
 
@@ -128,6 +132,70 @@ class Database:
 
 
 def used_bytes(connection: sqlite3.Connection) -> int:
-    """How much of the file is in use: what was deleted is not, though the file does not shrink."""
+    """The size of the data. The file itself does not shrink after a deletion."""
     pages, free, size = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size"))
     return int((pages - free) * size)
+
+
+class Liveness:
+    """Tells which processes that share a file are alive, on one machine.
+
+    Each process locks a small file of its own, beside the shared one. The system releases the lock when the process ends, in any way.
+    """
+
+    def __init__(self, beside: Path) -> None:
+        self._beside = beside
+        self.name = secrets.token_hex(8)
+        self._descriptor = self._take()
+
+    def is_alive(self, name: str) -> bool:
+        """Whether the process of this name runs."""
+        if name == self.name:
+            return True
+        with self._try_lock(name) as is_free:
+            return not is_free
+
+    def forget_dead(self) -> None:
+        """Deletes the files of processes that have ended."""
+        for path in self._beside.parent.glob(f"{self._beside.name}-runner-*"):
+            name = path.name.rpartition("-")[2]
+            if name != self.name:
+                with self._try_lock(name) as is_free:
+                    if is_free:
+                        path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._path(self.name).unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _take(self) -> int:
+        path = self._path(self.name)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Between opening and locking, another process may have deleted it as the file of a dead one.
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    return descriptor
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _try_lock(self, name: str) -> Iterator[bool]:
+        """Whether the lock was free. If so, it is held until the context is left."""
+        try:
+            descriptor = os.open(self._path(name), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield True
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        except BlockingIOError:
+            is_free = False
+        try:
+            yield is_free
+        finally:
+            os.close(descriptor)
+
+    def _path(self, name: str) -> Path:
+        return self._beside.with_name(f"{self._beside.name}-runner-{name}")

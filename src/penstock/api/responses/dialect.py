@@ -18,9 +18,8 @@ from penstock.api.responses.answers import (
     ResponseObject,
     ResponseUsage,
 )
-from penstock.api.responses.events import Events
 from penstock.api.responses.items import Item
-from penstock.api.responses.output import OutputItems
+from penstock.api.responses.output import Events, OutputItems
 from penstock.text.output import CallArguments, CallBegin, CallBroken, Part
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault
@@ -71,11 +70,11 @@ class ResponseDialect:
         ]
 
     def queue(self) -> bytes:
-        """The events of a response that nobody waits for, before it has begun."""
+        """The first events of a background response, before it runs."""
         self._is_created = True
         return self._lifecycle("created") + self._lifecycle("queued")
 
-    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002, it is told at the end
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002, reported at the end
         self._response.status = "in_progress"
         created = b"" if self._is_created else self._lifecycle("created")
         return created + self._lifecycle("in_progress")
@@ -99,23 +98,23 @@ class ResponseDialect:
         return self.fail(GenerationFault(fault))
 
     def fail(self, error: GenerationFault | RequestError) -> bytes:
-        """The last event of a response of which nothing more will come."""
+        """The last events of a response that fails."""
         events = self._give_up()
         self._response.status = "failed"
         self._response.error = _failure(error)
         return events + self._lifecycle("failed")
 
     def cancel(self) -> bytes:
-        """The last event of one that was stopped. The API has no event of its own for that."""
+        """The last events of a response that is stopped. The API has no event for that; it is `incomplete`."""
         events = self._give_up()
         self._response.status = "cancelled"
         return events + self._lifecycle("incomplete")
 
     def fail_instead(self, events: bytes, error: RequestError) -> bytes:
-        """The same events, but that the last of them, which ended it, says that it failed."""
+        """The same events, except the last one: it says that the response failed."""
         self._events.take_back()
         self._response.completed_at = None
-        # What the event says may look like the beginning of another; only an empty line never stands within one.
+        # An empty line ends an event and never appears inside one.
         before = events.removesuffix(b"\n\n").rpartition(b"\n\n")[0]
         return (before + b"\n\n" if before else b"") + self.fail(error)
 
@@ -132,7 +131,7 @@ class ResponseDialect:
         return msgspec.json.encode(self.snapshot())
 
     def _give_up(self) -> bytes:
-        """Closes the items that are open."""
+        """Closes the open items."""
         return b"".join(self._output.finish("incomplete")) if self.output else b""
 
     def _finish_items(self, ending: Ending) -> list[bytes]:
@@ -164,7 +163,7 @@ def _is_complete(ending: Ending) -> bool:
 
 
 def _without_broken_calls(parts: Sequence[Part]) -> list[Part]:
-    """A call that broke is only its text."""
+    """Replaces each broken call by its text."""
     broken = {part.index for part in parts if isinstance(part, CallBroken)}
     kept: list[Part] = []
     for part in parts:

@@ -1,45 +1,129 @@
-"""Output items, made of the parts of an answer, and the events that tell of them."""
+"""Output items, made from the parts of an answer, and the numbered events that report them."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.api.responses.events import Events, delta_opening
 from penstock.api.responses.items import Item, new_id
-from penstock.api.responses.logprobs import Logprobs
 from penstock.api.responses.messages import CUSTOM_ARGUMENT
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning
 
 _NO_LOGPROBS = b',"logprobs":[]'
 
 
-class OutputItems:
-    """Takes the parts of one answer, in their order, and returns the events that each one causes.
+class Events:
+    """Renders the events of one response. Numbers start at 0 and have no gaps."""
 
-    Items are added at the end, each with the next output index, and are done before `finish` returns. Text that is only white space
-    between other items is left out. The structure is the same for any chunking of the parts.
+    def __init__(self) -> None:
+        self.count = 0
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        number = self.count
+        self.count += 1
+        return encoded_event(kind, number, fields)
+
+    def delta(self, opening: bytes, delta: str, closing: bytes) -> bytes:
+        """An event of which everything but its delta and number is already encoded."""
+        number = self.count
+        self.count += 1
+        return b'%b%b%b,"sequence_number":%d}\n\n' % (opening, msgspec.json.encode(delta), closing, number)
+
+    def take_back(self) -> None:
+        """The last event was not sent. The next one gets its number."""
+        self.count -= 1
+
+
+def encoded_event(kind: str, number: int, fields: Mapping[str, Any]) -> bytes:
+    data = msgspec.json.encode({"type": kind, **fields, "sequence_number": number})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def delta_opening(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """The `opening` for `Events.delta`."""
+    data = msgspec.json.encode({"type": kind, **fields})
+    return b'event: %b\ndata: %b,"delta":' % (kind.encode(), data[:-1])
+
+
+class Logprobs:
+    """Finds the logprobs of the tokens that wrote a text, by their bytes: a parser does not say which tokens wrote what.
+
+    The result does not depend on the chunking of the tokens. A text whose bytes are not found has no logprobs: special tokens that are
+    not shown, or bytes that are not UTF-8.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Item] = []
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._written = bytearray()
+        self._closed = 0
+        """The end of the last complete item."""
+        self._sent = 0
+        """The end of the last delta."""
+
+    def note(self, entries: Sequence[Item]) -> None:
+        """Adds the tokens of a delta."""
+        for entry in entries:
+            self._entries.append(entry)
+            self._begins.append(len(self._written))
+            self._written += bytes(entry["bytes"])
+            self._ends.append(len(self._written))
+
+    def of_delta(self, text: str) -> list[Item]:
+        """The logprobs of the newest piece of a message."""
+        piece = text.encode()
+        start = max(self._sent, self._closed)
+        # The piece follows the last one, unless something that is not text came between. Then it is the last occurrence.
+        found = start if self._written.startswith(piece, start) else self._written.rfind(piece, start)
+        if found < 0:
+            return []
+        self._sent = found + len(piece)
+        return self._between(start, found, self._sent)
+
+    def of_item(self, text: str) -> list[Item]:
+        """The logprobs of a complete item with this text. Earlier tokens are not searched again."""
+        whole = text.encode()
+        start = self._closed
+        found = self._written.find(whole, start)
+        if found < 0:
+            return []
+        self._closed = found + len(whole)
+        return self._between(start, found, self._closed)
+
+    def _between(self, start: int, begin: int, end: int) -> list[Item]:
+        """The tokens with bytes from `begin` to `end`. A token that begins before `start` belongs to an earlier text."""
+        first = max(bisect_left(self._begins, start), bisect_right(self._ends, begin))
+        return self._entries[first : bisect_left(self._begins, end)]
+
+
+class OutputItems:
+    """Takes the parts of one answer, in order, and returns the events of each.
+
+    Items are appended, each with the next output index, and are done when `finish` returns. Text between items that is only white space
+    is dropped. The items are the same for any chunking of the parts.
     """
 
     def __init__(self, events: Events, custom_tools: Collection[str]) -> None:
         self.logprobs = Logprobs()
-        """Of all tokens so far, those of the part that is added next included."""
+        """Of all tokens so far, including those of the next part."""
         self._events = events
         self._custom_tools = custom_tools
         self._items: list[Item] = []
         self._broken: set[int] = set()
         self._text: _OpenText | None = None
-        """The message or the reasoning that is being written."""
+        """The message or reasoning that is being written."""
         self._calls: dict[int, _OpenCall] = {}
         self._space = ""
-        """White space that may turn out to begin a message."""
+        """White space that may be the start of a message."""
 
     @property
     def items(self) -> list[Item]:
-        """The output, without calls that turned out to be none."""
+        """The output, without calls that broke."""
         return [item for index, item in enumerate(self._items) if index not in self._broken]
 
     def add(self, part: Part) -> list[bytes]:
@@ -58,7 +142,7 @@ class OutputItems:
         return self._break_call(part)
 
     def finish(self, status: str) -> list[bytes]:
-        """The answer is over: what is still open becomes `completed` or `incomplete`. There is at least one item then."""
+        """Ends the answer. An open text gets this status, `completed` or `incomplete`. There is at least one item then."""
         events: list[bytes] = []
         if not self._items:
             space, self._space = self._space, ""
@@ -199,12 +283,12 @@ class _OpenReasoning(_OpenText):
         self._pieces.append(text)
         return [self._events.delta(self._opening, text, b"")]
 
-    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:  # noqa: ARG002, only what is said has them
+    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:  # noqa: ARG002, only messages have logprobs
         return {"type": "reasoning_text", "text": text}
 
 
 class _OpenCall(_OpenItem):
-    """A call whose arguments are being written. `member` is where its item has them."""
+    """A call whose arguments are being written. `member` is the item's member for them."""
 
     kind: str
     member: str
@@ -215,11 +299,11 @@ class _OpenCall(_OpenItem):
         self._pieces: list[str] = []
         self._opening = delta_opening(f"response.{self.event_name}.delta", {"item_id": item["id"], "output_index": index})
         self.space = ""
-        """White space before it, which is left out unless it is no call."""
+        """White space before the call. It is dropped, unless the call breaks."""
 
     @property
     def written(self) -> str:
-        """What the model has written of its arguments."""
+        """The arguments so far, as the model wrote them."""
         return "".join(self._pieces)
 
     def open(self) -> bytes:
@@ -232,7 +316,7 @@ class _OpenCall(_OpenItem):
         raise NotImplementedError
 
     def give_up(self) -> list[bytes]:
-        """It is no call after all."""
+        """The call broke: it is text after all."""
         return [self._done("incomplete")]
 
     def _close(self, value: str, status: str) -> list[bytes]:
@@ -260,7 +344,7 @@ class _OpenFunctionCall(_OpenCall):
 
 
 class _OpenCustomCall(_OpenCall):
-    """The model writes an object with one string; its client gets the string, in one piece, when it is whole."""
+    """The model writes an object with one string. The client gets the string in one piece, when it is complete."""
 
     kind = "custom_tool_call"
     member = "input"
@@ -276,7 +360,7 @@ class _OpenCustomCall(_OpenCall):
 
 
 def _custom_input(arguments: str) -> str:
-    """The string within the arguments; the arguments themselves where there is none."""
+    """The string in the arguments; the arguments themselves if they have none."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

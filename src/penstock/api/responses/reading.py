@@ -18,8 +18,9 @@ from penstock.api.responses.context import Context, read_context
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.items import check_depth, marked_parts
 from penstock.api.responses.messages import Messages, cuts
+from penstock.api.responses.rows import NewResponse
 from penstock.api.responses.schema import RESPONSE_CHOICES, UNSUPPORTED_RESPONSE, Asked, PromptRequest, ResponseRequest, TextFormat
-from penstock.api.responses.store import NewResponse, ResponseStore
+from penstock.api.responses.store import SqliteStore
 from penstock.api.responses.tools import Tools, read_tools
 from penstock.router.policy import Hints, SessionWish
 from penstock.text.tokenizers.tokenizer import ChatPrompt
@@ -52,7 +53,7 @@ class Reader:
     """Reads requests. Without a store nothing is kept, and nothing can be referred to."""
 
     library: PromptContext
-    store: ResponseStore | None
+    store: SqliteStore | None
 
     async def read(self, incoming: Incoming) -> ParsedResponse:
         """Raises RequestError that names the field, its value and what would be right."""
@@ -83,11 +84,11 @@ class Reader:
         if request.stream_options is not None and not request.stream:
             raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
         if self.store is None and request.store:
-            message = "`store` is true: this server keeps no responses (--response-store none)"
+            message = "`store` is true: this server does not store responses (--response-store none)"
             raise RequestError(message, param="store", code="unsupported_field")
         is_kept = self.store is not None and request.store is not False
         if request.background and not is_kept:
-            message = "`background` needs `store` to be true, at a server that keeps responses"
+            message = "`background` needs `store` to be true and a server that stores responses"
             raise RequestError(message, param="background")
         return is_kept
 

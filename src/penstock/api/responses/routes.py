@@ -24,7 +24,7 @@ from penstock.api.responses.schema import (
     Order,
     ResponseRequest,
 )
-from penstock.api.responses.store import ResponseStore
+from penstock.api.responses.store import SqliteStore
 from penstock.api.responses.stored import DEFAULT_LIMIT, MAX_LIMIT, Conversations, StoredResponses
 from penstock.wire.errors import RequestError
 
@@ -59,7 +59,7 @@ def _conversations(services: Services) -> Conversations:
     return Conversations(_store(services))
 
 
-def _store(services: Services) -> ResponseStore:
+def _store(services: Services) -> SqliteStore:
     """Raises RequestError when the server stores nothing."""
     if services.responses is None:
         raise RequestError("this server does not store responses (--response-store none)", code="store_disabled", status=404)

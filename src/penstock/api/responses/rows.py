@@ -1,10 +1,11 @@
-"""Responses, conversations and their items as rows: functions of a transaction."""
+"""Responses, conversations and their items as rows of SQLite. Every function runs in its caller's transaction."""
 
 from __future__ import annotations
 
 import sqlite3
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -13,21 +14,16 @@ from penstock.api.responses.answers import ResponseFailure, ResponseObject
 from penstock.api.responses.database import used_bytes
 from penstock.api.responses.items import Item, new_id
 from penstock.api.responses.schema import MAX_ITEMS
-from penstock.api.responses.store import (
-    MAX_CHAIN,
-    MAX_CHAIN_BYTES,
-    Chain,
-    NewResponse,
-    Page,
-    PageWish,
-    ResponseState,
-)
 from penstock.wire.errors import RequestError
 
 ItemKind = Literal["input", "output", "member"]
-_PURGED_AT_ONCE = 100
-# Events repeat themselves, and are read rarely.
-_COMPRESSION = 1
+MAX_CHAIN = 4096
+"""Responses in one chain."""
+MAX_CHAIN_BYTES = 64 * 2**20
+"""Size of the items of a chain, or of a conversation."""
+_PURGE_BATCH = 100
+# Events compress well, and are read rarely.
+_COMPRESSION_LEVEL = 1
 
 _CHAIN = """
 WITH RECURSIVE chain (id, previous, depth) AS (
@@ -42,8 +38,64 @@ _CHAIN_BEGINNING = f"{_CHAIN} SELECT previous FROM chain ORDER BY depth DESC LIM
 _CHAIN_ITEMS = f"{_CHAIN} SELECT content FROM chain JOIN items ON holder = chain.id ORDER BY depth DESC, number"  # noqa: S608, constants alone
 
 
+@dataclass(frozen=True, kw_only=True)
+class NewResponse:
+    """A response to store. `root` is the first response of its chain; `input` has its own items."""
+
+    id: str
+    owner: str
+    root: str
+    input: Sequence[Item]
+    previous: str | None = None
+    conversation: str | None = None
+    is_background: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseState:
+    """The current state of a response, and the events of its stream, joined, if it was one."""
+
+    body: ResponseObject
+    events: bytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredResponse:
+    """`has_events`: its stream can be replayed. `is_here`: this front end is making it."""
+
+    body: ResponseObject
+    is_background: bool
+    has_events: bool
+    is_here: bool
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The items of a response and of all responses before it, in order. `missing` is a response of the chain that was deleted."""
+
+    root: str
+    status: str
+    items: list[Item]
+    missing: str | None
+
+
+@dataclass(frozen=True)
+class PageWish:
+    """A part of a list: `limit` items after the item `after`."""
+
+    limit: int = 20
+    is_ascending: bool = False
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    items: list[Item]
+    has_more: bool
+
+
 def insert_response(connection: sqlite3.Connection, response: NewResponse, state: ResponseState, now: float, runner: str | None) -> None:
-    """With a runner it is not over: its output, of which some may be there, comes when it is finished, once."""
+    """With a runner the response is not finished: its output is inserted later, by `finish_response`."""
     values = (
         response.id,
         response.owner,
@@ -64,7 +116,7 @@ def insert_response(connection: sqlite3.Connection, response: NewResponse, state
 
 
 def finish_response(connection: sqlite3.Connection, response: NewResponse, state: ResponseState) -> bool:
-    """Whether it was there still."""
+    """False when it was deleted."""
     changed = connection.execute(
         "UPDATE responses SET status = ?, body = ?, events = ?, runner = NULL WHERE id = ? AND owner = ?",
         (state.body.status, _body(state), _packed(state), response.id, response.owner),
@@ -76,27 +128,25 @@ def finish_response(connection: sqlite3.Connection, response: NewResponse, state
 
 
 def append_to_conversation(connection: sqlite3.Connection, response: NewResponse, state: ResponseState, now: float) -> None:
-    """Its items, if the conversation is still there."""
-    if response.conversation is None or not state.is_kept_in_conversation:
+    """Adds the response's items, if the conversation still exists. Failed and cancelled responses add nothing."""
+    if response.conversation is None or state.body.status not in ("completed", "incomplete"):
         return
     if not touch_conversation(connection, response.owner, response.conversation, now):
         return
     insert_items(connection, response.owner, response.conversation, "member", [*response.input, *state.body.output])
 
 
-def fail_lost(connection: sqlite3.Connection, runner: str, error: ResponseFailure) -> int:
-    """Those that this runner, which is no more, was making have failed. Returns how many."""
-    rows = connection.execute("SELECT id, body FROM responses WHERE runner = ?", (runner,)).fetchall()
-    for response_id, body in rows:
+def fail_lost(connection: sqlite3.Connection, runner: str, error: ResponseFailure) -> None:
+    """Marks the unfinished responses of a dead runner as failed."""
+    for response_id, body in connection.execute("SELECT id, body FROM responses WHERE runner = ?", (runner,)).fetchall():
         failed = msgspec.structs.replace(decode_body(body), status="failed", error=error)
         connection.execute(
             "UPDATE responses SET status = 'failed', body = ?, runner = NULL WHERE id = ?", (msgspec.json.encode(failed), response_id)
         )
-    return len(rows)
 
 
 def runners(connection: sqlite3.Connection) -> list[str]:
-    """Whoever makes a response that is not over."""
+    """The runners of unfinished responses."""
     return [name for (name,) in connection.execute("SELECT DISTINCT runner FROM responses WHERE runner IS NOT NULL")]
 
 
@@ -139,11 +189,11 @@ def read_page(connection: sqlite3.Connection, holder: str, kind: ItemKind, wish:
         query = "SELECT number FROM items WHERE holder = ? AND kind = ? AND id = ?"
         row = connection.execute(query, (holder, kind, wish.after)).fetchone()
         if row is None:
-            raise RequestError(f"`after` is {wish.after[:80]!r}: there is no such item here", param="after")
+            raise RequestError(f"`after` is {wish.after[:80]!r}: there is no such item", param="after")
         condition = f"AND number {'>' if wish.is_ascending else '<'} ?"
         values.append(row[0])
     order = "ASC" if wish.is_ascending else "DESC"
-    # One more than is shown tells whether there are more.
+    # One more than the limit tells whether there are more.
     query = f"SELECT content FROM items WHERE holder = ? AND kind = ? {condition} ORDER BY number {order} LIMIT ?"  # noqa: S608
     found = [msgspec.json.decode(content) for (content,) in connection.execute(query, (*values, wish.limit + 1))]
     return Page(found[: wish.limit], len(found) > wish.limit)
@@ -159,7 +209,7 @@ def find_items(connection: sqlite3.Connection, owner: str, ids: Sequence[str]) -
 
 
 def insert_items(connection: sqlite3.Connection, owner: str, holder: str, kind: ItemKind, items: Iterable[Item]) -> list[Item]:
-    """Appends them, and returns them as they are now: one whose id is taken gets another."""
+    """Appends the items, and returns them as stored: an item whose id is taken gets a new one."""
     added: list[Item] = []
     for given in items:
         item = given
@@ -185,27 +235,27 @@ def check_room(connection: sqlite3.Connection, conversation_id: str, added: int)
 
 
 def purge(connection: sqlite3.Connection, oldest: float) -> None:
-    """Removes some of what is older than this. What is not over stays."""
+    """Deletes a batch of what is older than this, except unfinished responses."""
     query = "SELECT id FROM responses WHERE created < ? AND runner IS NULL ORDER BY created LIMIT ?"
-    _delete(connection, "responses", connection.execute(query, (oldest, _PURGED_AT_ONCE)).fetchall())
+    _delete(connection, "responses", connection.execute(query, (oldest, _PURGE_BATCH)).fetchall())
     query = "SELECT id FROM conversations WHERE used < ? ORDER BY used LIMIT ?"
-    _delete(connection, "conversations", connection.execute(query, (oldest, _PURGED_AT_ONCE)).fetchall())
+    _delete(connection, "conversations", connection.execute(query, (oldest, _PURGE_BATCH)).fetchall())
 
 
-def make_room(connection: sqlite3.Connection, most: int, kept: str) -> None:
-    """Removes the oldest until no more than `most` bytes are used, but neither `kept` nor what is not over."""
+def make_room(connection: sqlite3.Connection, max_bytes: int, kept: str) -> None:
+    """Deletes the oldest until at most `max_bytes` are used. Keeps `kept` and unfinished responses."""
     query = """
         SELECT id, 'responses', created AS age FROM responses WHERE runner IS NULL AND id != ?
         UNION ALL SELECT id, 'conversations', used FROM conversations WHERE id != ?
         ORDER BY age LIMIT 16
     """
-    while used_bytes(connection) > most:
+    while used_bytes(connection) > max_bytes:
         oldest = connection.execute(query, (kept, kept)).fetchall()
         if not oldest:
             return
         for row_id, table, _ in oldest:
             _delete(connection, table, [(row_id,)])
-            if used_bytes(connection) <= most:
+            if used_bytes(connection) <= max_bytes:
                 return
 
 
@@ -229,7 +279,7 @@ def decode_body(body: bytes) -> ResponseObject:
 
 
 def _packed(state: ResponseState) -> bytes | None:
-    return None if state.events is None else zlib.compress(state.events, _COMPRESSION)
+    return None if state.events is None else zlib.compress(state.events, _COMPRESSION_LEVEL)
 
 
 def unpacked_events(packed: bytes) -> list[bytes]:
@@ -243,5 +293,5 @@ def _check_size(field: str, count: int, size: int) -> None:
         raise _too_long(field, f"{size:,} bytes", f"{MAX_CHAIN_BYTES:,}")
 
 
-def _too_long(field: str, has: str, most: str) -> RequestError:
-    return RequestError(f"`{field}` has {has}: the limit is {most}", param=field, code="too_long")
+def _too_long(field: str, has: str, limit: str) -> RequestError:
+    return RequestError(f"`{field}` has {has}: the limit is {limit}", param=field, code="too_long")

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Iterable
 
 from penstock.api.pipeline.response import Sink
 from penstock.api.responses.dialect import ResponseDialect
-from penstock.api.responses.store import NewResponse, ResponseState, ResponseStore
+from penstock.api.responses.rows import NewResponse, ResponseState
+from penstock.api.responses.store import SqliteStore
 from penstock.stream.fanin import all_done
 from penstock.wire.errors import GenerationFault, RequestError
 
@@ -22,7 +23,7 @@ class SavingSink:
     def __init__(
         self,
         inner: Sink,
-        store: ResponseStore,
+        store: SqliteStore,
         response: NewResponse,
         dialect: ResponseDialect,
         sent: Iterable[bytes] = (),

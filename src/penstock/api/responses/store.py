@@ -1,132 +1,257 @@
-"""What is kept of responses and conversations, and what is asked of whoever keeps it."""
+"""The store of responses and conversations: an SQLite file that the front ends of one machine share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+import asyncio
+import contextlib
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
 
-from penstock.api.responses.answers import Conversation, ResponseObject
+import msgspec
+
+from penstock.api.responses import rows
+from penstock.api.responses.answers import Conversation, ResponseFailure
+from penstock.api.responses.database import Database, Liveness, used_bytes
 from penstock.api.responses.items import Item
+from penstock.api.responses.rows import Chain, NewResponse, Page, PageWish, ResponseState, StoredResponse
+from penstock.config.front_end import StoreLimits
+from penstock.wire.errors import RequestError
 
-MAX_CHAIN = 4096
-"""So many responses may follow one another."""
-MAX_CHAIN_BYTES = 64 * 2**20
-"""So much may the items of a chain, or of a conversation, take."""
+Result = TypeVar("Result")
 
-
-@dataclass(frozen=True, kw_only=True)
-class NewResponse:
-    """A response that is being made, or has been. `root` is the first of its chain; `input` are its own items."""
-
-    id: str
-    owner: str
-    root: str
-    input: Sequence[Item]
-    previous: str | None = None
-    conversation: str | None = None
-    is_background: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResponseState:
-    """What a response has come to: the Response object, and, where it was a stream, its events, joined."""
-
-    body: ResponseObject
-    events: bytes | None = None
-
-    @property
-    def is_kept_in_conversation(self) -> bool:
-        """What failed, or was stopped, was not said."""
-        return self.body.status in ("completed", "incomplete")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredResponse:
-    """`has_events`: its stream can be played again. `is_here`: it is not over, and this front end makes it."""
-
-    body: ResponseObject
-    is_background: bool = False
-    has_events: bool = False
-    is_here: bool = False
+_LOST = ResponseFailure("server_error", "the server that was making the response has ended")
 
 
 @dataclass(frozen=True)
-class Chain:
-    """All items of a response and those before it, in their order. `missing` is one that the chain needs and that is not there any more."""
+class StoreSettings:
+    """Where the file is. Without `is_chosen` it is a default: when it cannot be used, nothing is stored."""
 
-    root: str
-    status: str
-    items: list[Item] = field(default_factory=list)
-    missing: str | None = None
-
-
-@dataclass(frozen=True)
-class PageWish:
-    """Some of a list: `limit` of it, behind the item `after`."""
-
-    limit: int = 20
-    is_ascending: bool = False
-    after: str | None = None
+    path: Path
+    limits: StoreLimits
+    is_chosen: bool
 
 
-@dataclass(frozen=True)
-class Page:
-    items: list[Item]
-    has_more: bool
+class SqliteStore:
+    """Stores responses and conversations, as a context. One owner never sees or changes what another one has.
 
+    After a write has returned, every later read sees it, even after a crash of the process. Every method raises RequestError (503) when
+    the file fails. A method returns None, or False, where the owner has no such response, conversation or item.
 
-class ResponseStore(Protocol):
-    """Keeps responses and conversations. One owner never sees, or changes, what another has.
-
-    What a write has returned for is there for every read that begins afterwards, and after a crash of the process. Every method raises
-    RequestError (503) when the store cannot be reached. `size` is how many bytes it holds.
+    When the file is full, the oldest go first; unfinished responses stay. A response whose process has died counts as failed: the first
+    who reads it notices.
     """
 
-    size: int
+    def __init__(self, path: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._limits = limits or StoreLimits()
+        self._clock = clock
+        self._database = Database(path)
+        self._liveness: Liveness | None = None
+        self.size = 0
+        """In bytes."""
+        self.stored = 0
+        """Responses that this process has finished."""
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError when the file cannot be used."""
+        await self._database.open()
+        self._liveness = await asyncio.to_thread(Liveness, self._path)
+        await self._database.run(self._clean_up)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        # Unfinished responses are lost. If that cannot be written now, their next reader does.
+        with contextlib.suppress(RequestError):
+            await self._database.run(rows.fail_lost, self._runner.name, _LOST)
+        await self._database.close()
+        self._runner.close()
 
     async def begin(self, response: NewResponse, state: ResponseState) -> None:
-        """A response is being made, by this process: if that ends before `finish`, the response has failed."""
-
-    async def finish(self, response: NewResponse, state: ResponseState) -> None:
-        """It is over. Nothing happens when it was deleted meanwhile. In a conversation, its items are appended, all together."""
+        """Stores a response that this process is making. It has failed if the process ends before `finish`."""
+        await self._database.run(self._insert, response, state, self._runner.name)
 
     async def put(self, response: NewResponse, state: ResponseState) -> None:
-        """A response that is over already: `begin` and `finish` in one."""
+        """Stores a finished response: `begin` and `finish` in one."""
+        await self._database.run(self._insert, response, state, None)
 
-    async def get(self, owner: str, response_id: str) -> StoredResponse | None: ...
+    async def finish(self, response: NewResponse, state: ResponseState) -> None:
+        """Stores the end of a response, unless it was deleted. Its items are added to its conversation, all together."""
+        await self._database.run(self._finish, response, state)
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        return await self._database.run(self._get, owner, response_id)
 
     async def events(self, owner: str, response_id: str) -> list[bytes] | None:
-        """The events of its stream, if it was one and is over."""
+        """The events of a finished stream."""
+
+        def read(connection: sqlite3.Connection) -> list[bytes] | None:
+            query = "SELECT events FROM responses WHERE id = ? AND owner = ? AND created >= ? AND runner IS NULL"
+            row = connection.execute(query, (response_id, owner, self._oldest)).fetchone()
+            return None if row is None or row[0] is None else rows.unpacked_events(row[0])
+
+        return await self._database.run(read)
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Returns whether there was one."""
+        return await self._database.run(self._delete, owner, response_id)
 
     async def chain(self, owner: str, response_id: str) -> Chain | None:
-        """Raises RequestError when it is too long."""
+        """Raises RequestError when the chain is too long."""
+        return await self._with_response(owner, response_id, lambda connection: rows.read_chain(connection, owner, response_id))
 
     async def input_items(self, owner: str, response_id: str, wish: PageWish) -> Page | None:
-        """Raises RequestError when `wish.after` is none of them."""
+        """Raises RequestError when there is no item `wish.after`."""
+        return await self._with_response(owner, response_id, lambda connection: rows.read_page(connection, response_id, "input", wish))
 
     async def find_items(self, owner: str, ids: Sequence[str]) -> dict[str, Item]:
-        """Those of the owner's items that have these ids, wherever they are."""
+        """The owner's items with these ids, from all responses and conversations."""
+        return await self._database.run(rows.find_items, owner, ids)
 
-    async def create_conversation(self, owner: str, metadata: Mapping[str, str], items: Sequence[Item]) -> Conversation: ...
+    async def create_conversation(self, owner: str, metadata: Mapping[str, str], items: Sequence[Item]) -> Conversation:
+        def create(connection: sqlite3.Connection) -> Conversation:
+            conversation_id, now = f"conv_{secrets.token_hex(24)}", self._clock()
+            values = (conversation_id, owner, now, now, msgspec.json.encode(metadata))
+            connection.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", values)
+            rows.insert_items(connection, owner, conversation_id, "member", items)
+            self._keep_bounds(connection, conversation_id)
+            return Conversation(id=conversation_id, created_at=int(now), metadata=metadata)
 
-    async def get_conversation(self, owner: str, conversation_id: str) -> Conversation | None: ...
+        return await self._database.run(create)
 
-    async def update_conversation(self, owner: str, conversation_id: str, metadata: Mapping[str, str]) -> Conversation | None: ...
+    async def get_conversation(self, owner: str, conversation_id: str) -> Conversation | None:
+        return await self._database.run(self._conversation, owner, conversation_id)
 
-    async def delete_conversation(self, owner: str, conversation_id: str) -> bool: ...
+    async def update_conversation(self, owner: str, conversation_id: str, metadata: Mapping[str, str]) -> Conversation | None:
+        def update(connection: sqlite3.Connection) -> Conversation | None:
+            query = "UPDATE conversations SET metadata = ?, used = ? WHERE id = ? AND owner = ?"
+            connection.execute(query, (msgspec.json.encode(metadata), self._clock(), conversation_id, owner))
+            return self._conversation(connection, owner, conversation_id)
 
-    async def conversation_page(self, owner: str, conversation_id: str, wish: PageWish) -> Page | None: ...
+        return await self._with_conversation(owner, conversation_id, update)
+
+    async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
+        def delete(connection: sqlite3.Connection) -> bool:
+            connection.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
+            rows.delete_items(connection, [conversation_id])
+            return True
+
+        return await self._with_conversation(owner, conversation_id, delete) or False
+
+    async def conversation_page(self, owner: str, conversation_id: str, wish: PageWish) -> Page | None:
+        """Raises RequestError when there is no item `wish.after`."""
+        return await self._with_conversation(owner, conversation_id, lambda found: rows.read_page(found, conversation_id, "member", wish))
 
     async def conversation_items(self, owner: str, conversation_id: str) -> list[Item] | None:
-        """All of them. Raises RequestError when they are too many."""
+        """All items. Raises RequestError when there are too many."""
+        return await self._with_conversation(owner, conversation_id, lambda found: rows.read_all_members(found, conversation_id))
 
     async def add_items(self, owner: str, conversation_id: str, items: Sequence[Item]) -> list[Item] | None:
-        """Returns them as they were added."""
+        """Returns the items as stored."""
 
-    async def get_item(self, owner: str, conversation_id: str, item_id: str) -> Item | None: ...
+        def add(connection: sqlite3.Connection) -> list[Item]:
+            rows.touch_conversation(connection, owner, conversation_id, self._clock())
+            rows.check_room(connection, conversation_id, len(items))
+            added = rows.insert_items(connection, owner, conversation_id, "member", items)
+            self._keep_bounds(connection, conversation_id)
+            return added
 
-    async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> bool: ...
+        return await self._with_conversation(owner, conversation_id, add)
+
+    async def get_item(self, owner: str, conversation_id: str, item_id: str) -> Item | None:
+        def read(connection: sqlite3.Connection) -> Item | None:
+            query = "SELECT content FROM items WHERE holder = ? AND kind = 'member' AND id = ?"
+            row = connection.execute(query, (conversation_id, item_id)).fetchone()
+            return None if row is None else msgspec.json.decode(row[0])
+
+        return await self._with_conversation(owner, conversation_id, read)
+
+    async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> bool:
+        def delete(connection: sqlite3.Connection) -> bool:
+            query = "DELETE FROM items WHERE holder = ? AND kind = 'member' AND id = ?"
+            return bool(connection.execute(query, (conversation_id, item_id)).rowcount)
+
+        return await self._with_conversation(owner, conversation_id, delete) or False
+
+    async def _with_response(self, owner: str, response_id: str, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
+        """Runs `work` in a transaction in which the response exists. None when it does not."""
+
+        def run(connection: sqlite3.Connection) -> Result | None:
+            return None if self._get(connection, owner, response_id) is None else work(connection)
+
+        return await self._database.run(run)
+
+    async def _with_conversation(self, owner: str, conversation_id: str, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
+        """Runs `work` in a transaction in which the conversation exists. None when it does not."""
+
+        def run(connection: sqlite3.Connection) -> Result | None:
+            return None if self._conversation(connection, owner, conversation_id) is None else work(connection)
+
+        return await self._database.run(run)
+
+    @property
+    def _runner(self) -> Liveness:
+        assert self._liveness is not None, "the store is not open"
+        return self._liveness
+
+    @property
+    def _oldest(self) -> float:
+        return self._clock() - self._limits.seconds
+
+    def _clean_up(self, connection: sqlite3.Connection) -> None:
+        """Marks what dead processes left unfinished as failed."""
+        for runner in rows.runners(connection):
+            if not self._runner.is_alive(runner):
+                rows.fail_lost(connection, runner, _LOST)
+        self._runner.forget_dead()
+        self.size = used_bytes(connection)
+
+    def _insert(self, connection: sqlite3.Connection, response: NewResponse, state: ResponseState, runner: str | None) -> None:
+        now = self._clock()
+        rows.insert_response(connection, response, state, now, runner)
+        if runner is None:
+            rows.append_to_conversation(connection, response, state, now)
+            self.stored += 1
+        self._keep_bounds(connection, response.id)
+
+    def _finish(self, connection: sqlite3.Connection, response: NewResponse, state: ResponseState) -> None:
+        if rows.finish_response(connection, response, state):
+            rows.append_to_conversation(connection, response, state, self._clock())
+            self.stored += 1
+            self._keep_bounds(connection, response.id)
+
+    def _get(self, connection: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse | None:
+        query = """
+            SELECT body, is_background, runner, events IS NOT NULL FROM responses
+            WHERE id = ? AND owner = ? AND (created >= ? OR runner IS NOT NULL)
+        """
+        row = connection.execute(query, (response_id, owner, self._oldest)).fetchone()
+        if row is None:
+            return None
+        encoded, is_background, runner, has_events = row
+        if runner is not None and not self._runner.is_alive(runner):
+            rows.fail_lost(connection, runner, _LOST)
+            return self._get(connection, owner, response_id)
+        body = rows.decode_body(encoded)
+        body.output = rows.read_items(connection, response_id, "output")
+        return StoredResponse(
+            body=body, is_background=bool(is_background), has_events=bool(has_events), is_here=runner == self._runner.name
+        )
+
+    def _delete(self, connection: sqlite3.Connection, owner: str, response_id: str) -> bool:
+        is_there = self._get(connection, owner, response_id) is not None
+        return rows.delete_response(connection, owner, response_id) and is_there
+
+    def _conversation(self, connection: sqlite3.Connection, owner: str, conversation_id: str) -> Conversation | None:
+        query = "SELECT created, metadata FROM conversations WHERE id = ? AND owner = ? AND used >= ?"
+        row = connection.execute(query, (conversation_id, owner, self._oldest)).fetchone()
+        return None if row is None else Conversation(id=conversation_id, created_at=int(row[0]), metadata=msgspec.json.decode(row[1]))
+
+    def _keep_bounds(self, connection: sqlite3.Connection, kept: str) -> None:
+        rows.purge(connection, self._oldest)
+        rows.make_room(connection, self._limits.bytes, kept)
+        self.size = used_bytes(connection)

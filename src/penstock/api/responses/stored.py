@@ -14,10 +14,11 @@ from penstock.api.pipeline.request import Incoming, check_query, decode_body, re
 from penstock.api.pipeline.response import Response
 from penstock.api.responses.answers import Conversation, DeletedConversation, DeletedResponse, ItemList, ResponseFailure, ResponseObject
 from penstock.api.responses.create import ResponseRun
-from penstock.api.responses.events import encoded_event
 from penstock.api.responses.items import Item, read_items
+from penstock.api.responses.output import encoded_event
+from penstock.api.responses.rows import Page, PageWish, StoredResponse
 from penstock.api.responses.schema import RESPONSE_CHOICES, ConversationCreate, ConversationItems, ConversationUpdate
-from penstock.api.responses.store import Page, PageWish, ResponseStore, StoredResponse
+from penstock.api.responses.store import SqliteStore
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 
@@ -37,7 +38,7 @@ Found = TypeVar("Found")
 class StoredResponses:
     """Responses of the store, and the current state of those that this front end is making."""
 
-    store: ResponseStore
+    store: SqliteStore
     detached: DetachedRuns
     tally: Tally
 
@@ -132,7 +133,7 @@ class StoredResponses:
 class Conversations:
     """The conversations of the store."""
 
-    store: ResponseStore
+    store: SqliteStore
 
     async def create(self, incoming: Incoming) -> Conversation:
         request = decode_body(incoming.body or b"{}", _CREATE, frozenset(), RESPONSE_CHOICES)

@@ -19,7 +19,7 @@ from penstock.api.app import ROUTES
 from penstock.api.auth.gate import OPEN_PATHS
 from penstock.api.document.openapi import make_document
 from penstock.api.document.route import Route
-from penstock.api.responses.sqlite_store import SqliteStore
+from penstock.api.responses.store import SqliteStore
 
 WITH_EXAMPLES = [route for route in ROUTES if route.example is not None]
 

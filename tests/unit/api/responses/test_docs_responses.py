@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from penstock.api.responses.rows import MAX_CHAIN
 from penstock.api.responses.schema import UNSUPPORTED_RESPONSE
-from penstock.api.responses.store import MAX_CHAIN
 from penstock.config.front_end import ResumeLimits, StoreLimits
 
 TEXT = (Path(__file__).parents[4] / "docs" / "guides" / "responses.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from front_end import FrontEnd, says
-from penstock.api.responses.sqlite_store import SqliteStore
+from penstock.api.responses.store import SqliteStore
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.messages import Submit
 

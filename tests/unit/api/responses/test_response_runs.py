@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from front_end import FrontEnd, says
-from penstock.api.responses.sqlite_store import SqliteStore
-from penstock.api.responses.store import NewResponse, ResponseState
+from penstock.api.responses.rows import NewResponse, ResponseState
+from penstock.api.responses.store import SqliteStore
 from penstock.config.front_end import Limits, ResumeLimits
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, RequestError

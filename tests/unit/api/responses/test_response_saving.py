@@ -11,9 +11,9 @@ from penstock.api.pipeline.detached import Recorder, Recording
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.dialect import ResponseDialect
+from penstock.api.responses.rows import NewResponse, ResponseState
 from penstock.api.responses.saving import SavingSink
-from penstock.api.responses.sqlite_store import SqliteStore
-from penstock.api.responses.store import NewResponse, ResponseState
+from penstock.api.responses.store import SqliteStore
 from penstock.wire.errors import RequestError
 
 USAGE = Usage(1, 1, 0)
@@ -104,7 +104,7 @@ async def test_a_whole_answer_that_cannot_be_stored_is_refused(tmp_path: Path) -
         wire = Wire(store)
         body = wire.dialect.body([Answer(["Hi"], [], Ending("stop"))], USAGE, None)
         await store._database.run(lambda connection: connection.execute("ALTER TABLE responses RENAME TO hidden"))
-        with pytest.raises(RequestError, match="cannot be reached"):
+        with pytest.raises(RequestError, match="not available"):
             await wire.sink.send_whole(200, body)
         assert wire.recording.body is None
         await store._database.run(lambda connection: connection.execute("ALTER TABLE hidden RENAME TO responses"))

@@ -15,10 +15,10 @@ import pytest
 
 from penstock.api.responses import rows
 from penstock.api.responses.answers import ResponseObject, ResponseStatus
+from penstock.api.responses.database import Liveness
 from penstock.api.responses.items import Item, new_id
-from penstock.api.responses.liveness import Liveness
-from penstock.api.responses.sqlite_store import SqliteStore
-from penstock.api.responses.store import MAX_CHAIN, NewResponse, PageWish, ResponseState
+from penstock.api.responses.rows import MAX_CHAIN, NewResponse, PageWish, ResponseState
+from penstock.api.responses.store import SqliteStore
 from penstock.config.front_end import StoreLimits
 from penstock.wire.errors import ConfigError, RequestError
 
@@ -308,8 +308,8 @@ DIES = """
 import asyncio, os, sys
 from pathlib import Path
 from penstock.api.responses.answers import ResponseObject
-from penstock.api.responses.sqlite_store import SqliteStore
-from penstock.api.responses.store import NewResponse, ResponseState
+from penstock.api.responses.store import SqliteStore
+from penstock.api.responses.rows import NewResponse, ResponseState
 
 async def main():
     async with SqliteStore(Path(sys.argv[1])) as store:
