@@ -1,1 +1,1 @@
-"""What engines of others share."""
+"""What all external engines share: the interface, the backend, the base for vLLM and SGLang, and their KV events."""

@@ -1,4 +1,4 @@
-"""An engine that others have made, as a backend: what the engine does not do for itself is done here, the same for each of them."""
+"""The backend around an external engine. It does what the engines do not do themselves, in the same way for all of them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from penstock.worker.refusal import why_not
 
 log = logging.getLogger(__name__)
 
-# While tokens are owed, the engine is asked so often whether it still goes on, and sessions that have run out are ended.
+# Expired sessions are ended this often. A busy engine that emits nothing is pinged this often.
 WATCH_SECONDS = 1.0
-MOST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 
 
 class EventFeed(Protocol):
-    """What an engine tells of its cached KV."""
+    """An engine's KV events. `cached` and `removed` are numbers of blocks."""
 
     @property
     def cached(self) -> int: ...
@@ -61,14 +61,14 @@ class EventFeed(Protocol):
 
 
 MakeFeed = Callable[[EventEndpoints, int, Callable[[KvEvents], None]], EventFeed]
-"""From where the events are, the block size, and who takes them."""
+"""From the addresses of the events, the block size, and a callback for the events."""
 
 
 class _Generation:
-    """One generation on its way through the engine.
+    """One running generation.
 
-    `position` is the offset of its next token. `to_skip` is what an engine makes again that was made elsewhere before: that happens
-    under a grammar, which must be followed from its beginning.
+    `position` is the offset of its next token. `to_skip` are tokens that another worker generated, and that this engine generates again:
+    an engine can follow a grammar only from its start.
     """
 
     __slots__ = (
@@ -90,8 +90,8 @@ class _Generation:
         self.session = session
         self.session_state = session_state
         self.position = request.offset
-        is_made_again = request.grammar is not None and not self.is_complete
-        self.to_skip = request.token_ids[len(request.token_ids) - request.offset :] if is_made_again else ()
+        is_repeated = request.grammar is not None and not self.is_complete
+        self.to_skip = request.token_ids[len(request.token_ids) - request.offset :] if is_repeated else ()
         self.has_begun = False
         self.reported = False
         self.cached_tokens = 0
@@ -101,21 +101,20 @@ class _Generation:
 
     @property
     def only_prompt(self) -> bool:
-        """Nothing is left to make: what is known of its prompt is all that is wanted."""
+        """No token is left to generate: only the report on the prompt is wanted."""
         return self.request.max_tokens <= self.request.offset
 
     @property
     def is_complete(self) -> bool:
-        """All of it was made elsewhere, and only the end is left to be said. An engine might have no room for one token more."""
+        """Another worker generated all tokens, and only the finish is missing. The engine might have no room for one more token."""
         return self.only_prompt and self.request.offset > 0 and not self.request.prompt_logprobs
 
 
 class ExternalBackend:
-    """See `worker.backend.Backend`. Each generation is a task that takes the engine's chunks; what all of them took until the event loop
-    comes round is emitted at once.
+    """See `worker.backend.Backend`. Each generation is a task that reads the engine's chunks. The chunks of all tasks in one turn of the
+    event loop are emitted together.
 
-    When the engine dies, every generation gets one fault that another worker can go on from, and `on_failure` is called: the process is
-    to end, and whoever supervises it starts another.
+    When the engine dies, every generation gets one retryable fault and `on_failure` is called: the process should end and be restarted.
     """
 
     def __init__(
@@ -187,14 +186,14 @@ class ExternalBackend:
     def submit(self, request: Submit) -> None:
         fault = self._failure or why_not(request, self._model.vocab_size, self._model.context_length)
         if fault is None and request.grammar is not None and self._grammars is None:
-            fault = Fault("unsupported", f"{self._model.engine} has no grammar here: see the worker's log, or `penstock doctor`")
+            fault = Fault("unsupported", f"{self._model.engine} has no grammar here: see the worker's log or `penstock doctor`")
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
         session, state = self._sessions.begin_turn(request.session) if request.session is not None else (None, None)
         generation = self._open[request.id] = _Generation(request, session, state)
         task = generation.task = self._begin(self._run(generation), f"generation {request.id.hex()}")
-        # Not in a `finally` of the task: one that is cancelled before its first step never comes there.
+        # Not in a `finally` of the task: a task that is cancelled before its first step never gets there.
         task.add_done_callback(partial(self._left, generation))
 
     def cancel(self, generation: bytes) -> None:
@@ -229,7 +228,7 @@ class ExternalBackend:
 
     async def close(self) -> None:
         self._is_closing = True
-        # One that ends may begin another, which tells the engine of a session that was over but for this turn.
+        # The end of a task may close a session, which starts another task.
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -241,7 +240,7 @@ class ExternalBackend:
         await self._engine.close()
 
     async def _run(self, generation: _Generation) -> None:
-        """Takes one generation from the engine, and gives it its terminal."""
+        """Runs one generation and gives it its terminal."""
         identity = generation.request.id
         if generation.is_complete:
             self._take(generation, Chunk((), finish="length"))
@@ -252,15 +251,15 @@ class ExternalBackend:
                 async for chunk in chunks:
                     if self._take(generation, chunk):
                         return
-            terminal = Fault("no_terminal", f"{self._model.engine} ended the generation without saying why", retryable=True)
+            terminal = Fault("no_terminal", f"{self._model.engine} ended the generation without a finish", retryable=True)
         except EngineRefused as refused:
             terminal = refused.fault
         except EngineDied as error:
             self._fail(str(error))
             return
         except Exception as error:
-            # The engine's own code runs in here: whatever it raises ends this generation and no other.
-            log.exception("generation %s has failed", identity.hex())
+            # This runs the engine's own code. Whatever it raises ends only this generation.
+            log.exception("generation %s failed", identity.hex())
             terminal = Fault("engine_error", f"{self._model.engine}: {type(error).__name__}: {error}")
         if self._is_open(generation):
             self._forget(identity)
@@ -292,7 +291,7 @@ class ExternalBackend:
         )
 
     def _take(self, generation: _Generation, chunk: Chunk) -> bool:
-        """What is new goes to whoever reads it. Returns whether that was all."""
+        """Emits the new part. Returns whether the generation has ended."""
         request = generation.request
         if not self._is_open(generation):
             return True
@@ -318,7 +317,7 @@ class ExternalBackend:
         return terminal is not None
 
     def _note(self, generation: _Generation, chunk: Chunk) -> None:
-        """What comes once, with whichever chunk."""
+        """Reads what comes only once, with any chunk."""
         if not generation.has_begun:
             generation.has_begun = True
             self._running += 1
@@ -328,26 +327,26 @@ class ExternalBackend:
             generation.prompt_logprobs = chunk.prompt_logprobs
 
     def _skip(self, generation: _Generation, chunk: Chunk) -> Chunk:
-        """Leaves out what was made elsewhere, and makes sure that it is the same."""
+        """Drops the tokens that another worker generated. Raises EngineRefused if this engine generates other ones."""
         if not generation.to_skip:
             return chunk
         expected = generation.to_skip[: len(chunk.token_ids)]
         if chunk.token_ids[: len(expected)] != expected or (chunk.finish is not None and len(generation.to_skip) > len(expected)):
-            message = f"{self._model.engine} went another way under the grammar than the worker before it, so it cannot go on from there"
+            message = f"{self._model.engine} generated other tokens under the grammar than the worker before it, and cannot continue"
             raise EngineRefused(Fault("grammar_diverged", message))
         generation.to_skip = generation.to_skip[len(expected) :]
         logprobs = None if chunk.logprobs is None else chunk.logprobs[len(expected) :]
         return replace(chunk, token_ids=chunk.token_ids[len(expected) :], logprobs=logprobs)
 
     def _count_blocks(self, generation: _Generation) -> None:
-        """How much of the cache it takes for itself, as far as one can tell from here."""
+        """Estimates how many blocks the generation uses alone."""
         tokens = len(generation.request.token_ids) + generation.position - generation.request.offset - generation.cached_tokens
         blocks = -(-tokens // self._model.block_size)
         self._blocks_used += blocks - generation.blocks
         generation.blocks = blocks
 
     def _is_open(self, generation: _Generation) -> bool:
-        """Not when it was cancelled, though its id may have come again since."""
+        """False after a cancel, even if a new generation has the same id."""
         return self._open.get(generation.request.id) is generation
 
     def _forget(self, identity: bytes) -> _Generation | None:
@@ -364,7 +363,7 @@ class ExternalBackend:
         return task
 
     def _left(self, generation: _Generation, _: asyncio.Task[None]) -> None:
-        """The engine is done with it: its turn is over."""
+        """The engine has ended the generation: its turn is over."""
         session, request = generation.session, generation.request
         if session is not None:
             session.usage.count(len(request.token_ids), generation.cached_tokens, generation.position - request.offset)
@@ -372,20 +371,20 @@ class ExternalBackend:
             self._end_engine_sessions()
 
     def _engine_session(self, session: Session) -> str:
-        """The name that the engine knows it by: of a fixed length, and telling nobody whose it is."""
+        """The engine's name for the session: a hash, of fixed length and opaque."""
         name = self._engine_sessions.get(session.id)
         if name is None:
             name = self._engine_sessions[session.id] = hashlib.blake2b(session.id.encode(), digest_size=16).hexdigest()
         return name
 
     def _end_engine_sessions(self) -> None:
-        """Tells the engine of those that are over."""
+        """Closes the engine's sessions that have ended here."""
         over = [session_id for session_id in self._engine_sessions if self._sessions.get(session_id) is None]
         for session_id in over:
             self._begin(self._engine.close_session(self._engine_sessions.pop(session_id)), "closing an engine's session")
 
     async def _watch(self) -> None:
-        """While tokens are owed and none come, says that the engine goes on, if it does: a long prompt is no stall."""
+        """Pings an engine that is busy but emits nothing, and emits a sign of life: a long prompt is not a stall."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             self._sessions.expire(self._clock())
@@ -397,8 +396,8 @@ class ExternalBackend:
                     self._fail(str(error))
                     return
                 except Exception:
-                    # No sign of life, and no death: whoever waits for tokens decides how long.
-                    log.exception("%s cannot be asked whether it goes on", self._model.engine)
+                    # Neither alive nor dead for sure: the front end decides how long it waits.
+                    log.exception("pinging %s failed", self._model.engine)
                     continue
                 self._flush_soon()
 
@@ -420,7 +419,7 @@ class ExternalBackend:
     def _fail(self, reason: str) -> None:
         if self._failure is not None or self._is_closing:
             return
-        log.error("%s has failed: %s", self._model.engine, reason)
+        log.error("%s failed: %s", self._model.engine, reason)
         self._failure = Fault("engine_failed", f"the engine has failed: {reason}", retryable=True)
         for identity in list(self._open):
             generation = self._forget(identity)
@@ -432,15 +431,15 @@ class ExternalBackend:
 
 
 def _engine_seed(request: Submit, position: int) -> int | None:
-    """The seed for what an engine makes from this position on. Engines have 64 bits with a sign, and -1 is no seed to them.
+    """The engine's seed from this position on: at most 63 bits, because engines use signed numbers, and -1 means no seed.
 
-    They sample a batch faster where none of it has a seed, so they get those that clients asked for. And one under a grammar, whoever
-    chose it: on another worker, the same must be made again.
+    Engines sample faster if no request of a batch has a seed, so they get a seed only if the client gave one, or under a grammar: there
+    another worker must be able to generate the same tokens again.
     """
     if request.is_seed_drawn and request.grammar is None:
         return None
     seed = request.seed
     if position:
-        # The engine counts positions from where it begins: what comes later must not have the noise of the beginning.
+        # The engine counts positions from its own start. A continued text needs other random numbers than its beginning.
         seed = int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "big")
-    return seed & MOST_SEED
+    return seed & MAX_SEED

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang say of their cached KV, under Penstock's names. Pure: no I/O."""
+"""The KV events of vLLM and SGLang, and what they mean as Penstock's own blocks. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, K
 
 log = logging.getLogger(__name__)
 
-# As many as a router keeps of one worker.
-MOST_BLOCKS = 1_000_000
+# A router keeps at most as many blocks of one worker.
+MAX_BLOCKS = 1_000_000
 
-# An engine that does not say where a block is has only one place for it. Both say GPU for whatever device they run on.
+# None: the engine has only one place for blocks. Both engines write GPU for any device.
 DEVICE_MEDIA = (None, "GPU")
-# The kinds of attention that look at every position. Of any other kind, a block does not stand for all that is before it.
+# The kinds of attention that read every position. With other kinds, a block does not imply the blocks before it.
 WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 
 EngineHash = int | bytes
-"""A block's name in the engine: 64 bits, signed in SGLang and unsigned in vLLM, or vLLM's whole digest. It is only ever compared."""
+"""The engine's name of a block: 64 bits (signed in SGLang, unsigned in vLLM) or vLLM's whole digest. It is only compared."""
 
 
 class EngineStored(Struct, frozen=True, tag="BlockStored"):
-    """Blocks that the engine has cached, each behind the one before it.
+    """Blocks that the engine has cached, each after the one before it.
 
-    The fields stand in the order in which older versions sent them, without their names. SGLang then put its metadata where vLLM has
-    `lora_name`. Speculative decoding in SGLang has pairs for tokens.
+    The order of the fields counts: older versions send them as arrays. There SGLang has its metadata in the place of vLLM's `lora_name`.
+    With speculative decoding SGLang sends pairs as tokens.
     """
 
     block_hashes: list[EngineHash]
@@ -49,7 +49,7 @@ class EngineStored(Struct, frozen=True, tag="BlockStored"):
 
 
 class EngineRemoved(Struct, frozen=True, tag="BlockRemoved"):
-    """Blocks that the engine has no longer; or, in vLLM, one of several copies of them."""
+    """Blocks that the engine has evicted; in vLLM perhaps only one of several copies."""
 
     block_hashes: list[EngineHash]
     medium: str | None = None
@@ -65,7 +65,7 @@ EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 
 class EngineBatch(Struct, frozen=True, array_like=True):
-    """What one step of the engine did to its cache. `rank` tells data-parallel replicas apart: each has a cache of its own."""
+    """The changes of one step. `rank` is the data-parallel replica; each has its own cache."""
 
     at: float
     events: list[EngineEvent]
@@ -95,7 +95,7 @@ _POSITIONAL_DECODER = msgspec.msgpack.Decoder(_PositionalBatch)
 
 
 def decode_batch(payload: bytes) -> EngineBatch:
-    """Raises ValueError for what is no batch of events. Both engines send events as maps; older versions of both sent arrays."""
+    """Raises ValueError for bytes that are not a batch. Both engines send events as maps; their older versions sent arrays."""
     try:
         return _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -107,7 +107,7 @@ def decode_batch(payload: bytes) -> EngineBatch:
 
 
 class _Block:
-    """A block that the engine has. It is told to others while all blocks before it are there as well."""
+    """A block that the engine has. It is published while all blocks before it are there, too."""
 
     __slots__ = ("name", "parent")
 
@@ -116,8 +116,8 @@ class _Block:
         self.parent = parent
 
 
-class _Telling:
-    """Events in the making: blocks that follow each other become one event, as do removals."""
+class _EventBuilder:
+    """Collects events. Blocks that follow each other become one event, and so do removals."""
 
     def __init__(self) -> None:
         self._events: list[tuple[bytes | None, list[bytes]]] = []
@@ -137,51 +137,51 @@ class _Telling:
         self._events[-1][1].append(block.name)
 
     def cleared(self) -> None:
-        """What was before it need not be told."""
+        """Drops the events before it."""
         self._events = []
         self._starts_cleared = True
 
     def events(self) -> tuple[KvEvent, ...]:
-        told: list[KvEvent] = [BlocksCleared()] if self._starts_cleared else []
+        events: list[KvEvent] = [BlocksCleared()] if self._starts_cleared else []
         for parent, names in self._events:
-            told.append(BlocksRemoved(tuple(names)) if parent is None else BlocksStored(parent, tuple(names)))
-        return tuple(told)
+            events.append(BlocksRemoved(tuple(names)) if parent is None else BlocksStored(parent, tuple(names)))
+        return tuple(events)
 
 
 class BlockMirror:
-    """What an engine has cached, by its own hashes, under the names that routers know.
+    """The blocks that an engine has cached, with the engine's hashes translated to the names that routers know.
 
-    A name is made from tokens alone. A block whose KV depends on more (an adapter, an image, a salt), that lies elsewhere than on the
-    device, or that is not of `block_size` tokens, has none, and neither have those behind it: they are ignored, and `unnamed` counts them.
-    So is a block whose parent is not known.
+    A name depends only on tokens. A block gets no name if its KV depends on more (an adapter, an image, a salt), if it is not on the
+    device, if it does not have `block_size` tokens, or if its parent is unknown. Such blocks and those after them are ignored; `unnamed`
+    counts them.
 
-    The engine may have more than is told, never less, but for what it has not said yet. vLLM can have several copies of a block, and says
-    of each that it is stored, and removed; but it may also say twice of one copy that it is there. So with the first removal the block is
-    taken to be gone. What lies behind a block that is gone is told to be gone, too, because a router that finds a block takes those
-    before it for granted. It is kept in mind, and told again when the block comes back.
+    The engine may have more blocks than are published, never fewer, except for events on their way. vLLM can have several copies of a
+    block and reports each as stored and removed, but it may report one copy twice as stored. So the first removal counts. Blocks after a
+    removed block are published as removed, too: a router that finds a block assumes the ones before it. They are remembered, and
+    published again if the block returns.
     """
 
-    def __init__(self, block_size: int, most_blocks: int = MOST_BLOCKS) -> None:
+    def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS) -> None:
         self.removed = 0
         self.unnamed = 0
         self._block_size = block_size
-        self._most_blocks = most_blocks
+        self._max_blocks = max_blocks
         self._next_number = 0
         self._blocks: dict[EngineHash, _Block] = {}
-        # By the name of the parent, whether that is there or not, then by name.
+        # By the name of the parent, which may be missing, then by name.
         self._children: dict[bytes, dict[bytes, _Block]] = {}
-        # The names of those that are told, with the name of the parent, in the order in which they were: parents come before children.
-        self._told: dict[bytes, bytes] = {}
-        self._telling = _Telling()
+        # The published names, each with its parent's name. Parents come before children.
+        self._published: dict[bytes, bytes] = {}
+        self._builder = _EventBuilder()
         self._logged: set[str] = set()
 
     @property
     def cached(self) -> int:
-        """Blocks that are told to be there."""
-        return len(self._told)
+        """The number of published blocks."""
+        return len(self._published)
 
     def apply(self, events: Sequence[EngineEvent]) -> KvEvents:
-        """Takes what the engine has done. Returns what that means to others, which may be nothing."""
+        """Applies the engine's events. Returns our events for them, perhaps none."""
         for event in events:
             match event:
                 case EngineStored():
@@ -193,17 +193,17 @@ class BlockMirror:
         return self._take()
 
     def forget(self) -> KvEvents:
-        """Something was missed: nothing that was known is certain any more."""
+        """Forgets all blocks, because an event was missed."""
         self._clear()
         return self._take()
 
     def snapshot(self) -> Snapshot:
-        """All that is told to be there, parents before children. There may be hundreds of thousands, and the loop waits: they are gone
-        through once, in the order in which they came, and never looked up."""
+        """All published blocks, parents before children. There may be hundreds of thousands and the event loop waits, so this is one pass
+        in their order, without lookups."""
         chains: list[tuple[bytes, list[bytes]]] = []
-        # By the name of their last block.
+        # Chains by the name of their last block.
         growing: dict[bytes, list[bytes]] = {}
-        for name, parent in self._told.items():
+        for name, parent in self._published.items():
             chain = growing.pop(parent, None)
             if chain is None:
                 chains.append((parent, chain := []))
@@ -212,20 +212,20 @@ class BlockMirror:
         return Snapshot(self._next_number, tuple([BlocksStored(parent, tuple(chain)) for parent, chain in chains]))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every table says the same, and just those blocks are told that have all before them."""
+        """Raises AssertionError unless the tables agree, and exactly the blocks with all blocks before them are published."""
         linked = [block for siblings in self._children.values() for block in siblings.values()]
         assert sorted(map(id, linked)) == sorted(map(id, self._blocks.values()))
         for parent, siblings in self._children.items():
             assert siblings
             for name, block in siblings.items():
                 assert (block.name, block.parent) == (name, parent)
-                assert (name in self._told) == (parent == ROOT or parent in self._told)
+                assert (name in self._published) == (parent == ROOT or parent in self._published)
         seen = {ROOT}
-        for name, parent in self._told.items():
+        for name, parent in self._published.items():
             assert parent in seen
             assert name in self._children[parent]
             seen.add(name)
-        assert len(linked) <= self._most_blocks
+        assert len(linked) <= self._max_blocks
 
     def _store(self, event: EngineStored) -> None:
         parent, names = self._names(event)
@@ -240,7 +240,7 @@ class BlockMirror:
             parent = block
 
     def _names(self, event: EngineStored) -> tuple[_Block | None, list[bytes]]:
-        """The block before these, and their names; fewer than there are blocks, where some have none."""
+        """The block before these, and their names. Fewer names than blocks if some have none."""
         reason = _why_unnamed(event, self._block_size)
         if reason:
             self._log_once(reason)
@@ -253,7 +253,7 @@ class BlockMirror:
         try:
             names = block_hashes(event.token_ids, self._block_size, ROOT if parent is None else parent.name)  # type: ignore[arg-type]
         except (TypeError, OverflowError):
-            self._log_once("token ids that are pairs, or no token ids at all")
+            self._log_once("pairs instead of token ids, or invalid token ids")
             return None, []
         if event.extra_keys:
             depends = [index for index, keys in enumerate(event.extra_keys) if keys]
@@ -261,25 +261,25 @@ class BlockMirror:
         return parent, names
 
     def _add(self, key: EngineHash, name: bytes, parent: _Block | None) -> _Block | None:
-        """None where there is no room, or where another block of the engine has this name: then one of the two depends on more than tokens,
-        and the engine does not say on what."""
+        """None if there is no room, or if another block of the engine has this name: then one of the two depends on more than tokens, and
+        the engine does not report on what."""
         block = _Block(name, ROOT if parent is None else parent.name)
         siblings = self._children.get(block.parent, {})
-        if name in siblings or len(self._blocks) >= self._most_blocks:
+        if name in siblings or len(self._blocks) >= self._max_blocks:
             return None
         siblings[name] = self._blocks[key] = block
         self._children[block.parent] = siblings
-        if parent is None or parent.name in self._told:
-            self._tell(block)
+        if parent is None or parent.name in self._published:
+            self._publish(block)
         return block
 
-    def _tell(self, first: _Block) -> None:
-        """It is there, and so is what had to wait for it."""
+    def _publish(self, first: _Block) -> None:
+        """Publishes the block and the known blocks after it."""
         stack = [first]
         while stack:
             block = stack.pop()
-            self._told[block.name] = block.parent
-            self._telling.stored(block)
+            self._published[block.name] = block.parent
+            self._builder.stored(block)
             stack.extend(self._children.get(block.name, {}).values())
 
     def _remove(self, event: EngineRemoved) -> None:
@@ -294,26 +294,26 @@ class BlockMirror:
             if not siblings:
                 del self._children[block.parent]
             self.removed += 1
-            if block.name in self._told:
-                self._take_back(block)
+            if block.name in self._published:
+                self._withdraw(block)
 
-    def _take_back(self, first: _Block) -> None:
+    def _withdraw(self, first: _Block) -> None:
         stack = [first]
         while stack:
             block = stack.pop()
-            del self._told[block.name]
-            self._telling.removed(block)
+            del self._published[block.name]
+            self._builder.removed(block)
             stack.extend(self._children.get(block.name, {}).values())
 
     def _clear(self) -> None:
         self._blocks.clear()
         self._children.clear()
-        self._told.clear()
-        self._telling.cleared()
+        self._published.clear()
+        self._builder.cleared()
 
     def _take(self) -> KvEvents:
-        events = self._telling.events()
-        self._telling = _Telling()
+        events = self._builder.events()
+        self._builder = _EventBuilder()
         taken = KvEvents(self._next_number, events)
         self._next_number += len(events)
         return taken
@@ -321,13 +321,13 @@ class BlockMirror:
     def _log_once(self, reason: str) -> None:
         if reason not in self._logged:
             self._logged.add(reason)
-            log.warning("the engine has cached blocks that no request is routed by: those with %s", reason)
+            log.warning("some cached blocks of the engine are ignored by the router: those with %s", reason)
 
 
 def _why_unnamed(event: EngineStored, block_size: int) -> str | None:
-    """What keeps all blocks of an event from having a name, if anything does."""
+    """Why no block of the event can have a name. None if they can."""
     if not _is_on_device(event) or event.kv_cache_spec_kind not in WHOLE_KINDS:
-        return "a place other than the device, or attention that does not look at every position"
+        return "another place than the device, or attention that does not read every position"
     if (event.lora_id, event.lora_name, event.cache_salt) != (None, None, None):
         return "an adapter or a salt"
     if event.block_size != block_size or len(event.token_ids) != len(event.block_hashes) * block_size:
@@ -336,5 +336,5 @@ def _why_unnamed(event: EngineStored, block_size: int) -> str | None:
 
 
 def _is_on_device(event: EngineStored | EngineRemoved) -> bool:
-    """Groups beyond the first are of layers with a cache of another kind; the first has what every prefix needs."""
+    """Groups after the first are layers with another kind of cache. The first has what every prefix needs."""
     return event.medium in DEVICE_MEDIA and event.group_idx in (None, 0) and event.locality in (None, "LOCAL")

@@ -1,4 +1,4 @@
-"""The KV events that an engine publishes over ZMQ, followed without a gap."""
+"""Follows the KV events that an engine publishes over ZMQ, without a gap."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A step that stores a million tokens is some five megabytes.
+# A step that stores a million tokens has about five megabytes.
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-# Messages that may wait in a socket; what is beyond them is dropped, and the numbers show it. A replay comes as fast as it can be sent.
-MOST_WAITING = 10_000
-MOST_REPLAYED = 100_000
+# Messages that may wait in a socket. Further ones are dropped, and their numbers show it. A replay comes as fast as it can be sent.
+MAX_WAITING = 10_000
+MAX_REPLAYED = 100_000
 REPLAY_SECONDS = 5.0
-# How long the loop is kept from everything else by events that wait.
+# Waiting events block the event loop for at most this time.
 BUSY_SECONDS = 0.005
 HEARTBEAT_SECONDS = 10.0
-# After a connection that ended. Where nobody ever speaks ZMQ, the wait grows.
+# The pause after a lost connection. It grows while nobody answers in ZMQ.
 RECONNECT_SECONDS = 0.1
-MOST_RECONNECT_SECONDS = 10.0
+MAX_RECONNECT_SECONDS = 10.0
 
 _NUMBER = struct.Struct(">Q")
 _END_OF_REPLAY = 2**64 - 1
 
 
 class _Message(Struct, frozen=True):
-    """What one step did, numbered by the engine. `events` is None where they cannot be understood, and `problem` says why."""
+    """The events of one step, numbered by the engine. `events` is None if they cannot be decoded; `problem` says why."""
 
     number: int
     events: list[EngineEvent] | None
@@ -48,19 +48,17 @@ class _Message(Struct, frozen=True):
 
 
 class KvEventFeed:
-    """Follows one publisher, and tells what its engine has cached, as numbered events, through `on_events`.
+    """Follows one publisher and reports what its engine has cached, as our own numbered events, through `on_events`.
 
-    The engine numbers its messages from 0. Those that were missed, also before the subscription, are asked for at `endpoints.replay`,
-    while new ones wait in the socket. One that nobody has any more, or that cannot be understood, is a gap: all is forgotten, which is
-    told, and known anew from the oldest message that has all newer ones behind it. A connection that broke is a gap, too: behind the same
-    address there may be another engine, whose numbers say nothing of the old one's.
+    The engine numbers its messages from 0. Missed ones, also from before the subscription, are requested at `endpoints.replay` while new
+    ones wait in the socket. A message that is lost, or cannot be decoded, is a gap: all blocks are forgotten and reported as cleared, and
+    known again from the messages after the gap. A broken connection is a gap, too: another engine may answer at the same address, with
+    other numbers.
 
-    A publisher speaks for one cache: data-parallel replicas publish at an address each, and need a feed each. Should several speak at one
-    address, the one heard first is followed and the others are ignored, for their numbers count different things, and a block that one of
-    them has is of no use to a request that another one gets.
+    A publisher stands for one cache: data-parallel replicas have one address and one feed each. If several publish at one address, the
+    first is followed and the others are ignored: their numbers are unrelated, and their blocks are of no use to each other's requests.
 
-    `on_events` is called on the event loop, once for all messages that were ready, or for those that a few milliseconds sufficed for.
-    It must not raise.
+    `on_events` is called on the event loop, once for all messages that are ready, or every BUSY_SECONDS. It must not raise.
     """
 
     def __init__(
@@ -84,40 +82,40 @@ class KvEventFeed:
         self._following: asyncio.Task[None] | None = None
         self._rank: int | None = None
         self._has_rank = False
-        # The number of the next message to take, and that of the newest that was published to us.
+        # The number of the next message to apply, and of the newest published one.
         self._expected = 0
         self._newest = -1
-        self._untold: list[KvEvent] = []
-        self._untold_first = 0
+        self._pending: list[KvEvent] = []
+        self._pending_first = 0
         self._busy_until = 0.0
 
     @property
     def cached(self) -> int:
-        """Blocks that the engine has, as far as is known."""
+        """The number of blocks that the engine is known to have."""
         return self._mirror.cached
 
     @property
     def removed(self) -> int:
-        """Blocks that the engine has evicted since the start, of those that were known."""
+        """The number of known blocks that the engine has evicted since the start."""
         return self._mirror.removed
 
     def snapshot(self) -> Snapshot:
-        """All that the engine has, as far as is known."""
+        """All blocks that the engine is known to have."""
         return self._mirror.snapshot()
 
     async def start(self) -> None:
-        """Begins to follow; an engine that is not there yet is waited for. Raises ConfigError without ZMQ, and for what is no endpoint."""
+        """Begins to follow, also an engine that is not there yet. Raises ConfigError without ZMQ, and for a wrong address."""
         try:
-            # An extra: only other people's engines speak it.
+            # Optional: only external engines need it.
             import zmq
             import zmq.asyncio
         except ImportError as missing:
-            raise ConfigError(f"KV events of an engine need the package {missing.name!r}: pip install pyzmq") from missing
+            raise ConfigError(f"the KV events of an engine need the package {missing.name!r}: pip install pyzmq") from missing
         self._context = zmq.asyncio.Context()
         try:
             subscriber = self._subscribe()
             if self._endpoints.replay is not None:
-                # What is no endpoint is found now, and not at the first gap.
+                # A wrong address is found now, not at the first gap.
                 with self._open(zmq.DEALER, 1) as unused:
                     _connect(unused, self._endpoints.replay)
         except ConfigError:
@@ -126,7 +124,7 @@ class KvEventFeed:
         self._following = asyncio.create_task(self._follow(subscriber), name="KV events")
 
     async def close(self) -> None:
-        """Tells nothing more."""
+        """Stops. `on_events` is not called afterwards."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -135,54 +133,54 @@ class KvEventFeed:
             self._context.destroy(linger=0)
             self._context = None
 
-    def _open(self, kind: int, most_waiting: int) -> zmq.asyncio.Socket:
+    def _open(self, kind: int, max_waiting: int) -> zmq.asyncio.Socket:
         assert self._context is not None
         socket = self._context.socket(kind)
         socket.linger = 0
-        socket.rcvhwm = most_waiting
+        socket.rcvhwm = max_waiting
         socket.maxmsgsize = MAX_MESSAGE_BYTES
-        # Else a machine that vanished would never be missed.
+        # Without it, the loss of a machine is never noticed.
         socket.heartbeat_ivl = round(1000 * HEARTBEAT_SECONDS)
         return socket
 
     def _subscribe(self) -> zmq.asyncio.Socket:
         import zmq
 
-        subscriber = self._open(zmq.SUB, MOST_WAITING)
+        subscriber = self._open(zmq.SUB, MAX_WAITING)
         subscriber.subscribe(self._topic)
-        # Before it connects: the first connection must be seen.
+        # Before the connect, so that the monitor sees the first connection.
         subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         _connect(subscriber, self._endpoints.publisher)
         return subscriber
 
     async def _follow(self, subscriber: zmq.asyncio.Socket) -> None:
-        """A socket a connection: what still waits in that of the last one may be of an engine that is gone. And ZMQ itself does not connect
-        again after a message that was too large."""
+        """Uses one socket per connection: what still waits in the old socket may come from an engine that is gone. And ZMQ itself does not
+        reconnect after a message that was too large."""
         pause = RECONNECT_SECONDS
         try:
             while True:
                 with subscriber, subscriber.get_monitor_socket() as monitor:
                     was_there = await self._follow_connection(subscriber, monitor)
                 if was_there:
-                    log.warning("the engine's publisher of KV events at %s is gone", self._endpoints.publisher)
+                    log.warning("the publisher of KV events at %s is gone", self._endpoints.publisher)
                     self._lose()
                     self._tell()
                     self._expected, self._newest, self._has_rank = 0, -1, False
                     pause = RECONNECT_SECONDS
                 else:
-                    log.warning("what listens at %s publishes no KV events; asking again in %.1f s", self._endpoints.publisher, pause)
+                    log.warning("the server at %s publishes no KV events; trying again in %.1f s", self._endpoints.publisher, pause)
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, MOST_RECONNECT_SECONDS)
+                pause = min(2 * pause, MAX_RECONNECT_SECONDS)
                 subscriber = self._subscribe()
         except Exception:
-            # Nobody hears of removals from here on.
-            log.exception("the KV events of the engine are not followed any more")
+            # Removals are not seen from here on.
+            log.exception("following the engine's KV events failed")
             self._lose()
             self._tell()
             raise
 
     async def _follow_connection(self, subscriber: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> bool:
-        """Returns when it has ended: whether there was a publisher at its other end."""
+        """Returns when the connection has ended: whether there was a publisher."""
         import zmq.asyncio
         from zmq.utils.monitor import parse_monitor_message
 
@@ -202,19 +200,19 @@ class KvEventFeed:
                 await self._on_frames(frames)
                 await self._breathe()
             self._tell()
-            # The next wait may be none.
+            # The next poll may return at once.
             await asyncio.sleep(0)
 
     async def _on_frames(self, frames: list[bytes]) -> None:
-        """A message that was published. Within a connection they come in order, so that a number that is not new is of another engine."""
+        """Takes a published message. Messages of a connection come in order, so an old number means another engine."""
         if self._topic and frames[0] != self._topic:
-            # A subscription takes whatever begins like its topic.
+            # ZMQ matches every topic with this prefix.
             return
         message = self._read(frames)
         if message is None:
             return
         if message.number <= self._newest:
-            log.warning("the engine numbers its KV events anew")
+            log.warning("the engine numbers its KV events from the start again")
             self._lose()
             self._expected = 0
         self._newest = message.number
@@ -223,8 +221,8 @@ class KvEventFeed:
         self._take(message)
 
     async def _replay(self) -> None:
-        """Takes what was missed, as far as the engine still has it. Its socket drops what we are too slow for, so what came without an end,
-        or with a hole, is asked for again from there on."""
+        """Takes missed messages, as far as the engine still has them. Its socket drops messages if we are too slow, so a replay without an
+        end, or with a hole, is requested again from there."""
         if self._endpoints.replay is None:
             return
         self._tell()
@@ -235,10 +233,10 @@ class KvEventFeed:
                 return
 
     async def _replay_from(self, start: int, endpoint: str) -> bool:
-        """Whether all came. Over a socket of its own, so that no late answer is taken for one to a later question."""
+        """Whether the replay was complete. Uses its own socket, so that no late answer is mixed with a later replay."""
         import zmq
 
-        with self._open(zmq.DEALER, MOST_REPLAYED) as socket:
+        with self._open(zmq.DEALER, MAX_REPLAYED) as socket:
             _connect(socket, endpoint)
             await socket.send_multipart((b"", _NUMBER.pack(start)))
             while True:
@@ -246,7 +244,7 @@ class KvEventFeed:
                 if frames is None:
                     if await socket.poll(round(1000 * self._replay_seconds)):
                         continue
-                    log.warning("the engine does not answer at %s: KV events that were missed may stay so", endpoint)
+                    log.warning("the engine does not answer at %s: missed KV events may be lost", endpoint)
                     return False
                 if _is_end(frames):
                     return True
@@ -258,7 +256,7 @@ class KvEventFeed:
                 await self._breathe()
 
     def _read(self, frames: list[bytes]) -> _Message | None:
-        """None for what is no message, and for one of another replica. Noise has no number: if it was a message, the next one shows it."""
+        """None for bytes that are not a message, and for a message of another replica. If a message was lost, the next number shows it."""
         if len(frames) < 2 or len(frames[-2]) != _NUMBER.size:
             self._note_malformed("a message without a number")
             return None
@@ -272,7 +270,7 @@ class KvEventFeed:
         return _Message(number, batch.events) if batch.rank == self._rank else None
 
     def _take(self, message: _Message) -> None:
-        """Takes it, unless it was taken already."""
+        """Applies the message, unless that was done already."""
         if message.number < self._expected:
             return
         if message.number > self._expected or message.events is None:
@@ -288,17 +286,17 @@ class KvEventFeed:
         self._add(self._mirror.forget())
 
     def _add(self, new: KvEvents) -> None:
-        if not self._untold:
-            self._untold_first = new.first
-        self._untold += new.events
+        if not self._pending:
+            self._pending_first = new.first
+        self._pending += new.events
 
     def _tell(self) -> None:
-        if self._untold:
-            events, self._untold = tuple(self._untold), []
-            self._on_events(KvEvents(self._untold_first, events))
+        if self._pending:
+            events, self._pending = tuple(self._pending), []
+            self._on_events(KvEvents(self._pending_first, events))
 
     async def _breathe(self) -> None:
-        """Lets others run when the loop was kept long enough."""
+        """Lets other tasks run every BUSY_SECONDS."""
         if self._clock() >= self._busy_until:
             self._tell()
             await asyncio.sleep(0)
@@ -307,21 +305,21 @@ class KvEventFeed:
     def _note_malformed(self, reason: str) -> None:
         self.malformed += 1
         if self.malformed == 1:
-            log.warning("the engine sent KV events that are not understood: %s", reason)
+            log.warning("the engine sent KV events that cannot be decoded: %s", reason)
 
 
 def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
-    """Raises ConfigError for what is no endpoint. One where nobody is yet will do."""
+    """Raises ConfigError for a wrong address. Nobody needs to listen there yet."""
     import zmq
 
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"KV events cannot be had from {endpoint!r}: {error}") from error
+        raise ConfigError(f"KV events cannot be read from {endpoint!r}: {error}") from error
 
 
 async def _receive(socket: zmq.asyncio.Socket) -> list[bytes] | None:
-    """What is there already."""
+    """A message that has arrived. None if there is none."""
     import zmq
 
     try:

@@ -33,8 +33,8 @@ NAMES = block_hashes(TOKENS, SIZE)
 class Listener:
     """A mirror, and what someone who hears all that it tells believes."""
 
-    def __init__(self, most_blocks: int = 1000) -> None:
-        self.mirror = BlockMirror(SIZE, most_blocks)
+    def __init__(self, max_blocks: int = 1000) -> None:
+        self.mirror = BlockMirror(SIZE, max_blocks)
         self.blocks: set[bytes] = set()
         self.next_number = 0
 
@@ -240,7 +240,7 @@ def test_one_hash_for_two_blocks_ends_the_chain(listener: Listener) -> None:
 
 
 def test_there_is_a_bound() -> None:
-    listener = Listener(most_blocks=3)
+    listener = Listener(max_blocks=3)
     listener.apply(stored([1, 2, 3, 4]))
     assert listener.blocks == set(NAMES[:3])
     assert listener.mirror.unnamed == 1
