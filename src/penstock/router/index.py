@@ -1,4 +1,4 @@
-"""Which worker holds which KV blocks, as far as is known or expected."""
+"""Which worker holds which KV blocks: the index, and the feed that fills it from a worker's numbered events."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
+
 MAX_BLOCKS = 1_000_000
+# Events that are kept while a feed waits for a snapshot.
+MAX_KEPT_EVENTS = 4096
 
 
 class _Holding:
-    """What one worker holds. A block is known or predicted, never both; predictions are in the order of their end."""
+    """What one worker holds. A block is known or predicted, never both. Predictions are ordered by their end."""
 
     __slots__ = ("bit", "known", "name", "predicted", "prediction_seconds")
 
@@ -25,15 +29,14 @@ class _Holding:
 class PrefixIndex:
     """From the name of a KV block to the workers that have it.
 
-    A block's name stands for all tokens up to its end, so a flat table does what a tree would. A worker is a bit of a mask while it is
-    here; the bit of one that left is used again. Leaving costs as many operations as it held blocks.
+    A block's name stands for all tokens up to its end, so a flat table is enough; no tree is needed. Each worker is one bit of a mask.
+    The bit is used again after the worker left. Leaving takes one operation per block that the worker held.
 
-    Besides what workers tell there are predictions: a request was sent there, so its blocks are expected. Each ends after the worker's
-    `prediction_seconds`, or when the worker tells of its block, stored or removed.
+    Besides the blocks that workers report there are predictions: a request was sent there, so its blocks are expected. A prediction
+    ends after the worker's `prediction_seconds`, or when the worker reports the block as stored or removed.
 
-    Of each worker at most `max_blocks` known and as many predicted blocks are kept. Known ones beyond that are not taken in, and `dropped`
-    counts them: such a worker is credited with too little until its next snapshot, which costs a prefill at worst. Predicted ones push
-    out the oldest.
+    Per worker at most `max_blocks` known and `max_blocks` predicted blocks are kept. More known blocks are ignored and counted in
+    `dropped`: the worker is underrated until its next snapshot, which costs a prefill at worst. More predicted blocks replace the oldest.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -44,11 +47,11 @@ class PrefixIndex:
         self._by_slot: list[_Holding | None] = []
         self._free_slots: list[int] = []
         self._everyone = 0
-        # No prediction ends before this, so that most lookups need not look for one that did.
+        # No prediction ends before this time, so most lookups need not search for ended ones.
         self._next_end = math.inf
 
     def join(self, worker: str, prediction_seconds: float) -> None:
-        """A worker of which nothing is known yet."""
+        """Adds a worker that holds nothing yet."""
         assert worker not in self._holdings, worker
         if not self._free_slots:
             self._free_slots.append(len(self._by_slot))
@@ -59,7 +62,7 @@ class PrefixIndex:
         self._everyone |= holding.bit
 
     def leave(self, worker: str) -> None:
-        """Forgets the worker and all that it held."""
+        """Forgets the worker and all its blocks."""
         self.cleared(worker)
         holding = self._holdings.pop(worker)
         slot = holding.bit.bit_length() - 1
@@ -68,7 +71,7 @@ class PrefixIndex:
         self._everyone ^= holding.bit
 
     def stored(self, worker: str, names: Iterable[bytes]) -> None:
-        """The worker has these blocks from now on."""
+        """The worker has these blocks now."""
         holding = self._holdings[worker]
         known, predicted, masks = holding.known, holding.predicted, self._masks
         for name in names:
@@ -83,7 +86,7 @@ class PrefixIndex:
             masks[name] = masks.get(name, 0) | holding.bit
 
     def removed(self, worker: str, names: Iterable[bytes]) -> None:
-        """The worker no longer has these blocks, expected or not."""
+        """The worker no longer has these blocks, known or predicted."""
         holding = self._holdings[worker]
         for name in names:
             if name in holding.known:
@@ -93,7 +96,7 @@ class PrefixIndex:
             self._unset(name, holding.bit)
 
     def cleared(self, worker: str) -> None:
-        """The worker has nothing any more."""
+        """The worker has no blocks any more."""
         holding = self._holdings[worker]
         for names in (holding.known, holding.predicted):
             for name in names:
@@ -101,16 +104,16 @@ class PrefixIndex:
             names.clear()
 
     def replaced(self, worker: str, names: Collection[bytes]) -> None:
-        """The worker has these blocks and no others. Predictions of others stay: they are of what it may not have begun."""
+        """The worker has exactly these blocks. Predictions of other blocks stay: it may not have begun them yet."""
         self.removed(worker, self._holdings[worker].known.difference(names))
         self.stored(worker, names)
 
     def predict(self, worker: str, names: Sequence[bytes], now: float) -> None:
-        """Expects the worker to have these blocks, each behind the one before it, until its `prediction_seconds` have passed."""
+        """Expects the worker to have this chain of blocks for the next `prediction_seconds`."""
         holding = self._holdings[worker]
         known, predicted, masks = holding.known, holding.predicted, self._masks
         end = now + holding.prediction_seconds
-        # The end of the chain first, so that the oldest prediction, when it must go, is one that no other stands on.
+        # The end of the chain first: when the oldest prediction must go, no other block depends on it.
         for name in reversed(names):
             if name in known:
                 continue
@@ -124,11 +127,11 @@ class PrefixIndex:
             self._unset(predicted.popitem(last=False)[0], holding.bit)
 
     def overlaps(self, names: Sequence[bytes], now: float) -> dict[str, int]:
-        """How many of these blocks each worker has, from the first on. Those without the first are left out.
+        """How many leading blocks of this chain each worker has. Workers without the first block are left out.
 
-        Caches evict ends before beginnings, so a worker that has a block has those before it, and halving finds the last one in a few
-        lookups, where going through a long prompt's blocks would take milliseconds. From a cache with a hole, what lies behind
-        the hole may be counted as well.
+        Caches evict the end of a chain first. So a worker that has a block has all blocks before it, and a binary search finds the last
+        one in a few lookups; a linear search would take milliseconds for a long prompt. If a cache has a hole, blocks behind the hole
+        may be counted as well.
         """
         if now >= self._next_end:
             self._end_predictions(now)
@@ -136,7 +139,7 @@ class PrefixIndex:
         if not names:
             return found
         mask_of = self._masks.get
-        # Workers that have the block before `low` and lack that at `high`, or it is the end.
+        # (workers, low, high): these workers have block low - 1 and lack block high, or high is the end.
         searches = [(self._everyone & mask_of(names[0], 0), 1, len(names))]
         while searches:
             workers, low, high = searches.pop()
@@ -152,12 +155,12 @@ class PrefixIndex:
         return found
 
     def held(self, worker: str) -> tuple[int, int]:
-        """How many blocks the worker is known to have, and how many more are predicted."""
+        """How many known and how many predicted blocks the worker has."""
         holding = self._holdings[worker]
         return len(holding.known), len(holding.predicted)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless masks and holdings say the same, and every bound is kept."""
+        """Raises AssertionError unless masks and holdings agree and every bound is kept."""
         masks: dict[bytes, int] = {}
         for worker, holding in self._holdings.items():
             assert self._by_slot[holding.bit.bit_length() - 1] is holding, worker
@@ -200,3 +203,93 @@ class PrefixIndex:
             self._masks[name] = mask
         else:
             del self._masks[name]
+
+
+class KvFeed:
+    """Keeps the index in step with one worker, over one link.
+
+    Whoever makes a feed asks the worker for a snapshot. After that, every event is applied once, in order. When event numbers have a
+    gap, `receive` returns True once: another snapshot is needed. Until it comes, the index stays as it is and events are kept aside,
+    because the snapshot may be older than they are.
+    """
+
+    def __init__(self, index: PrefixIndex, worker: str) -> None:
+        self._index = index
+        self._worker = worker
+        self._next_number = 0
+        self._is_waiting = True
+        self._was_asked = True
+        # While waiting: consecutive events. `_kept_until` is the number after the last one.
+        self._kept: list[KvEvent] = []
+        self._kept_until = 0
+
+    @property
+    def is_current(self) -> bool:
+        """The index has all events that were received."""
+        return not self._is_waiting
+
+    def receive(self, batch: KvEvents) -> bool:
+        """Applies events. Returns True when the caller must ask for a snapshot; only once until it comes."""
+        if not self._is_waiting and batch.first <= self._next_number:
+            self._apply(batch.events[self._next_number - batch.first :])
+            return False
+        self._is_waiting = True
+        self._keep(batch)
+        must_ask, self._was_asked = not self._was_asked, True
+        return must_ask
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Replaces the worker's blocks, then applies the events that were kept.
+
+        A snapshot older than the index is ignored. If events are missing after the snapshot, the next `receive` asks for another one.
+        """
+        if not self._is_waiting and snapshot.next_number < self._next_number:
+            return
+        self._index.replaced(self._worker, _names(snapshot.events))
+        self._next_number = snapshot.next_number
+        first = self._kept_until - len(self._kept)
+        self._is_waiting = bool(self._kept) and first > snapshot.next_number
+        self._was_asked = False
+        if not self._is_waiting:
+            self._apply(self._kept[snapshot.next_number - first :] if self._kept else ())
+            self._kept = []
+
+    def _apply(self, events: Sequence[KvEvent]) -> None:
+        index, worker = self._index, self._worker
+        for event in events:
+            match event:
+                case BlocksStored():
+                    index.stored(worker, event.blocks)
+                case BlocksRemoved():
+                    index.removed(worker, event.blocks)
+                case BlocksCleared():
+                    index.cleared(worker)
+        self._next_number += len(events)
+
+    def _keep(self, batch: KvEvents) -> None:
+        """Keeps the newest events without a gap. Older ones before a gap are useless: the missing events stay missing."""
+        end = batch.first + len(batch.events)
+        if self._kept and end <= self._kept_until:
+            return
+        if not self._kept or batch.first > self._kept_until:
+            self._kept = list(batch.events)
+        else:
+            self._kept += batch.events[self._kept_until - batch.first :]
+        self._kept_until = end
+        if len(self._kept) > MAX_KEPT_EVENTS:
+            del self._kept[: len(self._kept) - MAX_KEPT_EVENTS]
+
+
+def _names(events: Sequence[KvEvent]) -> dict[bytes, None]:
+    """The blocks after these events, starting from nothing. In order, so that a bound cuts off the ends of chains."""
+    names: dict[bytes, None] = {}
+    for event in events:
+        match event:
+            case BlocksStored():
+                names.update(dict.fromkeys(event.blocks))
+            case BlocksRemoved():
+                for name in event.blocks:
+                    names.pop(name, None)
+            case BlocksCleared():
+                names.clear()
+    return names

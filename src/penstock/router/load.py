@@ -1,4 +1,4 @@
-"""How busy a worker is, in KV blocks, as one front end knows it."""
+"""How busy a worker is, in KV blocks, as one front end sees it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from penstock.wire.messages import WorkerStats
 
 
 class WorkerLoad:
-    """The load of one worker: blocks still to prefill, and blocks held.
+    """The load of one worker: blocks still to prefill plus blocks held.
 
-    What this front end sent is counted at once. What the worker reports beyond it, in use or queued, is others' doing, or has been
-    generated since; it counts as of the last report. A generation's share is what it does not share with others: its prompt less the
-    overlap.
+    Generations of this front end count at once. `beyond` is what the worker's last report has more than that: work of other front
+    ends, and blocks generated since. A generation counts with its share: its prompt minus the overlap.
     """
 
     __slots__ = ("active", "beyond", "beyond_active", "held", "prefilling", "to_prefill")
@@ -32,14 +31,14 @@ class WorkerLoad:
         return self.active + self.beyond_active
 
     def report(self, stats: WorkerStats) -> None:
-        """Takes the worker's own figures. A queued generation that is not ours counts as many blocks as a running one has on average."""
+        """Takes the worker's own figures. A queued generation of others counts as much as an average running one."""
         queued = max(0, stats.queued - self.prefilling)
         average = stats.kv_blocks_used / stats.running if stats.running else 0.0
         self.beyond = max(0, stats.kv_blocks_used - self.held) + queued * average
         self.beyond_active = max(0, stats.running + stats.queued - self.active)
 
     def begin(self, share: int) -> Assignment:
-        """A generation was sent there, with so many blocks of its own."""
+        """A generation was sent there; `share` is the number of blocks that it adds."""
         self.active += 1
         self.prefilling += 1
         self.to_prefill += share
@@ -47,7 +46,7 @@ class WorkerLoad:
         return Assignment(self, share)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless what is counted could be."""
+        """Raises AssertionError when the counts contradict each other."""
         assert 0 <= self.prefilling <= self.active, (self.prefilling, self.active)
         assert 0 <= self.to_prefill <= self.held, (self.to_prefill, self.held)
         assert self.active or not self.held, self.held
@@ -55,7 +54,7 @@ class WorkerLoad:
 
 
 class Assignment:
-    """One generation's share of a worker's load. Both calls may come again, and in any order: only the first of each counts."""
+    """One generation's share of a worker's load. Both methods may be called again and in any order: only the first call counts."""
 
     __slots__ = ("_has_ended", "_is_prefilling", "_load", "_share")
 
@@ -66,14 +65,14 @@ class Assignment:
         self._has_ended = False
 
     def first_token(self) -> None:
-        """Its prompt is computed."""
+        """The prompt is computed."""
         if self._is_prefilling:
             self._is_prefilling = False
             self._load.prefilling -= 1
             self._load.to_prefill -= self._share
 
     def ended(self) -> None:
-        """It holds nothing any more."""
+        """The generation holds no blocks any more."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -82,5 +81,5 @@ class Assignment:
         load.active -= 1
         load.held -= self._share
         if not load.active and not load.beyond_active:
-            # A worker with nothing to do reports nothing, so the last figure would stay.
+            # An idle worker sends no reports, so the last figure would stay.
             load.beyond = 0.0

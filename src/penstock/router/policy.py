@@ -1,4 +1,4 @@
-"""The choice of a worker: a pure function of what is known at that moment."""
+"""The choice of a worker: a pure function of what is known at that moment; and the hints that a client gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Preference = Literal["session", "affinity", "parent"]
 Reason = Literal["only", "session", "affinity", "parent", "prefix", "least_loaded", "round_robin", "random", "sampled"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 Diversion = Literal["gone", "quiet", "overloaded"]
-AHEAD_FACTOR = 1.5
+# A worker leads too far only if it also has this many times the generations of the worker with the fewest.
+LEAD_FACTOR = 1.5
 
 
 class SessionWish(Struct, frozen=True, gc=False):
@@ -43,9 +44,10 @@ class Hints(Struct, frozen=True, gc=False):
 
 
 class WorkerView(Struct, frozen=True, gc=False):
-    """What is known of one worker at the moment of the choice.
+    """One worker at the moment of the choice.
 
-    `overlap` counts the prompt's leading blocks that it has. `is_quiet`: it owes tokens and has been silent for a while.
+    `overlap` counts the leading blocks of the prompt that it has. `load` is in blocks, `active` in generations. `is_quiet`: it owes
+    tokens and has been silent for a while.
     """
 
     name: str
@@ -57,7 +59,7 @@ class WorkerView(Struct, frozen=True, gc=False):
 
 
 class RouteRequest(Struct, frozen=True):
-    """What is to be placed: a prompt of so many blocks, where it would rather go and why, and a policy instead of the settings'."""
+    """What is to be placed: the number of prompt blocks, the preferred worker and why, and a policy that replaces the settings' one."""
 
     blocks: int = 0
     preferred: str | None = None
@@ -68,8 +70,8 @@ class RouteRequest(Struct, frozen=True):
 class Decision(Struct, frozen=True):
     """The worker, and why.
 
-    `diverted` says why a preferred worker was not taken; `reason` is then that of the choice that was made instead. `costs` has the
-    workers that were compared. `names` are the prompt's block names, where the router needed them.
+    `diverted` says why the preferred worker was not taken; `reason` then belongs to the choice that was made instead. `costs` has the
+    workers that were compared. `names` are the prompt's block names, if the router needed them.
     """
 
     worker: str
@@ -84,9 +86,9 @@ class Decision(Struct, frozen=True):
 def choose(view: Sequence[WorkerView], request: RouteRequest, settings: RouterSettings, turn: int, draw: float) -> Decision | None:
     """The worker for a request; None when there is none.
 
-    One that is quiet, and next one without room, is taken only when all are. The preferred worker is taken unless it is gone, is one of
-    those, or is overloaded. Else the policy decides; equals are told apart by their generations, then by `turn`, which takes them one
-    after the other. `draw`, from 0 to below 1, is the chance of those policies that leave something to it.
+    Quiet workers, and then workers without room, are used only when there are no others. The preferred worker is taken unless it is
+    gone, not usable or overloaded. Else the policy decides. Among equals the one with the fewest generations wins, then they take
+    turns: `turn` counts up. `draw` is a random number from 0 to below 1.
     """
     if not view:
         return None
@@ -100,7 +102,7 @@ def choose(view: Sequence[WorkerView], request: RouteRequest, settings: RouterSe
         return Decision(preferred.name, request.preferred_reason, None, preferred.overlap, cost, ((preferred.name, cost),))
     policy, is_only = request.policy or settings.policy, len(usable) == 1
     if policy == "kv":
-        usable = _not_ahead(usable, settings)
+        usable = _within_lead(usable, settings)
     costs = [_cost(worker, request, settings) for worker in usable]
     position, reason = _pick(usable, costs, policy, settings.temperature, turn, draw)
     chosen = usable[position]
@@ -109,16 +111,16 @@ def choose(view: Sequence[WorkerView], request: RouteRequest, settings: RouterSe
 
 
 def _usable(view: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Those that answer and have room; if there is none, those that answer; if there is none, all."""
+    """Workers that answer and have room; if there are none, those that answer; if there are none, all."""
     answering = [worker for worker in view if not worker.is_quiet] or view
     return [worker for worker in answering if worker.has_room] or answering
 
 
-def _not_ahead(usable: Sequence[WorkerView], settings: RouterSettings) -> Sequence[WorkerView]:
-    """Those that have not many more generations than the one with the fewest, which is always among them."""
+def _within_lead(usable: Sequence[WorkerView], settings: RouterSettings) -> Sequence[WorkerView]:
+    """Without the workers that lead the one with the fewest generations by too many."""
     fewest = min([worker.active for worker in usable])
-    most = max(fewest + settings.max_lead, fewest * AHEAD_FACTOR)
-    return [worker for worker in usable if worker.active <= most]
+    limit = max(fewest + settings.max_lead, fewest * LEAD_FACTOR)
+    return [worker for worker in usable if worker.active <= limit]
 
 
 def _diversion(
@@ -164,7 +166,7 @@ def _lowest(usable: Sequence[WorkerView], costs: Sequence[float], turn: int) -> 
 
 
 def _sample(costs: Sequence[float], temperature: float, draw: float) -> int:
-    """By softmax of the costs, scaled so that the highest is 1 above the lowest: a temperature then means the same anywhere."""
+    """Softmax of the costs, scaled to a range of 1, so that a temperature means the same for cheap and expensive requests."""
     lowest = min(costs)
     scale = (max(costs) - lowest) * temperature
     weights = [math.exp((lowest - cost) / scale) if scale else 1.0 for cost in costs]

@@ -1,4 +1,4 @@
-"""The router: what is known of all workers, and where the next generation goes."""
+"""The router: what is known about all workers, and where the next generation goes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct, structs
 
 from penstock.config.front_end import Policy, RouterSettings
-from penstock.router.feed import KvFeed
-from penstock.router.index import PrefixIndex
+from penstock.router.index import KvFeed, PrefixIndex
 from penstock.router.load import Assignment, WorkerLoad
 from penstock.router.policy import Decision, Preference, RouteRequest, WorkerView, choose
 from penstock.wire.messages import KvEvents, ModelInfo, Snapshot, WorkerStats
 
 
 class Candidate(Struct, frozen=True, gc=False):
-    """A worker that could take the generation. See `WorkerView` for what the two mean."""
+    """A worker that could take the generation. The fields mean the same as in `WorkerView`."""
 
     name: str
     has_room: bool = True
@@ -26,7 +25,7 @@ class Candidate(Struct, frozen=True, gc=False):
 
 
 class _Worker:
-    """What is kept of one worker while it is here."""
+    """What is known about one worker."""
 
     __slots__ = ("feed", "load", "model")
 
@@ -37,10 +36,10 @@ class _Worker:
 
 
 class Router:
-    """Knows the workers of all models, and chooses among those that it is given. No call waits, none does I/O.
+    """Knows the workers of all models, and chooses among the candidates of a call. No method waits or does I/O.
 
-    A worker is known from `join` to `leave`; what comes of it outside that time is ignored, for a link may end at any moment.
-    `decisions` counts reasons, `diversions` why preferred workers were not taken.
+    A worker is known from `join` to `leave`. Reports of unknown workers are ignored: a link may end at any moment. `decisions` counts
+    choices by reason, `diversions` counts preferred workers that were not taken, by reason.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class Router:
         self._clock = clock
         self._draw = draw
         self._workers: dict[str, _Worker] = {}
-        # One for each model, lest the turns of one model's requests all fall on the same of its workers.
+        # A round-robin counter per model.
         self._turns: Counter[str] = Counter()
 
     def join(self, worker: str, model: ModelInfo) -> bool:
-        """A fresh link to a worker, of which nothing is known. True when a snapshot must be asked for."""
+        """A new link to a worker. Returns True when the caller must ask for a snapshot."""
         self.leave(worker)
         has_events = "kv_events" in model.capabilities
         self.index.join(worker, self.settings.sibling_seconds if has_events else self.settings.prediction_seconds)
@@ -65,17 +64,17 @@ class Router:
         return has_events
 
     def leave(self, worker: str) -> None:
-        """The worker is gone, and with it all that was known of it. One that is not here is ignored."""
+        """Forgets the worker. Unknown workers are ignored."""
         if self._workers.pop(worker, None) is not None:
             self.index.leave(worker)
 
     def receive(self, worker: str, events: KvEvents) -> bool:
-        """Takes a worker's events. True when a snapshot must be asked for."""
+        """Takes a worker's events. Returns True when the caller must ask for a snapshot."""
         known = self._workers.get(worker)
         return known is not None and known.feed is not None and known.feed.receive(events)
 
     def load_snapshot(self, worker: str, snapshot: Snapshot) -> None:
-        """Takes all that a worker has cached."""
+        """Takes the complete list of a worker's cached blocks."""
         known = self._workers.get(worker)
         if known is not None and known.feed is not None:
             known.feed.load(snapshot)
@@ -95,10 +94,11 @@ class Router:
         preferred_reason: Preference = "session",
         policy: Policy | None = None,
     ) -> Decision | None:
-        """Where a prompt of so many blocks goes, the last perhaps not full; None when there is no candidate.
+        """The worker for a prompt of `blocks` blocks, the last of which may be partly filled; None when there is no candidate.
 
-        `prompt` has the names of its full blocks, or gives them when called. It is called only if there is a choice and the policy looks
-        at them, which it does for a preferred worker, too: its load would be guessed wrong otherwise. `Decision.names` has them then.
+        `prompt` is the names of its full blocks, or returns them. It is called only if there is more than one candidate and the policy
+        needs the names. That includes preferred workers: without the overlap their load would be estimated too high. The decision
+        then has the names.
         """
         if not candidates:
             return None
@@ -120,23 +120,23 @@ class Router:
         return structs.replace(decision, names=names) if names else decision
 
     def sent(self, decision: Decision, names: Sequence[bytes], blocks: int, now: float | None = None) -> Assignment:
-        """The generation is on its way to the worker: its load is counted until the assignment's end, and its blocks are expected there."""
+        """The generation was sent. Its load counts until the assignment ends, and its blocks are expected on the worker."""
         known = self._workers.get(decision.worker)
         if known is None:
             return WorkerLoad().begin(0)
-        # An engine that tells what it caches confirms the prediction soon, so that one that stands need not be made again.
+        # An engine with KV events confirms predictions soon, so blocks that it has need no new prediction.
         expected = names[decision.overlap :] if known.feed is not None else names
         if expected:
             self.index.predict(decision.worker, expected, self._clock() if now is None else now)
         return known.load.begin(max(0, blocks - decision.overlap))
 
     def load_of(self, worker: str) -> float:
-        """The worker's load in blocks, for those who look; 0 for one that is not here."""
+        """The worker's load in blocks, for metrics; 0 for an unknown worker."""
         known = self._workers.get(worker)
         return known.load.blocks if known is not None else 0.0
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless index and loads are sound, and of the same workers."""
+        """Raises AssertionError unless the index and the loads are sound and have the same workers."""
         self.index.check_integrity()
         for name, worker in self._workers.items():
             self.index.held(name)

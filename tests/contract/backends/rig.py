@@ -16,8 +16,7 @@ from contract.backends.setups import Setup
 from penstock.cli.compose import make_backend
 from penstock.cli.flags import make_parser
 from penstock.cli.settings import WorkerSettings, worker_settings
-from penstock.router.feed import KvFeed
-from penstock.router.index import PrefixIndex
+from penstock.router.index import KvFeed, PrefixIndex
 from penstock.stream.slot import Slot
 from penstock.wire.errors import StreamError
 from penstock.wire.messages import (

@@ -1,4 +1,4 @@
-"""The store of a single front end: time, bounds, order, and that nothing is left behind."""
+"""The store of a single front end: time, bounds, order, and no leftovers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_keys_are_unambiguous() -> None:
     assert {len(key) for key in keys} == {32}
 
 
-async def test_epochs_grow_whatever_the_clock_does() -> None:
+async def test_epochs_grow_even_when_the_clock_does_not() -> None:
     wall = iter([5_000_000, 5_000_000, 1_000, 9_000_000])
     store = MemoryStore(wall_ns=lambda: next(wall))
     assert [await store.next_epoch() for _ in range(4)] == [5000, 5001, 5002, 9000]
@@ -44,7 +44,7 @@ async def test_epochs_grow_whatever_the_clock_does() -> None:
     assert await MemoryStore(wall_ns=lambda: 9_001_000).next_epoch() > 9000
 
 
-async def test_it_ends_when_its_time_has_come_and_not_before() -> None:
+async def test_a_binding_ends_exactly_when_its_time_is_over() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     key = session_key("o", "m", "s")
@@ -82,13 +82,11 @@ async def test_memory_goes_down_again() -> None:
     clock.now += 100.0
     assert await store.list_sessions("o", 1) == []
     assert len(store) == 0
-    assert not store._heap
-    assert not store._names
     store.check_integrity()
 
 
-async def test_what_comes_and_goes_early_leaves_nothing() -> None:
-    """Sessions with a long time that are closed at once, and one that is renewed without end."""
+async def test_sessions_that_close_early_leave_no_memory() -> None:
+    """Sessions with a long timeout that are closed at once, and a binding that is renewed all the time."""
     store = MemoryStore(Clock())
     await store.claim("kept", bound("", 1), 86_400.0)
     for number in range(20_000):
@@ -96,7 +94,7 @@ async def test_what_comes_and_goes_early_leaves_nothing() -> None:
         await store.claim(key, bound(str(number), number), 86_400.0, "o")
         assert await store.renew("kept", 1, 86_400.0 - number)
         assert await store.release(key, number)
-        assert len(store._heap) <= 66
+        store.check_integrity()
     assert len(store) == 1
     store.check_integrity()
 
@@ -107,11 +105,12 @@ async def test_releasing_alone_makes_room() -> None:
         await store.claim(session_key("o", "m", str(number)), bound(str(number), 1), 86_400.0, "o")
     for number in range(10_000):
         assert await store.release(session_key("o", "m", str(number)), 1)
-        assert len(store._heap) <= 2 * len(store) + 64
+        if not number % 500:
+            store.check_integrity()
 
 
-async def test_mere_affinity_is_bounded_and_the_least_recently_used_goes() -> None:
-    store = MemoryStore(Clock(), most_affinities=3)
+async def test_affinity_keys_are_bounded_and_the_least_recently_used_goes() -> None:
+    store = MemoryStore(Clock(), max_affinities=3)
     await store.claim(session_key("o", "m", "s"), bound("s", 1), 60.0, "o")
     for key in "abc":
         await store.claim(key, bound("", 1), 60.0)
@@ -125,11 +124,10 @@ async def test_mere_affinity_is_bounded_and_the_least_recently_used_goes() -> No
 
 
 async def test_a_full_store_stays_at_its_bound() -> None:
-    store = MemoryStore(Clock(), most_affinities=100)
+    store = MemoryStore(Clock(), max_affinities=100)
     for number in range(5000):
         await store.claim(str(number), bound("", 1), 60.0)
     assert len(store) == 100
-    assert len(store._heap) <= 264
     store.check_integrity()
 
 

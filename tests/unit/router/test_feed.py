@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.feed import MOST_KEPT, KvFeed
-from penstock.router.index import PrefixIndex
+from penstock.router.index import MAX_KEPT_EVENTS, KvFeed, PrefixIndex
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
 
 NAMES = [bytes([number]) for number in range(20)]
@@ -137,12 +136,12 @@ def test_what_is_kept_has_no_gap(index: PrefixIndex, feed: KvFeed) -> None:
 
 
 def test_what_is_kept_is_bounded(index: PrefixIndex, feed: KvFeed) -> None:
-    assert feed.receive(KvEvents(11, stored(*[1] * MOST_KEPT)))
-    assert not feed.receive(KvEvents(11 + MOST_KEPT, stored(2)))
-    assert len(feed._kept) == MOST_KEPT
+    assert feed.receive(KvEvents(11, stored(*[1] * MAX_KEPT_EVENTS)))
+    assert not feed.receive(KvEvents(11 + MAX_KEPT_EVENTS, stored(2)))
+    assert len(feed._kept) == MAX_KEPT_EVENTS
     # The first of them is gone, so this one cannot be gone on from.
     feed.load(Snapshot(11, ()))
-    assert feed.receive(KvEvents(12 + MOST_KEPT, stored(3)))
+    assert feed.receive(KvEvents(12 + MAX_KEPT_EVENTS, stored(3)))
 
 
 actions = st.lists(st.tuples(st.integers(0, 8), st.lists(st.sampled_from(NAMES), min_size=1, max_size=4)), min_size=1, max_size=4)
