@@ -282,11 +282,11 @@ def test_without_file_descriptors_connections_are_refused_clearly(serve: Callabl
     assert len(served) >= limit - 100
     assert refused
     answers = [read_to_end(connection) for connection in refused]
-    assert [answer for answer in answers if b"no file descriptor left for another connection (limit 200)" not in answer] == []
+    assert [answer for answer in answers if b"no file descriptor for another connection (limit 200)" not in answer] == []
     assert b"retry-after: 1" in answers[0]
     for connection in connections:
         connection.close()
-    wait_until(lambda: any("there are file descriptors again" in line for line in server.log))
+    wait_until(lambda: any("file descriptors are available again" in line for line in server.log))
     assert server.client.completions.create(model="simulator", prompt="x", seed=1).choices[0].text == predicted(1, 16)
     assert server.metric("penstock_connections_refused_total") >= len(refused)
 

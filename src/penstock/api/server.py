@@ -1,4 +1,4 @@
-"""The HTTP server: granian on a listening socket of ours, and an answer for those who find no room."""
+"""The HTTP server: granian on our listening socket, and a 503 for connections without a file descriptor."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from penstock.wire.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
-# What one connection may hold in the kernel. Without a bound it grows to megabytes for a slow reader, and the tokens
-# that wait there are events already: they cannot be merged any more.
+# The kernel's send buffer of one connection. Without a bound it grows to megabytes for a slow reader, and tokens in it
+# can no longer be merged.
 SEND_BUFFER_BYTES = 128 * 1024
-# Descriptors kept for links, logs and for refusing those who find no room.
+# Descriptors reserved for links, logs and refusals.
 RESERVED_FILES = 64
-# Refusing begins this many descriptors before the server itself stops accepting, which it does silently.
+# Refusals start this many descriptors before granian stops accepting, because granian does that silently.
 REFUSE_EARLY = 16
 GUARD_SECONDS = 0.05
 LINGER_SECONDS = 0.5
-MOST_LINGERING = 32
+MAX_LINGERING = 32
 
 
 def raise_file_limit() -> int:
-    """Raises the soft limit of open files to the hard one; returns it."""
+    """Raises the soft limit of open files to the hard limit, and returns it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = 1 << 20
-    with contextlib.suppress(ValueError, OSError):  # some systems cap it lower; then what is, is
+    with contextlib.suppress(ValueError, OSError):  # some systems do not allow that: keeps the current limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """The listening socket. Raises ConfigError when the address cannot be had."""
+    """The listening socket. Raises ConfigError when the address is not available."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from error
-    # Accepted connections inherit both.
+    # Accepted connections inherit both options.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     listener.setblocking(False)
@@ -83,7 +83,7 @@ class HttpServer:
 
 
 class _Granian(Server):
-    """Granian inside our event loop, on a socket that we made."""
+    """Granian in our event loop, on our socket."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
         super().__init__(
@@ -93,7 +93,7 @@ class _Granian(Server):
             websockets=False,
             backlog=BACKLOG,
             backpressure=max_connections,
-            # What goes wrong in a request is logged where it is known which.
+            # Endpoints log the errors of requests themselves.
             log_enabled=False,
         )
         self._listener = listener
@@ -103,10 +103,7 @@ class _Granian(Server):
 
 
 class FileGuard:
-    """Answers connections for which there is no file descriptor left, instead of letting them hang in the backlog.
-
-    While descriptors are short it accepts, says so, and closes.
-    """
+    """Answers connections with 503 while file descriptors are short, instead of leaving them in the backlog."""
 
     def __init__(self, listener: socket.socket, limit: int, threshold: int, tally: Tally) -> None:
         self._listener = listener
@@ -114,13 +111,13 @@ class FileGuard:
         self._tally = tally
         self._refusing = False
         self._lingering: deque[socket.socket] = deque()
-        message = f"the server has no file descriptor left for another connection (limit {limit}); try again later"
+        message = f"the server has no file descriptor for another connection (limit {limit}); try again later"
         body = error_body(message, "server_error", None, "too_many_connections")
         head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
         self._answer = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
     async def run(self) -> None:
-        """Looks often whether descriptors are short. Runs until it is cancelled."""
+        """Checks the descriptors every GUARD_SECONDS. Runs until it is cancelled."""
         try:
             while True:
                 self._look()
@@ -129,40 +126,40 @@ class FileGuard:
             asyncio.get_running_loop().remove_reader(self._listener)
 
     def _look(self) -> None:
-        """Begins to refuse when descriptors are short, and ends it when they are not."""
+        """Starts to refuse when descriptors are short, and stops when they are not."""
         short = _lowest_free_file(self._listener) >= self._threshold
         if short and not self._refusing:
-            log.error("out of file descriptors: new connections are refused; raise ulimit -n")
+            log.error("file descriptors are short: new connections get 503; raise ulimit -n")
             asyncio.get_running_loop().add_reader(self._listener, self._refuse)
         elif self._refusing and not short:
-            log.info("there are file descriptors again")
+            log.info("file descriptors are available again: new connections are accepted")
             asyncio.get_running_loop().remove_reader(self._listener)
         self._refusing = short
 
     def _refuse(self) -> None:
         self._look()
         if not self._refusing:
-            return  # there is room again: the server takes this connection
-        with contextlib.suppress(OSError):  # the client may be gone already
+            return  # granian accepts this connection
+        with contextlib.suppress(OSError):  # the client may have gone
             connection, _ = self._listener.accept()
             self._tally.connections_refused += 1
-            # Closing before the request has come would reset the connection, and the client might not see the answer.
+            # Closing before the request has arrived resets the connection, and the client may not see the answer.
             self._lingering.append(connection)
             asyncio.get_running_loop().call_later(LINGER_SECONDS, connection.close)
             connection.setblocking(False)
             connection.send(self._answer)
             connection.shutdown(socket.SHUT_WR)
-        if len(self._lingering) > MOST_LINGERING:
+        if len(self._lingering) > MAX_LINGERING:
             self._lingering.popleft().close()
 
 
 def _lowest_free_file(any_open: socket.socket) -> int:
-    """The number that the next descriptor would get: all below it are in use."""
+    """The number of the next descriptor: all below it are in use."""
     try:
         free = os.dup(any_open.fileno())
     except OSError as error:
         if error.errno != errno.EMFILE:
-            return 0  # the listener is closed: nobody can come
+            return 0  # the listener is closed
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     os.close(free)
     return free

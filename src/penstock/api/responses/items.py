@@ -1,24 +1,31 @@
-"""Items of a request: read one by one, and brought into the form in which they are kept and shown."""
+"""The items and tools of a request, read one by one. Items are stored and shown in one form, and become messages of a chat."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
 
+from penstock.api.openai.chat import tool_call
 from penstock.api.openai.schema import ContentPart
+from penstock.api.pipeline.plan import NO_PARAMETERS, ToolChoice, described_tool
 from penstock.api.pipeline.request import decode_body
-from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS
+from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS, AllowedTools, CustomTool, FunctionTool, NamedChoice
+from penstock.text.tokenizers.tokenizer import ChatMessage
 from penstock.wire.errors import RequestError
 
 Item = dict[str, Any]
-"""An item as the API shows it: it always has a `type` and an `id`."""
+"""An item as the API shows it. It always has a `type` and an `id`."""
 
 MAX_DEPTH = 64
-"""So deep may JSON be nested within an item or a tool."""
+"""Levels of JSON in an item or a tool."""
+
+CUSTOM_ARGUMENT = "input"
+"""To the model, a custom tool is a function with this one argument."""
 
 _PREFIXES = {
     "message": "msg",
@@ -28,6 +35,7 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
+_TOOL_CHOICES = ("auto", "none", "required")
 _OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
 
 StructType = TypeVar("StructType", bound=Struct)
@@ -39,9 +47,9 @@ def new_id(kind: str) -> str:
 
 
 def read_items(field: str, given: str | Sequence[dict[str, Any]]) -> list[Item]:
-    """The items of a request's `field`. Raises RequestError that names what is wrong with which of them.
+    """The items of a request's `field`. Raises RequestError that names the item and what is wrong with it.
 
-    References stay what they are: `{"type": "item_reference", "id": …}`.
+    References stay as they are: `{"type": "item_reference", "id": …}`.
     """
     if isinstance(given, str):
         return [_message("user", [{"type": "input_text", "text": given}])]
@@ -49,7 +57,7 @@ def read_items(field: str, given: str | Sequence[dict[str, Any]]) -> list[Item]:
 
 
 def read_struct(field: str, value: dict[str, Any], kind: type[StructType]) -> StructType:
-    """The value as this type. Raises RequestError that names the field within the request."""
+    """Converts the value. Raises RequestError that names the field of the request."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -62,7 +70,7 @@ def read_struct(field: str, value: dict[str, Any], kind: type[StructType]) -> St
 
 
 def check_depth(field: str, value: object) -> None:
-    """Refuses what is nested so deeply that it cannot be written again."""
+    """Raises RequestError for a value that is nested too deeply to be encoded again."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
@@ -72,7 +80,7 @@ def check_depth(field: str, value: object) -> None:
 
 
 def marked_parts(given: str | Sequence[dict[str, Any]] | None) -> list[ContentPart]:
-    """The parts of items that have been read already and are marked for the cache."""
+    """The parts that are marked for the cache, of items that have been read."""
     if given is None or isinstance(given, str):
         return []
     contents = [item.get(name) for item in given for name in ("content", "output")]
@@ -81,7 +89,7 @@ def marked_parts(given: str | Sequence[dict[str, Any]] | None) -> list[ContentPa
 
 
 def check_outputs(items: Iterable[Item], fields: Iterable[str]) -> None:
-    """Refuses the output of a call that is not there: no model could make sense of it."""
+    """Raises RequestError for an output without its call: a model cannot make sense of it."""
     calls: set[tuple[str, str]] = set()
     for item, field in zip(items, fields, strict=True):
         kind = item["type"]
@@ -101,12 +109,12 @@ def _inside(value: object) -> Iterable[object]:
 def _read_item(field: str, value: dict[str, Any]) -> Item:
     kind = value.get("type") or ("message" if "role" in value or "id" not in value else "item_reference")
     if not isinstance(kind, str) or kind not in ITEMS:
-        shown = msgspec.json.encode(kind)[:80].decode(errors="replace") if isinstance(kind, str) else "no string"
+        shown = msgspec.json.encode(kind)[:80].decode(errors="replace") if isinstance(kind, str) else "not a string"
         hosted = isinstance(kind, str) and kind.partition("_call")[0] in HOSTED_TOOLS
         why = "the models here have no such tool" if hosted else f"expected one of {', '.join(ITEMS)}"
         raise RequestError(f"`{field}.type` is {shown}: {why}", param=f"{field}.type")
     check_depth(field, value)
-    # Defaults are filled in, so that what is kept has one form.
+    # Stored items have one form, with defaults filled in.
     read = read_struct(field, value, ITEMS[kind])
     fields = {name: member for name, member in cast(Item, msgspec.to_builtins(read)).items() if member is not None}
     if kind == "item_reference":
@@ -139,3 +147,198 @@ def _part(part: dict[str, Any], spoken: str) -> dict[str, Any]:
     if spoken == "output_text":
         shown.setdefault("annotations", [])
     return shown
+
+
+class Messages:
+    """Items as the messages of a chat, which templates need; and for each message the field of the request that it comes from.
+
+    Reasoning, text and calls of the assistant that follow each other are one message.
+    """
+
+    def __init__(self, instructions: str | None = None) -> None:
+        self.messages: list[ChatMessage] = []
+        self.fields: list[str] = []
+        self._answer: ChatMessage | None = None
+        """The assistant's message, while the next item may belong to it."""
+        if instructions is not None:
+            self._append("instructions", ChatMessage(role="system", content=instructions))
+
+    def add(self, items: Iterable[Item], fields: Iterable[str]) -> None:
+        for item, field in zip(items, fields, strict=True):
+            self._add(item, field)
+
+    def _add(self, item: Item, field: str) -> None:
+        kind = item["type"]
+        if kind == "reasoning":
+            self._think(_joined(item.get("content") or ()), field)
+        elif kind == "message":
+            self._say(item["role"], _joined(item["content"]), field)
+        elif kind in ("function_call", "custom_tool_call"):
+            self._call(item, field)
+        else:
+            output = item["output"]
+            text = output if isinstance(output, str) else _joined(output)
+            self._append(field, ChatMessage(role="tool", content=text, tool_call_id=item["call_id"]))
+
+    def _think(self, text: str, field: str) -> None:
+        # Reasoning that another server encrypted has no text.
+        if text:
+            self._append(field, ChatMessage(role="assistant", content="", reasoning_content=text), open_to_more=True)
+
+    def _say(self, role: str, text: str, field: str) -> None:
+        answer = self._answer
+        if role == "assistant" and answer is not None and not answer["content"] and "tool_calls" not in answer:
+            answer["content"] = text
+        else:
+            self._append(field, ChatMessage(role=role, content=text), open_to_more=role == "assistant")
+
+    def _call(self, item: Item, field: str) -> None:
+        if self._answer is None:
+            self._append(field, ChatMessage(role="assistant", content=""), open_to_more=True)
+        assert self._answer is not None
+        self._answer.setdefault("tool_calls", []).append(tool_call(item["call_id"], item["name"], _arguments(item)))
+
+    def _append(self, field: str, message: ChatMessage, open_to_more: bool = False) -> None:
+        self.messages.append(message)
+        self.fields.append(field)
+        self._answer = message if open_to_more else None
+
+
+def cuts(messages: Sequence[ChatMessage], fields: Sequence[str]) -> list[slice]:
+    """What can be dropped from a chat that is too long: 1, 2, 3 … of its oldest messages, but not the instructions or the last message.
+
+    A call and its output are not separated.
+    """
+    kept = 1 if fields and fields[0] == "instructions" else 0
+    return [slice(kept, index) for index in range(kept + 1, len(messages)) if messages[index]["role"] != "tool"]
+
+
+def _arguments(item: Item) -> str:
+    if item["type"] == "function_call":
+        return str(item["arguments"])
+    return msgspec.json.encode({CUSTOM_ARGUMENT: item["input"]}).decode()
+
+
+def _joined(parts: Iterable[dict[str, Any]]) -> str:
+    return "".join(part.get("text") or part.get("refusal") or "" for part in parts)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """`offered`: for the chat template. `shown`: for the answer. `custom`: the names of the tools whose input is any text."""
+
+    offered: Sequence[Mapping[str, Any]]
+    shown: list[dict[str, Any]]
+    custom: frozenset[str]
+    choice: ToolChoice
+
+
+def read_tools(tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> Tools:
+    """Raises RequestError that names the wrong field.
+
+    Tools that OpenAI runs are dropped: agents send them even if they do not need them. Forcing one is an error.
+    """
+    known: dict[str, FunctionTool | CustomTool] = {}
+    for index, tool in enumerate(tools or ()):
+        read = _read_tool(f"tools[{index}]", tool)
+        if read is None:
+            continue
+        if read.name in known:
+            field = f"tools[{index}].name"
+            raise RequestError(f"`{field}` is {read.name!r}: another tool has the same name", param=field)
+        known[read.name] = read
+    wanted, allowed = _read_choice(choice, known)
+    # With `none`, the model does not see the tools.
+    offered = [] if wanted.mode == "none" else [_described(tool) for name, tool in known.items() if allowed is None or name in allowed]
+    return Tools(
+        offered=offered,
+        shown=[_shown(tool) for tool in known.values()],
+        custom=frozenset(name for name, tool in known.items() if isinstance(tool, CustomTool)),
+        choice=wanted,
+    )
+
+
+def _read_tool(field: str, tool: dict[str, Any]) -> FunctionTool | CustomTool | None:
+    """None for a tool that OpenAI runs."""
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind in HOSTED_TOOLS:
+        return None
+    check_depth(field, tool)
+    if kind == "function":
+        return read_struct(field, tool, FunctionTool)
+    if kind == "custom":
+        return read_struct(field, tool, CustomTool)
+    if kind is None:
+        raise RequestError(f"`{field}.type` is required", param=f"{field}.type", code="missing_field")
+    shown = msgspec.json.encode(kind)[:80].decode(errors="replace")
+    raise RequestError(f"`{field}.type` is {shown}: expected function or custom", param=f"{field}.type")
+
+
+def _read_choice(choice: str | dict[str, Any] | None, known: Mapping[str, FunctionTool | CustomTool]) -> tuple[ToolChoice, set[str] | None]:
+    """The choice, and the names of the tools that may be called; None: all."""
+    if choice is None:
+        return ToolChoice(), None
+    if isinstance(choice, str):
+        if choice not in _TOOL_CHOICES:
+            expected = f"expected one of {', '.join(_TOOL_CHOICES)}, or an object that names a tool"
+            raise RequestError(f"`tool_choice` is {choice[:80]!r}: {expected}", param="tool_choice")
+        return ToolChoice(cast(Any, choice)), None
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        return _allowed(read_struct("tool_choice", choice, AllowedTools), known)
+    if isinstance(kind, str) and kind in HOSTED_TOOLS:
+        raise _hosted("tool_choice.type", kind)
+    named = read_struct("tool_choice", choice, NamedChoice)
+    _check_known("tool_choice", named.type, named.name, known)
+    return ToolChoice("named", named.name), None
+
+
+def _allowed(allowed: AllowedTools, known: Mapping[str, FunctionTool | CustomTool]) -> tuple[ToolChoice, set[str]]:
+    names: set[str] = set()
+    for index, tool in enumerate(allowed.tools):
+        field = f"tool_choice.tools[{index}]"
+        kind, name = tool.get("type"), tool.get("name")
+        if isinstance(kind, str) and kind in HOSTED_TOOLS:
+            continue
+        if kind not in ("function", "custom") or not isinstance(name, str):
+            raise RequestError(f"`{field}`: expected the type, function or custom, and the name of a tool", param=field)
+        _check_known(field, kind, name, known)
+        names.add(name)
+    if allowed.mode == "required" and not names:
+        raise RequestError("`tool_choice` is required: this server can call none of its `tools`", param="tool_choice")
+    return ToolChoice(allowed.mode), names
+
+
+def _check_known(field: str, kind: str, name: str, known: Mapping[str, FunctionTool | CustomTool]) -> None:
+    if name not in known or known[name].type != kind:
+        tools = ", ".join(f"{tool.type} `{known_name}`" for known_name, tool in known.items()) or "none"
+        raise RequestError(f"`{field}` names the {kind} {name[:80]!r}: the tools are {tools}", param=field)
+
+
+def _hosted(field: str, kind: str) -> RequestError:
+    return RequestError(
+        f"`{field}` is {kind!r}: this server has no such tool; expected function or custom", param=field, code="unsupported_tool"
+    )
+
+
+def _described(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    if isinstance(tool, FunctionTool):
+        return described_tool(tool.name, tool.description, tool.parameters)
+    text = {"type": "string", "description": "The input of the tool, as plain text."}
+    properties = {CUSTOM_ARGUMENT: text}
+    parameters = {"type": "object", "properties": properties, "required": [CUSTOM_ARGUMENT], "additionalProperties": False}
+    return described_tool(tool.name, _with_grammar(tool), parameters)
+
+
+def _with_grammar(tool: CustomTool) -> str:
+    description, wanted = tool.description or "", tool.format
+    if wanted is None or wanted.type == "text" or wanted.definition is None:
+        return description
+    return f"{description}\nThe input must match this {wanted.syntax or 'lark'} grammar:\n{wanted.definition}".lstrip()
+
+
+def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    shown = {name: value for name, value in cast(dict[str, Any], msgspec.to_builtins(tool)).items() if value is not None}
+    if isinstance(tool, FunctionTool):
+        return {"description": None, "parameters": dict(NO_PARAMETERS), "strict": False, **shown}
+    return {"format": {"type": "text"}, **shown}

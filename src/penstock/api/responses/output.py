@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.api.responses.items import Item, new_id
-from penstock.api.responses.messages import CUSTOM_ARGUMENT
+from penstock.api.responses.items import CUSTOM_ARGUMENT, Item, new_id
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning
 
 _NO_LOGPROBS = b',"logprobs":[]'

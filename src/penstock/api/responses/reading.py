@@ -16,12 +16,10 @@ from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.context import Context, read_context
 from penstock.api.responses.dialect import ResponseDialect
-from penstock.api.responses.items import check_depth, marked_parts
-from penstock.api.responses.messages import Messages, cuts
+from penstock.api.responses.items import Messages, Tools, check_depth, cuts, marked_parts, read_tools
 from penstock.api.responses.rows import NewResponse
 from penstock.api.responses.schema import RESPONSE_CHOICES, UNSUPPORTED_RESPONSE, Asked, PromptRequest, ResponseRequest, TextFormat
 from penstock.api.responses.store import SqliteStore
-from penstock.api.responses.tools import Tools, read_tools
 from penstock.router.policy import Hints, SessionWish
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.wire.errors import RequestError

@@ -1,4 +1,4 @@
-"""What /v1/responses and /v1/conversations accept, as types. A field typed `None` is documented by OpenAI and not supported."""
+"""The request types of /v1/responses and /v1/conversations. A field of type `None` exists in OpenAI's API and is not supported here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Order = Literal["asc", "desc"]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_ITEMS = MAX_MESSAGES
 MAX_ADDED_ITEMS = 1024
-"""As many items can be added to a conversation at once."""
+"""Items in one request that adds to a conversation."""
 
 HOSTED_TOOLS = frozenset(
     {
@@ -74,7 +74,7 @@ HOSTED_TOOLS = frozenset(
         "web_search_preview_2025_03_11",
     }
 )
-"""Tools that OpenAI runs, or that its own models are trained on. Agents send them whether they are needed or not."""
+"""Tools that OpenAI runs, or that only its models know. Agents send them even if they do not need them."""
 
 RESPONSE_CHOICES = {
     **{path: choices for path, choices in CHOICES.items() if not path.startswith("messages")},
@@ -95,11 +95,11 @@ ITEM_CHOICES = {
     "format.syntax": ("lark", "regex"),
     "mode": ("auto", "required"),
 }
-"""The same for the members of one item, tool or choice."""
+"""The allowed values of the members of one item, tool or choice."""
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
-    """A schema is always kept to, `strict` or not."""
+    """The answer always follows the schema, with or without `strict`."""
 
     type: FormatType
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None
@@ -114,7 +114,7 @@ class TextConfig(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True):
-    """The reasoning is shown as it is, so a summary is not made, whichever is asked for."""
+    """The answer shows the reasoning itself, so a summary is never made."""
 
     effort: ReasoningEffort | None = None
     summary: Summary | None = None
@@ -132,7 +132,7 @@ class ConversationReference(Struct, forbid_unknown_fields=True):
 
 
 class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What an answer is made of, and its tokens are counted from. Items, tools and choices are read one by one: see items.py, tools.py."""
+    """The fields that make the prompt. Items, tools and tool choices are read one by one, in items.py."""
 
     model: str
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
@@ -159,11 +159,11 @@ class ResponseRequest(Asked, forbid_unknown_fields=True, kw_only=True):
     background: bool | None = None
     include: Annotated[list[Includable], Meta(max_length=64)] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    # Only OpenAI's own tools are counted by it.
+    # It counts only OpenAI's own tools.
     max_tool_calls: NonNegative | None = None
     metadata: Metadata = None
     safety_identifier: str | None = None
-    # What Codex says of itself.
+    # Codex describes itself here.
     client_metadata: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
     store: bool | None = None
     stream: bool | None = None
@@ -178,7 +178,7 @@ class ResponseRequest(Asked, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Retention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
-    # As at the other endpoints.
+    # Extensions, as on the other endpoints.
     stop: Stop = None
     seed: Seed | None = None
     top_k: NonNegative | None = None
@@ -215,7 +215,7 @@ UNSUPPORTED_RESPONSE = frozenset(
 
 
 class PromptRequest(Common, kw_only=True):
-    """A request as hints and plans know it. `marked` are the parts that were marked for the cache."""
+    """The fields that all generating endpoints share. `marked` has the parts that are marked for the cache."""
 
     marked: list[ContentPart] = field(default_factory=list)
 
@@ -225,7 +225,7 @@ class PromptRequest(Common, kw_only=True):
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
-    """A part of a message. What an answer's parts have comes back in the next request, and is not looked at."""
+    """A part of a message. Clients send the parts of an answer back; `annotations` and `logprobs` are then ignored."""
 
     type: TextPartType
     text: str = ""
@@ -304,7 +304,7 @@ class ReasoningPart(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningItem(Struct, forbid_unknown_fields=True):
-    """`encrypted_content` is another server's, and says nothing here."""
+    """`encrypted_content` comes from another server and is ignored."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningPart] | None = None
@@ -331,7 +331,7 @@ ITEMS: dict[str, type[Struct]] = {
 
 
 class FunctionTool(Struct, forbid_unknown_fields=True):
-    """`parameters` is a JSON schema of the arguments; without, there are none. `strict` asks for what a forced call has anyway."""
+    """`parameters` is the JSON schema of the arguments; without it, there are none. `strict` is ignored: forced calls always follow it."""
 
     type: Literal["function"]
     name: FunctionName
@@ -345,7 +345,7 @@ class FunctionTool(Struct, forbid_unknown_fields=True):
 
 
 class CustomFormat(Struct, forbid_unknown_fields=True):
-    """How the input of a custom tool is to look. The model is told of a grammar; it is not held to it."""
+    """The format of a custom tool's input. The model sees a grammar but is not forced to follow it."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.api.responses.items import MAX_DEPTH, check_outputs, marked_parts, read_items
-from penstock.api.responses.messages import Messages, cuts
+from penstock.api.responses.items import MAX_DEPTH, Messages, check_outputs, cuts, marked_parts, read_items
 from penstock.text.tokenizers.tokenizer import ChatMessage
 from penstock.wire.errors import RequestError
 
@@ -110,7 +109,7 @@ def test_the_parts_of_an_output_are_joined() -> None:
         ({"role": "user", "content": [{"type": "input_text"}]}, None, ""),
         ({"type": "web_search_call", "id": "x"}, "input[0].type", "no such tool"),
         ({"type": "magic"}, "input[0].type", "expected one of message, function_call"),
-        ({"type": 7}, "input[0].type", "no string"),
+        ({"type": 7}, "input[0].type", "not a string"),
         ({"type": "function_call", "call_id": "a", "name": "b"}, "input[0].arguments", "required"),
         ({"type": "function_call", "call_id": "", "name": "b", "arguments": ""}, "input[0].call_id", "length >= 1"),
         ({"type": "item_reference"}, "input[0].id", "required"),

@@ -95,6 +95,17 @@ async def test_what_is_stored_of_a_stream_is_what_was_streamed(tmp_path: Path) -
         assert front_end.status == 200, "what follows it finds it"
 
 
+async def test_the_answer_repeats_the_tool_choice(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(says("hello"), responses=store)
+        tool = {"type": "function", "name": "look", "parameters": None, "strict": None}
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]}
+        for choice, repeated in [(None, "auto"), ("none", "none"), (allowed, allowed)]:
+            await create(front_end, tools=[tool], tool_choice=choice)
+            assert front_end.json["tool_choice"] == repeated
+            assert [shown["name"] for shown in front_end.json["tools"]] == ["look"]
+
+
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 async def test_one_that_is_stopped_while_its_end_is_stored(tmp_path: Path, how: str) -> None:
     async with HeldStore(tmp_path / "r.db", "end") as store:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.api.pipeline.plan import ToolChoice
+from penstock.api.responses.items import read_tools
 from penstock.api.responses.schema import HOSTED_TOOLS
-from penstock.api.responses.tools import read_tools
 from penstock.wire.errors import RequestError
 
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}}, "strict": True}
