@@ -1,58 +1,61 @@
-# The two commands of the README are `make serve` and `make test`; both set everything up first.
+# `make help` lists the commands. Each sets everything up first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Not in the lock, because its build is the machine's affair: with a GPU or without. Any from 2.11 to 2.13 will do.
+# Not in the lock, because the right build depends on the machine: with a GPU or without. Versions 2.11 to 2.13 work.
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-# How many processes run the tests. They wait a lot, for servers; `JOBS=0` runs them in one, as a debugger would like.
+# Test processes. `JOBS=0` runs all tests in one process, for a debugger.
 JOBS ?= 2
-# Several processes that compute share the cores: threads that wait for each other must not spin, or each waits for those that cannot run.
+# Test processes share the cores, so a thread that waits must not spin: it would take the core from the thread it waits for.
 QUIET_THREADS := OMP_WAIT_POLICY=PASSIVE
-# The real engines, each in an environment of its own that tests/engines/setup.py makes outside the checkout. Nothing is fetched, nothing reported.
+# vLLM and SGLang run in environments that tests/engines/setup.py makes outside the checkout. They download no models and report no usage.
 ENGINE_TESTS := tests/contract/backends tests/contract/test_http_route.py tests/contract/test_streaming_sessions.py tests/e2e/engines
 ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
 
-.PHONY: serve test test-vllm test-sglang check fix bench bench-engine bench-cluster bench-api fuzz setup lock
+.PHONY: help serve test test-vllm test-sglang check fix bench bench-engine bench-cluster bench-api bench-costs fuzz setup lock
 
-serve: setup
+help: ## List the commands.
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+serve: setup ## Start a server. Options: make serve ARGS="--port 8001".
 	exec $(BIN)/penstock serve $(ARGS)
 
-test: setup
+test: setup ## Run all tests. Options of pytest: make test ARGS="-k resume".
 	$(QUIET_THREADS) $(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-test-vllm:
+test-vllm: ## Run the engine tests with a real vLLM.
 	python=$$($(ENGINE_PYTHON) vllm) && \
 	$(ENGINE_SETTINGS) $(QUIET_THREADS) PYTHONPATH=$(CURDIR)/src \
 	$$python -m pytest $(ENGINE_TESTS) --engine vllm $(ARGS)
 
-# Its kernels have no build for CPUs that pip would find; a dense model needs none of them: tests/engines/sglang_cpu.
-test-sglang:
+# pip finds no build of SGLang's kernels for CPUs. A dense model needs none of them: see tests/engines/sglang_cpu.
+test-sglang: ## Run the engine tests with a real SGLang.
 	python=$$($(ENGINE_PYTHON) sglang) && \
 	$(ENGINE_SETTINGS) $(QUIET_THREADS) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang_cpu \
 	$$python -m pytest $(ENGINE_TESTS) --engine sglang $(ARGS)
 
-check: setup
+check: setup ## Lint, check formats and types, and check the imports.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/unit/test_fences.py
+	$(BIN)/pytest -q tests/unit/test_fences.py tests/unit/test_house.py
 
-fix: setup
+fix: setup ## Format the code and repair what the linter can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup
+bench: setup ## Measure the token path.
 	$(BIN)/python bench/stream.py $(ARGS)
 
-bench-engine: setup
+bench-engine: setup ## Measure the embedded engine.
 	$(BIN)/python bench/engine.py $(ARGS)
 
-bench-cluster: setup
+bench-cluster: setup ## Measure faults, routing, sessions and tokenizing; a few minutes each.
 	$(BIN)/python bench/chaos.py simulator
 	$(BIN)/python bench/chaos.py embedded
 	$(BIN)/python bench/routing.py
@@ -61,15 +64,18 @@ bench-cluster: setup
 	$(BIN)/python bench/sessions.py share
 	$(BIN)/python bench/transcripts.py
 
-bench-api: setup
+bench-api: setup ## Measure tool parsing and long prompts under load.
 	$(BIN)/python bench/api.py parsing
 	$(BIN)/python bench/api.py long-prompt
 
-fuzz: setup
+bench-costs: setup ## Measure that reading costs in proportion to the input.
+	$(BIN)/python bench/costs.py $(ARGS)
+
+fuzz: setup ## Send 70,000 wrong requests to a server.
 	$(BIN)/python bench/fuzz.py schemathesis $(ARGS)
 	$(BIN)/python bench/fuzz.py bodies $(ARGS)
 
-setup: $(STAMP)
+setup: $(STAMP) ## Make the virtual environment with everything that is needed.
 
 $(STAMP): requirements/dev.lock requirements/model.lock pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "penstock needs Python 3.11 or newer; try: make PYTHON=python3.11")'
@@ -80,8 +86,8 @@ $(STAMP): requirements/dev.lock requirements/model.lock pyproject.toml Makefile
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
-# Resolves the dependencies anew. Commit what it changes. The real engines have locks of their own, as neither goes with the other.
-lock: setup
+# vLLM and SGLang have their own locks, because they cannot be installed together.
+lock: setup ## Resolve the dependencies again. Commit the changed files.
 	$(PIP) uv
 	$(COMPILE) --override requirements/no-torch.txt --no-emit-package torch \
 		--extra model --extra engine --extra http --extra redis --extra bench pyproject.toml requirements/dev.in -o requirements/dev.lock

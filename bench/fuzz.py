@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fuzz_bodies import run_bodies
-from fuzz_document import run_schemathesis
-from fuzz_target import PACES, Findings, target
+from fuzzing.bodies import run_bodies
+from fuzzing.document import run_schemathesis
+from fuzzing.target import PACES, Findings, target
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from e2e.harness import Server
 
 @pytest.fixture(scope="session", autouse=True)
 def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What servers keep goes where the tests' files are, and is not that of whoever runs them."""
+    """Servers keep their state in the tests' folder, not in the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -22,7 +21,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """Starts servers, and stops those that the test has not stopped."""
+    """Starts servers. Stops those that the test has not stopped."""
     servers: list[Server] = []
 
     def start(*arguments: str, **rest: Any) -> Server:
@@ -52,10 +51,3 @@ def model_server() -> Iterator[Server]:
     yield server
     assert server.stop() == 0, server.log
     assert not [line for line in server.log if "ERROR" in line or "Traceback" in line], server.log
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path | None:
-    """The folder of shared tools beside the checkout, where there is one."""
-    folder = Path(__file__).parents[3] / "shared"
-    return folder if folder.is_dir() else None

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import gc
 import json
-import time
 import tracemalloc
 from collections.abc import Hashable, Sequence
 from itertools import chain
@@ -470,22 +469,3 @@ async def test_a_chat_that_the_template_refuses_is_refused() -> None:
         with pytest.raises(RequestError, match="refuses these messages: no"):
             await transcripts.encode_chat(key, "model", tokenizer, chat("water"))
     assert transcripts.bytes == 0
-
-
-def test_a_long_conversation_is_tokenized_quickly() -> None:
-    """A tenth of the time from scratch, at least; what it takes exactly is measured by `bench/transcripts.py`."""
-    checked = Checked(smollm())
-    contents = ["the water flows under pressure " * 2_000]
-    for turn in range(6):
-        prompt = checked.encode(say(*contents))
-        contents += [checked.record(say(*contents), prompt, spelled(checked.tokenizer, "It flows. " * 50)), f"and {turn}?"]
-
-    async def turn_time() -> float:
-        started = time.process_time()
-        await checked.transcripts.encode_chat("session", "model", checked.tokenizer, chat(*contents))
-        return time.process_time() - started
-
-    known = asyncio.run(turn_time())
-    started = time.process_time()
-    checked.tokenizer.encode_chat(chat(*contents))
-    assert known < (time.process_time() - started) / 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import pytest
@@ -41,30 +40,6 @@ def test_an_event_over_the_limit_raises(endless: bytes) -> None:
     assert reader.feed(b"data: fits\n\n") == [b"fits"]
     with pytest.raises(EventTooLarge, match="40 bytes"):
         reader.feed(endless)
-
-
-def seconds(pieces: list[bytes], expected: list[bytes]) -> float:
-    """Of the processor's time, to read these events."""
-    reader, began = EventReader(2**26), time.process_time()
-    events = [event for piece in pieces for event in reader.feed(piece)]
-    taken = time.process_time() - began
-    assert events == expected
-    return taken
-
-
-def test_a_long_line_is_searched_once() -> None:
-    """Each of its pieces is looked at, and not all of them again with each."""
-    count, piece = 5000, b"x" * 1000
-    of_one_each = seconds([b"data: " + piece + b"\n\n"] * count, [piece] * count)
-    assert seconds([b"data: ", *[piece] * count, b"\n\n"], [piece * count]) < 10 * of_one_each
-
-
-def test_many_lines_at_once_cost_no_more_than_in_pieces() -> None:
-    """Each is looked for once, whatever waits behind it."""
-    size, expected = 4096, [b"x" * 200] * 10_000
-    stream = b"".join([b"data: " + event + b"\n\n" for event in expected])
-    in_pieces = seconds([stream[start : start + size] for start in range(0, len(stream), size)], expected)
-    assert seconds([stream], expected) < 5 * in_pieces
 
 
 DATA = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"), max_size=12), max_size=6)

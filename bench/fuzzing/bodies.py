@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
-from fuzz_examples import examples
-from fuzz_target import MAX_BODY_BYTES, Findings, Target
-from mutations import Malformed, Mutations
+from fuzzing.examples import examples
+from fuzzing.mutations import Malformed, Mutations
+from fuzzing.target import MAX_BODY_BYTES, Findings, Target
 
 CONCURRENCY = 16
 # Each takes the time of an answer.

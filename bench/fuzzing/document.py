@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.specs.openapi import checks
 
-from fuzz_target import Findings, Target
+from fuzzing.target import Findings, Target
 
 NEEDED = ("model", "messages", "input", "prompt", "tokens", "items", "metadata", "max_tokens")
 CHECKS = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
