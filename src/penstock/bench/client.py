@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from types import TracebackType
 from typing import Self
@@ -10,6 +9,7 @@ from typing import Self
 import aiohttp
 import msgspec
 
+from penstock.backends.http.client import describe_error
 from penstock.backends.http.sse import EventReader, EventTooLarge
 from penstock.bench.stream import Stream, error_message
 from penstock.wire.errors import ConfigError
@@ -119,23 +119,9 @@ async def _refusal(response: aiohttp.ClientResponse) -> str:
         content = msgspec.json.decode(body)
     except msgspec.DecodeError:
         content = body.decode("utf-8", "replace").strip() or response.reason
-    if isinstance(content, dict):
-        content = content.get("error") or content.get("detail") or content
     return f"HTTP {response.status}: {error_message(content)}"
 
 
 def _reason(error: aiohttp.ClientError | OSError, timeout: float) -> str:
     """A connection error, in words."""
-    match error:
-        case TimeoutError():
-            return f"timeout after {timeout:g} s"
-        case aiohttp.ClientConnectorError():
-            return f"cannot connect: {os.strerror(error.errno) if error.errno else error.os_error}"
-        case aiohttp.ServerDisconnectedError():
-            return "connection cut before the answer"
-        case aiohttp.ClientPayloadError() | ConnectionError():
-            return "connection cut in mid-answer"
-        case aiohttp.InvalidURL():
-            return "expected an address such as http://127.0.0.1:8000"
-        case _:
-            return f"{type(error).__name__}: {error}"
+    return f"timeout after {timeout:g} s" if isinstance(error, TimeoutError) else describe_error(error)

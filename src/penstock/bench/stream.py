@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.backends.http.dialects import message_in
 from penstock.backends.http.sse import DONE
 
 MAX_MESSAGE_CHARACTERS = 300
@@ -118,6 +119,6 @@ class Stream:
 
 
 def error_message(error: Any) -> str:
-    """The message of an error in OpenAI's format, or else the error as text."""
-    message = str(error.get("message") or error) if isinstance(error, dict) else str(error)
+    """The message of an error, shortened."""
+    message = message_in(error)
     return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[:MAX_MESSAGE_CHARACTERS] + "…"

@@ -104,7 +104,7 @@ def test_a_wrong_usage_is_a_failure_of_its_own() -> None:
 
 def test_a_stream_that_failed_has_no_usage_to_be_wrong() -> None:
     failed = finished(1, made(1)[:5], None)
-    failed.error = "connection cut in mid-answer"
+    failed.error = "the connection broke during the answer"
     assert VERIFIER.verify([failed], TOKENS) == Verification(streams=1, incomplete=1)
 
 

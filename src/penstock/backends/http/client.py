@@ -214,15 +214,16 @@ def _translated() -> Generator[None, None, None]:
     try:
         yield
     except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
-        raise Unreachable(_reason(error)) from error
+        raise Unreachable(describe_error(error)) from error
     except TimeoutError as error:
-        raise Silent(_reason(error)) from error
+        raise Silent(describe_error(error)) from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         # aiohttp raises ValueError for header lines that are too long.
-        raise Broken(_reason(error)) from error
+        raise Broken(describe_error(error)) from error
 
 
-def _reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """What went wrong with a connection, in words."""
     match error:
         case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientConnectorSSLError():
             return f"cannot connect: {error.os_error if hasattr(error, 'os_error') else error}"
@@ -230,6 +231,8 @@ def _reason(error: Exception) -> str:
             return f"cannot connect: {os.strerror(error.errno) if error.errno and error.errno > 0 else error.os_error}"
         case aiohttp.ConnectionTimeoutError():
             return "cannot connect: no answer in time"
+        case aiohttp.InvalidURL():
+            return "expected an address such as http://127.0.0.1:8000"
         case TimeoutError():
             return "the server was silent for too long"
         case aiohttp.ServerDisconnectedError():

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
 from penstock.backends.external.in_process import EnginePackage, version_numbers
@@ -37,16 +37,6 @@ DEFAULT_PAGE_SIZE = 16
 EVERYWHERE = ("*", "::", "0.0.0.0")  # noqa: S104, SGLang binds these addresses and connects to others
 
 
-class ServerArguments(Protocol):
-    """The part of SGLang's ServerArgs class that is used here."""
-
-    @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> None: ...
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> Any: ...
-
-
 class _Parser(argparse.ArgumentParser):
     """Raises ConfigError instead of ending the process."""
 
@@ -54,10 +44,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"--engine-args: SGLang does not take this: {message}")
 
 
-def make_arguments(
-    settings: EngineSettings, server_args: type[ServerArguments], events: EventEndpoints, version: str
-) -> tuple[Any, EventEndpoints | None]:
-    """SGLang's arguments, and the addresses of its KV events: `events`, unless the user gives others.
+def make_arguments(settings: EngineSettings, server_args: Any, events: EventEndpoints, version: str) -> tuple[Any, EventEndpoints | None]:
+    """SGLang's arguments, and the addresses of its KV events: `events`, unless the user gives others. `server_args` is SGLang's class.
 
     Raises ConfigError for arguments that SGLang rejects, that are given twice, or that could lose tokens.
     """
@@ -76,13 +64,13 @@ def make_arguments(
     return made, _endpoints(values.get("kv_events_config"))
 
 
-def _parser(server_args: type[ServerArguments]) -> _Parser:
+def _parser(server_args: Any) -> _Parser:
     parser = _Parser(prog="sglang", add_help=False)
     server_args.add_cli_args(parser)
     return parser
 
 
-def _given(words: Sequence[str], server_args: type[ServerArguments]) -> dict[str, Any]:
+def _given(words: Sequence[str], server_args: Any) -> dict[str, Any]:
     """The fields of SGLang's arguments that the user sets, without any defaults."""
     parser = _parser(server_args)
     # argparse has no other way to tell given values from defaults.

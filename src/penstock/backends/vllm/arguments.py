@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,8 @@ from penstock.backends.external.engine import EngineReport, EventEndpoints, Feat
 from penstock.backends.external.in_process import EnginePackage, one_line
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 PACKAGE = EnginePackage(
     name="vllm",
@@ -88,16 +91,8 @@ def merge_flags(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-@dataclass(frozen=True)
-class EnginePlan:
-    """`arguments` is vLLM's AsyncEngineArgs. `warnings` are for the log."""
-
-    arguments: Any
-    warnings: tuple[str, ...]
-
-
-def plan_engine(settings: EngineSettings, directory: Path) -> EnginePlan:
-    """All arguments for vLLM, which is imported here. The sockets for its KV events go to the directory."""
+def make_arguments(settings: EngineSettings, directory: Path) -> Any:
+    """vLLM's AsyncEngineArgs; vLLM is imported here. The sockets for its KV events go to the directory."""
     from vllm.config.kv_events import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -105,12 +100,14 @@ def plan_engine(settings: EngineSettings, directory: Path) -> EnginePlan:
     for name, value in merge_flags(settings, given).items():
         setattr(namespace, name, value)
     namespace.structured_outputs_config = replace(namespace.structured_outputs_config, backend=GUIDANCE)
-    warning = why_no_events(given)
-    if warning is None and "kv_events_config" not in given:
+    reason = why_no_events(given)
+    if reason is not None:
+        log.warning("%s", reason)
+    elif "kv_events_config" not in given:
         namespace.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=f"ipc://{directory}/events", replay_endpoint=f"ipc://{directory}/replay"
         )
-    return EnginePlan(AsyncEngineArgs.from_cli_args(namespace), () if warning is None else (warning,))
+    return AsyncEngineArgs.from_cli_args(namespace)
 
 
 def why_no_events(given: Mapping[str, Any]) -> str | None:

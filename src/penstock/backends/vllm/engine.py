@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest
 from penstock.backends.external.in_process import InProcessEngine, one_line
-from penstock.backends.vllm.arguments import PACKAGE, event_endpoints, plan_engine
+from penstock.backends.vllm.arguments import PACKAGE, event_endpoints, make_arguments
 from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
 from penstock.wire.errors import ConfigError, PenstockError
 from penstock.wire.messages import Capability, Fault
@@ -67,10 +67,7 @@ class VllmEngine(InProcessEngine):
 
     def _load(self, directory: Path) -> Any:
         self._set_environment(directory)
-        plan = plan_engine(self._settings, directory)
-        for warning in plan.warnings:
-            log.warning("%s", warning)
-        return _make_engine(plan.arguments)
+        return _make_engine(make_arguments(self._settings, directory))
 
     async def _establish(self) -> EngineFacts:
         self._watch_processes((process.pid for process in _processes(self._engine)), "vLLM's engine core")

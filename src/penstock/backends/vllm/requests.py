@@ -65,7 +65,7 @@ def chunk_of(output: Any, top: int | None) -> Chunk:
     token_ids = tuple(completion.token_ids)
     logprobs = None
     if top is not None:
-        logprobs = () if completion.logprobs is None else tuple(_sampled(completion.logprobs, top))
+        logprobs = () if completion.logprobs is None else tuple(entry for entry in _entries(completion.logprobs, top) if entry is not None)
         if len(logprobs) != len(token_ids):
             raise EngineRefused(Fault("engine_error", f"vLLM gave {len(logprobs)} logprobs for {len(token_ids)} tokens"))
     prompt = None
@@ -79,12 +79,6 @@ def check_end(output: Any) -> None:
     reason = output.outputs[0].finish_reason
     if reason not in FINISHES:
         raise EngineRefused(Fault("engine_aborted", f"vLLM gave up the generation: {reason}", retryable=True))
-
-
-def _sampled(flat: FlatLogprobs, top: int) -> Iterator[TokenLogprob]:
-    for entry in _entries(flat, top):
-        assert entry is not None
-        yield entry
 
 
 def _entries(flat: FlatLogprobs, top: int) -> Iterator[TokenLogprob | None]:
