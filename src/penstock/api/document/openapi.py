@@ -113,10 +113,10 @@ def _operation(route: Route, schema_of: Mapping[Any, Document]) -> Document:
     }
     if route.description:
         described["description"] = route.description
-    if route.parameters:
+    if route.all_parameters:
         described["parameters"] = [
             {"name": name, "in": place, "description": description, "required": place == "path", "schema": schema}
-            for name, place, description, schema in route.parameters
+            for name, place, description, schema in route.all_parameters
         ]
     if route.body is not None:
         content = {"schema": schema_of[route.body]} | ({} if route.example is None else {"example": route.example})

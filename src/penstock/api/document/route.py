@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from starlette.convertors import PathConvertor
 from starlette.routing import compile_path
 
 from penstock.api.errors import ErrorShape, OpenAIErrors
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from penstock.api.app import Services
 
 EXAMPLE_MODEL = "SmolLM2-135M-Instruct"
+
+Method = Literal["GET", "POST", "DELETE"]
 
 Handler = Callable[["Services", Incoming], Awaitable[Any]]
 """Returns the struct that its route declares as `answer`, or a `Content`. May raise RequestError."""
@@ -41,7 +44,7 @@ class Parameter(NamedTuple):
     schema: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Route:
     """One method of one path: who answers it, and what the document says about it.
 
@@ -53,10 +56,11 @@ class Route:
     `elements` has the types that the elements of some lists of the body may have; the decoder of the body does not know them.
     """
 
-    method: Literal["GET", "POST", "DELETE"]
+    method: Method
     path: str
     tag: str
     summary: str
+    _: KW_ONLY
     description: str = ""
     handler: Handler | None = None
     stream: Callable[[Services], Answer] | None = None
@@ -79,15 +83,19 @@ class Route:
         return compile_path(self.path)[1]
 
     @property
+    def all_parameters(self) -> list[Parameter]:
+        """Those of the path, and `parameters`."""
+        _, _, convertors = compile_path(self.path)
+        slashes = " It may contain slashes."
+        schema = {"type": "string", "minLength": 1}
+        ids = [Parameter(name, "path", f"The id.{slashes * isinstance(kind, PathConvertor)}", schema) for name, kind in convertors.items()]
+        return [*ids, *self.parameters]
+
+    @property
     def name(self) -> str:
         """Unique among all routes."""
         words = [word for word in self.documented_path.replace("{", "by_").replace("}", "").replace(".", "_").split("/") if word]
         return "_".join([self.method.lower(), *words])
-
-
-def path_id(description: str, name: str = "id") -> Parameter:
-    """An id in the path."""
-    return Parameter(name, "path", description, {"type": "string", "minLength": 1})
 
 
 def limit_parameter(default: int, maximum: int) -> Parameter:

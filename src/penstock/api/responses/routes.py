@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, get_args
 
 from starlette.types import Receive
 
-from penstock.api.document.route import EXAMPLE_MODEL, GENERATES, HINTS, READS, Parameter, Route, limit_parameter, path_id
+from penstock.api.document.route import EXAMPLE_MODEL, GENERATES, HINTS, READS, Handler, Method, Parameter, Route, limit_parameter
 from penstock.api.pipeline.endpoint import Answer
 from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Response
@@ -42,7 +43,7 @@ async def _count_tokens(services: Services, incoming: Incoming) -> answers.Respo
 
 def _get(services: Services) -> Answer:
     async def get(incoming: Incoming, receive: Receive, response: Response) -> str:
-        return await _responses(services).get(incoming, receive, response)
+        return await _stored(services).get(incoming, receive, response)
 
     return get
 
@@ -51,12 +52,8 @@ def _reader(services: Services) -> Reader:
     return Reader(services.context, services.responses)
 
 
-def _responses(services: Services) -> StoredResponses:
+def _stored(services: Services) -> StoredResponses:
     return StoredResponses(_store(services), services.detached, services.metrics.tally)
-
-
-def _conversations(services: Services) -> Conversations:
-    return Conversations(_store(services))
 
 
 def _store(services: Services) -> SqliteStore:
@@ -68,11 +65,9 @@ def _store(services: Services) -> SqliteStore:
 
 _EXAMPLE = {"model": EXAMPLE_MODEL, "input": "What is a penstock?"}
 _ELEMENTS = {"input": tuple(ITEMS.values()), "tools": (FunctionTool, CustomTool)}
-_ITEMS = {"items": tuple(kind for name, kind in ITEMS.items() if name != "item_reference")}
 _EXAMPLE_ITEM = {"type": "message", "role": "user", "content": "What is a penstock?"}
-_RESPONSE = path_id("The response's id.")
-_CONVERSATION = path_id("The conversation's id.")
-_ITEM = path_id("The item's id.", "item_id")
+_EXAMPLE_METADATA = {"metadata": {"topic": "water"}}
+_ITEMS = {"items": tuple(kind for name, kind in ITEMS.items() if name != "item_reference")}
 _PAGE = (
     limit_parameter(DEFAULT_LIMIT, MAX_LIMIT),
     Parameter("order", "query", "Oldest or newest first.", {"type": "string", "enum": list(get_args(Order)), "default": "desc"}),
@@ -82,17 +77,31 @@ _STREAM = (
     Parameter("stream", "query", "Send the response's events instead.", {"type": "string", "enum": ["true", "false"]}),
     Parameter("starting_after", "query", "The number of the last event received.", {"type": "string", "pattern": "^[0-9]{1,15}$"}),
 )
+_CONFLICTS = (*READS, 409)
+
+
+def _route(method: Method, path: str, summary: str, handler: Handler, metric: str, answer: Any, **more: Any) -> Route:
+    return Route(method, path, "Responses", summary, handler=handler, metric=metric, answer=answer, **{"errors": READS, **more})
+
+
+def _responses(handle: Callable[[StoredResponses, Incoming], Awaitable[Any]]) -> Handler:
+    return lambda services, incoming: handle(_stored(services), incoming)
+
+
+def _conversations(handle: Callable[[Conversations, Incoming], Awaitable[Any]]) -> Handler:
+    return lambda services, incoming: handle(Conversations(_store(services)), incoming)
+
 
 RESPONSE_ROUTES = (
     Route(
-        method="POST",
-        path="/v1/responses",
-        stream=_create,
-        metric="responses",
-        tag="Responses",
-        summary="Create a response",
+        "POST",
+        "/v1/responses",
+        "Responses",
+        "Create a response",
         description="The input may continue an earlier response or a conversation. With `stream`, events arrive as tokens are generated; "
         "each has a type and a number. With `background`, the response is made even if the client leaves.",
+        stream=_create,
+        metric="responses",
         body=ResponseRequest,
         answer=answers.ResponseObject,
         event=answers.ResponseEvent,
@@ -102,156 +111,117 @@ RESPONSE_ROUTES = (
         elements=_ELEMENTS,
     ),
     Route(
-        method="POST",
-        path="/v1/responses/input_tokens",
+        "POST",
+        "/v1/responses/input_tokens",
+        "Responses",
+        "Count the tokens of a response's prompt",
         handler=_count_tokens,
         metric="response_tokens",
-        tag="Responses",
-        summary="Count the tokens of a response's prompt",
         body=Asked,
         answer=answers.ResponseTokenCount,
-        errors=(*READS, 409),
+        errors=_CONFLICTS,
         example=_EXAMPLE,
         elements=_ELEMENTS,
     ),
     Route(
-        method="GET",
-        path="/v1/responses/{id}",
+        "GET",
+        "/v1/responses/{id}",
+        "Responses",
+        "Get a response, finished or not",
         stream=_get,
         metric="response_get",
-        tag="Responses",
-        summary="Get a response, finished or not",
         answer=answers.ResponseObject,
         event=answers.ResponseEvent,
-        parameters=(_RESPONSE, *_STREAM),
-        errors=(*READS, 409),
+        parameters=_STREAM,
+        errors=_CONFLICTS,
     ),
-    Route(
-        method="DELETE",
-        path="/v1/responses/{id}",
-        handler=lambda services, incoming: _responses(services).delete(incoming),
-        metric="response_delete",
-        tag="Responses",
-        summary="Delete a response",
-        answer=answers.DeletedResponse,
-        parameters=(_RESPONSE,),
-        errors=READS,
+    _route(
+        "DELETE", "/v1/responses/{id}", "Delete a response", _responses(StoredResponses.delete), "response_delete", answers.DeletedResponse
     ),
-    Route(
-        method="POST",
-        path="/v1/responses/{id}/cancel",
-        handler=lambda services, incoming: _responses(services).cancel(incoming),
-        metric="response_cancel",
-        tag="Responses",
-        summary="Cancel a background response",
-        answer=answers.ResponseObject,
-        parameters=(_RESPONSE,),
-        errors=(*READS, 409),
+    _route(
+        "POST",
+        "/v1/responses/{id}/cancel",
+        "Cancel a background response",
+        _responses(StoredResponses.cancel),
+        "response_cancel",
+        answers.ResponseObject,
+        errors=_CONFLICTS,
     ),
-    Route(
-        method="GET",
-        path="/v1/responses/{id}/input_items",
-        handler=lambda services, incoming: _responses(services).input_items(incoming),
-        metric="response_input_items",
-        tag="Responses",
-        summary="List the input items of a response",
-        answer=answers.ItemList,
-        parameters=(_RESPONSE, *_PAGE),
-        errors=READS,
+    _route(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        "List the input items of a response",
+        _responses(StoredResponses.input_items),
+        "response_input_items",
+        answers.ItemList,
+        parameters=_PAGE,
     ),
-    Route(
-        method="POST",
-        path="/v1/conversations",
-        handler=lambda services, incoming: _conversations(services).create(incoming),
-        metric="conversation_create",
-        tag="Responses",
-        summary="Create a conversation",
+    _route(
+        "POST",
+        "/v1/conversations",
+        "Create a conversation",
+        _conversations(Conversations.create),
+        "conversation_create",
+        answers.Conversation,
         body=ConversationCreate,
-        answer=answers.Conversation,
-        errors=READS,
-        example={"items": [_EXAMPLE_ITEM], "metadata": {"topic": "water"}},
+        example={"items": [_EXAMPLE_ITEM], **_EXAMPLE_METADATA},
         elements=_ITEMS,
     ),
-    Route(
-        method="GET",
-        path="/v1/conversations/{id}",
-        handler=lambda services, incoming: _conversations(services).get(incoming),
-        metric="conversation_get",
-        tag="Responses",
-        summary="Get a conversation",
-        answer=answers.Conversation,
-        parameters=(_CONVERSATION,),
-        errors=READS,
+    _route(
+        "GET", "/v1/conversations/{id}", "Get a conversation", _conversations(Conversations.get), "conversation_get", answers.Conversation
     ),
-    Route(
-        method="POST",
-        path="/v1/conversations/{id}",
-        handler=lambda services, incoming: _conversations(services).update(incoming),
-        metric="conversation_update",
-        tag="Responses",
-        summary="Replace the metadata of a conversation",
+    _route(
+        "POST",
+        "/v1/conversations/{id}",
+        "Replace the metadata of a conversation",
+        _conversations(Conversations.update),
+        "conversation_update",
+        answers.Conversation,
         body=ConversationUpdate,
-        answer=answers.Conversation,
-        parameters=(_CONVERSATION,),
-        errors=READS,
-        example={"metadata": {"topic": "water"}},
+        example=_EXAMPLE_METADATA,
     ),
-    Route(
-        method="DELETE",
-        path="/v1/conversations/{id}",
-        handler=lambda services, incoming: _conversations(services).delete(incoming),
-        metric="conversation_delete",
-        tag="Responses",
-        summary="Delete a conversation and its items",
-        answer=answers.DeletedConversation,
-        parameters=(_CONVERSATION,),
-        errors=READS,
+    _route(
+        "DELETE",
+        "/v1/conversations/{id}",
+        "Delete a conversation and its items",
+        _conversations(Conversations.delete),
+        "conversation_delete",
+        answers.DeletedConversation,
     ),
-    Route(
-        method="GET",
-        path="/v1/conversations/{id}/items",
-        handler=lambda services, incoming: _conversations(services).list_items(incoming),
-        metric="conversation_items",
-        tag="Responses",
-        summary="List the items of a conversation",
-        answer=answers.ItemList,
-        parameters=(_CONVERSATION, *_PAGE),
-        errors=READS,
+    _route(
+        "GET",
+        "/v1/conversations/{id}/items",
+        "List the items of a conversation",
+        _conversations(Conversations.list_items),
+        "conversation_items",
+        answers.ItemList,
+        parameters=_PAGE,
     ),
-    Route(
-        method="POST",
-        path="/v1/conversations/{id}/items",
-        handler=lambda services, incoming: _conversations(services).add_items(incoming),
-        metric="conversation_add_items",
-        tag="Responses",
-        summary="Add items to a conversation",
+    _route(
+        "POST",
+        "/v1/conversations/{id}/items",
+        "Add items to a conversation",
+        _conversations(Conversations.add_items),
+        "conversation_add_items",
+        answers.ItemList,
         body=ConversationItems,
-        answer=answers.ItemList,
-        parameters=(_CONVERSATION,),
-        errors=READS,
         example={"items": [_EXAMPLE_ITEM]},
         elements=_ITEMS,
     ),
-    Route(
-        method="GET",
-        path="/v1/conversations/{id}/items/{item_id}",
-        handler=lambda services, incoming: _conversations(services).get_item(incoming),
-        metric="conversation_item_get",
-        tag="Responses",
-        summary="Get an item of a conversation",
-        answer=answers.AnyItem,
-        parameters=(_CONVERSATION, _ITEM),
-        errors=READS,
+    _route(
+        "GET",
+        "/v1/conversations/{id}/items/{item_id}",
+        "Get an item of a conversation",
+        _conversations(Conversations.get_item),
+        "conversation_item_get",
+        answers.AnyItem,
     ),
-    Route(
-        method="DELETE",
-        path="/v1/conversations/{id}/items/{item_id}",
-        handler=lambda services, incoming: _conversations(services).delete_item(incoming),
-        metric="conversation_item_delete",
-        tag="Responses",
-        summary="Delete an item of a conversation, and get the conversation",
-        answer=answers.Conversation,
-        parameters=(_CONVERSATION, _ITEM),
-        errors=READS,
+    _route(
+        "DELETE",
+        "/v1/conversations/{id}/items/{item_id}",
+        "Delete an item of a conversation, and get the conversation",
+        _conversations(Conversations.delete_item),
+        "conversation_item_delete",
+        answers.Conversation,
     ),
 )

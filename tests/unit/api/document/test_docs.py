@@ -69,9 +69,7 @@ def test_its_links_lead_somewhere_and_nothing_is_loaded() -> None:
 
 def test_whatever_the_document_says_is_text() -> None:
     evil = "</p><script>alert('`x`\"&')</script>"
-    route = Route(
-        method="POST", path="/<b>", tag=evil, summary=evil, description=f"`{evil}` `odd", example={"a": evil}, body=dict[str, Any]
-    )
+    route = Route("POST", "/<b>", evil, evil, description=f"`{evil}` `odd", example={"a": evil}, body=dict[str, Any])
     document = make_document([route])
     document["info"]["title"] = evil
     document["components"]["schemas"] = {
