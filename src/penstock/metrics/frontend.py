@@ -1,13 +1,15 @@
-"""The front end's metrics, and its workers' as they report them.
+"""Every metric of the front end, declared once. `reference()` makes docs/reference/metrics.md from the declarations.
 
-What the token path counts are plain integers; they become metrics when somebody asks.
+The token path counts plain integers (`Tally`). They become metrics only when somebody asks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,15 +17,16 @@ from prometheus_client.registry import Collector
 
 from penstock.wire.messages import WorkerStats
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
 Samples = dict[tuple[str, ...], float]
 """Values by their labels."""
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass
 class Tally:
-    """What the front end counts on the token path."""
+    """What the front end counts."""
 
     running: int = 0
     queued: int = 0
@@ -38,20 +41,20 @@ class Tally:
     requests: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By route and outcome."""
     key_requests: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """By the name of the API key, as are the following. What is over is counted."""
+    """By key name. Counted when the request is over."""
     key_tokens: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """By name and whether they were of prompts or of answers."""
+    """By key name and kind: prompt or completion."""
     quota_refusals: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """By name and limit."""
+    """By key name and limit."""
     streams_resumed: int = 0
-    """Streams of stored responses that were read again, from their beginning or from where a client was cut off."""
+    """Streams that a client read again, from the start or from where it was cut off."""
     failed_authentications: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By reason."""
 
 
 @dataclass(frozen=True)
 class ClusterReading:
-    """What the front end knows of its workers at the moment of the scrape."""
+    """What the front end knows about its workers at the moment of the scrape."""
 
     workers: Mapping[str, WorkerStats] = field(default_factory=dict)
     links_lost: int = 0
@@ -72,28 +75,160 @@ class ClusterReading:
     response_store_bytes: int = 0
 
 
+class Declaration(NamedTuple):
+    """One metric. Counters get the suffix `_total` when they are shown."""
+
+    kind: Literal["counter", "gauge"]
+    name: str
+    labels: tuple[str, ...]
+    read: Callable[[Tally, ClusterReading], float | Mapping[str, float] | Mapping[tuple[str, ...], float]]
+    help: str
+
+    def collect(self, tally: Tally, reading: ClusterReading) -> Metric:
+        make = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        family = make(self.name, self.help, labels=self.labels)
+        value = self.read(tally, reading)
+        for labels, sample in value.items() if isinstance(value, Mapping) else [((), value)]:
+            family.add_metric([labels] if isinstance(labels, str) else list(labels), sample)
+        return family
+
+
+def _both(front_end: int, reading: ClusterReading, name: str) -> Samples:
+    """A figure of the front end, and the same figure of each worker."""
+    samples: Samples = {("worker", worker): value for worker, value in _of_workers(reading, name).items()}
+    return {("frontend", "frontend"): front_end, **samples}
+
+
+def _of_workers(reading: ClusterReading, name: str) -> dict[str, float]:
+    return {worker: getattr(stats, name) for worker, stats in reading.workers.items()}
+
+
+def _kv_blocks(reading: ClusterReading) -> Samples:
+    states = ("used", "cached", "leased", "total")
+    return {(worker, state): count for state in states for worker, count in _of_workers(reading, f"kv_blocks_{state}").items()}
+
+
+def _prompt_tokens(reading: ClusterReading) -> Samples:
+    samples: Samples = {}
+    for worker, stats in reading.workers.items():
+        samples[worker, "computed"] = stats.prompt_tokens - stats.prompt_tokens_cached
+        samples[worker, "cached"] = stats.prompt_tokens_cached
+    return samples
+
+
+def _tool_calls(tally: Tally) -> dict[str, float]:
+    return {"whole": tally.tool_calls, "broken": tally.broken_tool_calls}
+
+
+FIRST_TOKEN_SECONDS = (
+    "penstock_time_to_first_token_seconds",
+    "Seconds from the arrival of a request to its first token, as the front end sees it.",
+)
+
+# fmt: off
+DECLARATIONS = (
+    # Load.
+    Declaration("gauge", "penstock_requests_running", ("role", "name"), lambda tally, reading: _both(tally.running, reading, "running"),
+        "Front end: requests that are being answered. Worker: generations that are being computed."),
+    Declaration("gauge", "penstock_requests_queued", ("role", "name"), lambda tally, reading: _both(tally.queued, reading, "queued"),
+        "Front end: requests without a first token. Worker: generations that have not begun."),
+    Declaration("gauge", "penstock_generations_queued", (), lambda _, reading: reading.queued,
+        "Generations that wait in the front end because no worker has room."),
+    Declaration("gauge", "penstock_workers", (), lambda _, reading: len(reading.workers),
+        "Workers with a live link."),
+    Declaration("gauge", "penstock_tasks", (), lambda _, reading: reading.tasks,
+        "Tasks of the front end's event loop."),
+    # What each worker holds, and what it has counted since its start.
+    Declaration("gauge", "penstock_kv_blocks", ("name", "state"), lambda _, reading: _kv_blocks(reading),
+        "KV blocks of a worker. used: by generations; cached: kept for reuse; leased: of both, under a lease; total: all."),
+    Declaration("gauge", "penstock_sessions", ("name",), lambda _, reading: _of_workers(reading, "sessions"),
+        "Sessions with a lease on the worker."),
+    Declaration("counter", "penstock_prompt_tokens", ("name", "source"), lambda _, reading: _prompt_tokens(reading),
+        "Prompt tokens of a worker. cached: their KV was reused; computed: it was not."),
+    Declaration("counter", "penstock_kv_blocks_evicted", ("name",), lambda _, reading: _of_workers(reading, "kv_blocks_evicted"),
+        "KV blocks that a worker evicted to make room."),
+    Declaration("counter", "penstock_preemptions", ("name",), lambda _, reading: _of_workers(reading, "preemptions"),
+        "Generations that a worker stopped to make room for older ones, and computed again later."),
+    # The token path.
+    Declaration("counter", "penstock_requests", ("route", "outcome"), lambda tally, _: tally.requests,
+        "Requests that have ended, by route and outcome."),
+    Declaration("counter", "penstock_tokens_delivered", (), lambda tally, _: tally.tokens_delivered,
+        "Tokens delivered to clients."),
+    Declaration("counter", "penstock_writes", (), lambda tally, _: tally.writes,
+        "Writes of streamed events. One write has all tokens that were waiting."),
+    Declaration("counter", "penstock_late_puts", (), lambda tally, _: tally.late_puts,
+        "Deltas that arrived after their reader had left."),
+    Declaration("counter", "penstock_clients_left", (), lambda tally, _: tally.clients_left,
+        "Requests whose client disconnected before the end."),
+    Declaration("counter", "penstock_readers_stalled", (), lambda tally, _: tally.readers_stalled,
+        "Streams that were cut off because the client read nothing for too long."),
+    Declaration("counter", "penstock_connections_refused", (), lambda tally, _: tally.connections_refused,
+        "Connections refused because there were no file descriptors left."),
+    Declaration("counter", "penstock_tool_calls", ("outcome",), lambda tally, _: _tool_calls(tally),
+        "Tool calls in answers. whole: returned as a call; broken: not valid, returned as text."),
+    # API keys, by name.
+    Declaration("counter", "penstock_key_requests", ("key",), lambda tally, _: tally.key_requests,
+        "Generating requests that have ended, by name of the API key."),
+    Declaration("counter", "penstock_key_tokens", ("key", "kind"), lambda tally, _: tally.key_tokens,
+        "Tokens of prompts and of answers, by name of the API key."),
+    Declaration("counter", "penstock_quota_refusals", ("key", "limit"), lambda tally, _: tally.quota_refusals,
+        "Requests refused because a limit of their API key was reached."),
+    Declaration("counter", "penstock_failed_authentications", ("reason",), lambda tally, _: tally.failed_authentications,
+        "Requests refused without a valid API key. missing: no key; unknown: a wrong one."),
+    # Routing.
+    Declaration("counter", "penstock_links_lost", (), lambda _, reading: reading.links_lost,
+        "Links to workers that broke."),
+    Declaration("counter", "penstock_workers_stalled", (), lambda _, reading: reading.stalls,
+        "Links that were given up because the worker owed tokens and was silent."),
+    Declaration("counter", "penstock_routing_decisions", ("reason",), lambda _, reading: reading.decisions,
+        "Generations sent to a worker, by the reason for the choice."),
+    Declaration("counter", "penstock_routing_diversions", ("reason",), lambda _, reading: reading.diversions,
+        "Generations that did not go to the worker of their session or key. gone: no link; quiet: silent; overloaded: too busy."),
+    Declaration("counter", "penstock_migrations", ("reason",), lambda _, reading: reading.migrations,
+        "Generations that continued on another worker, by the code of the fault that ended them on the first."),
+    Declaration("gauge", "penstock_router_load_blocks", ("name",), lambda _, reading: reading.load,
+        "Load of a worker in KV blocks, as the router estimates it."),
+    Declaration("gauge", "penstock_router_index_blocks", ("name",), lambda _, reading: reading.index_blocks,
+        "KV blocks of a worker in the router's index, known or predicted."),
+    # Sessions.
+    Declaration("gauge", "penstock_sessions_known", (), lambda _, reading: reading.sessions,
+        "Open sessions that had a turn at this front end."),
+    Declaration("counter", "penstock_session_events", ("event",), lambda _, reading: reading.session_events,
+        "Events of sessions at this front end: opened, moved, expired, closed, over_quota, unknown."),
+    Declaration("counter", "penstock_chat_tokens", ("source",), lambda _, reading: reading.transcript_tokens,
+        "Prompt tokens of chats. reused: tokenized in an earlier turn of the session; encoded: tokenized now."),
+    Declaration("gauge", "penstock_transcript_bytes", (), lambda _, reading: reading.transcript_bytes,
+        "Memory for the tokens of sessions' earlier turns."),
+    Declaration("gauge", "penstock_store_available", (), lambda _, reading: int(reading.store_is_available),
+        "1 if the store of sessions can be reached, else 0."),
+    # Stored responses.
+    Declaration("counter", "penstock_responses_stored", (), lambda _, reading: reading.responses_stored,
+        "Responses that this front end stored."),
+    Declaration("counter", "penstock_streams_resumed", (), lambda tally, _: tally.streams_resumed,
+        "Streams that a client continued to read after a disconnect."),
+    Declaration("gauge", "penstock_response_store_bytes", (), lambda _, reading: reading.response_store_bytes,
+        "Size of the store of responses."),
+)
+# fmt: on
+
+
 class FrontEndMetrics:
-    """Declares, collects and renders them all."""
+    """Collects and renders all metrics of one front end."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
         self._registry = CollectorRegistry()
-        self.time_to_first_token = Histogram(
-            "penstock_time_to_first_token_seconds",
-            "From the request's arrival to its first token, as the front end sees it.",
-            buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
-            registry=self._registry,
-        )
+        self.time_to_first_token = Histogram(*FIRST_TOKEN_SECONDS, buckets=BUCKETS, registry=self._registry)
 
     def observe(self, read: Callable[[], ClusterReading]) -> None:
-        """Says where the workers' figures come from."""
-        self._registry.register(_Snapshot(self.tally, read))
+        """Sets where the figures of the workers come from."""
+        self._registry.register(_Collector(self.tally, read))
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
 
-class _Snapshot(Collector):
+class _Collector(Collector):
     def __init__(self, tally: Tally, read: Callable[[], ClusterReading]) -> None:
         self._tally = tally
         self._read = read
@@ -103,120 +238,20 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         reading = self._read()
-        yield from self._load(reading)
-        yield from self._engines(reading)
-        yield from self._token_path()
-        yield from self._keys()
-        yield from self._routing(reading)
-        yield from self._sessions(reading)
-        yield from self._responses(reading)
-
-    def _load(self, reading: ClusterReading) -> Iterator[Metric]:
-        tally = self._tally
-        running: Samples = {("frontend", "frontend"): tally.running}
-        queued: Samples = {("frontend", "frontend"): tally.queued}
-        blocks: Samples = {}
-        for name, stats in reading.workers.items():
-            running["worker", name] = stats.running
-            queued["worker", name] = stats.queued
-            blocks[name, "used"] = stats.kv_blocks_used
-            blocks[name, "cached"] = stats.kv_blocks_cached
-            blocks[name, "leased"] = stats.kv_blocks_leased
-            blocks[name, "total"] = stats.kv_blocks_total
-        labels = ("role", "name")
-        yield _gauge("penstock_requests_running", "Requests (worker: generations) that are being computed or streamed.", running, labels)
-        yield _gauge("penstock_requests_queued", "Requests (worker: generations) that have not begun.", queued, labels)
-        yield _gauge(
-            "penstock_kv_blocks", "KV blocks in use, kept for reuse, under a lease (of either), and in all.", blocks, ("name", "state")
-        )
-        workers = reading.workers.items()
-        yield _gauge("penstock_sessions", "Sessions that hold a lease.", {(name,): stats.sessions for name, stats in workers}, ("name",))
-        yield _gauge("penstock_workers", "Workers with a live link.", {(): len(reading.workers)})
-
-    def _engines(self, reading: ClusterReading) -> Iterator[Metric]:
-        """What each worker has counted since its start."""
-        label, workers = ("name",), reading.workers.items()
-        prompt: Samples = {}
-        for name, stats in workers:
-            prompt[name, "computed"] = stats.prompt_tokens - stats.prompt_tokens_cached
-            prompt[name, "cached"] = stats.prompt_tokens_cached
-        yield _counter("penstock_prompt_tokens", "Prompt tokens, by whether their KV was reused.", prompt, ("name", "source"))
-        evicted: Samples = {(name,): stats.kv_blocks_evicted for name, stats in workers}
-        yield _counter("penstock_kv_blocks_evicted", "KV blocks that made room for others.", evicted, label)
-        preempted: Samples = {(name,): stats.preemptions for name, stats in workers}
-        yield _counter("penstock_preemptions", "Generations that made room for older ones, to be computed anew.", preempted, label)
-
-    def _routing(self, reading: ClusterReading) -> Iterator[Metric]:
-        reason = ("reason",)
-        yield _counter("penstock_links_lost", "Links to workers that broke.", {(): reading.links_lost})
-        yield _counter("penstock_workers_stalled", "Links given up because a worker owed tokens and was silent.", {(): reading.stalls})
-        text = "Generations sent to a worker, by the reason of the choice."
-        yield _counter("penstock_routing_decisions", text, _by_label(reading.decisions), reason)
-        text = "Generations that did not go to the worker of their session or key, by the reason."
-        yield _counter("penstock_routing_diversions", text, _by_label(reading.diversions), reason)
-        text = "Generations that went on with another worker, by what ended them on the one before."
-        yield _counter("penstock_migrations", text, _by_label(reading.migrations), reason)
-        yield _gauge("penstock_generations_queued", "Generations that no worker has room for.", {(): reading.queued})
-        text = "Load of a worker in KV blocks, as the router reckons it."
-        yield _gauge("penstock_router_load_blocks", text, _by_label(reading.load), ("name",))
-        text = "KV blocks of a worker that the router knows or expects."
-        yield _gauge("penstock_router_index_blocks", text, _by_label(reading.index_blocks), ("name",))
-
-    def _sessions(self, reading: ClusterReading) -> Iterator[Metric]:
-        yield _gauge("penstock_sessions_known", "Sessions that this front end has had a turn of.", {(): reading.sessions})
-        text = "What became of sessions at this front end."
-        yield _counter("penstock_session_events", text, _by_label(reading.session_events), ("event",))
-        text = "Tokens of chat prompts, by whether an earlier turn of their session had them."
-        yield _counter("penstock_chat_tokens", text, _by_label(reading.transcript_tokens), ("source",))
-        yield _gauge("penstock_transcript_bytes", "Memory that sessions' earlier turns take.", {(): reading.transcript_bytes})
-        text = "Whether the store of sessions can be reached."
-        yield _gauge("penstock_store_available", text, {(): int(reading.store_is_available)})
-        yield _gauge("penstock_tasks", "Tasks of the front end's event loop.", {(): reading.tasks})
-
-    def _responses(self, reading: ClusterReading) -> Iterator[Metric]:
-        yield _counter("penstock_responses_stored", "Responses that were made here and stored.", {(): reading.responses_stored})
-        yield _counter("penstock_streams_resumed", "Streams that a client came back to.", {(): self._tally.streams_resumed})
-        yield _gauge("penstock_response_store_bytes", "What the store of responses holds.", {(): reading.response_store_bytes})
-
-    def _token_path(self) -> Iterator[Metric]:
-        tally = self._tally
-        yield _counter("penstock_tokens_delivered", "Tokens handed to clients.", {(): tally.tokens_delivered})
-        yield _counter("penstock_writes", "Writes of streamed events; each holds all that was pending.", {(): tally.writes})
-        yield _counter("penstock_late_puts", "Deltas that came after their reader had left.", {(): tally.late_puts})
-        yield _counter("penstock_clients_left", "Requests whose client went away before the end.", {(): tally.clients_left})
-        yield _counter("penstock_readers_stalled", "Streams cut off because their reader took nothing.", {(): tally.readers_stalled})
-        yield _counter("penstock_connections_refused", "Connections refused for want of file descriptors.", {(): tally.connections_refused})
-        yield _counter("penstock_requests", "Requests by route and outcome.", dict(tally.requests), ("route", "outcome"))
-
-        calls: Samples = {("whole",): tally.tool_calls, ("broken",): tally.broken_tool_calls}
-        yield _counter("penstock_tool_calls", "Calls of tools in answers; broken ones came back as text.", calls, ("outcome",))
-
-    def _keys(self) -> Iterator[Metric]:
-        """Keys are known by their names alone."""
-        tally = self._tally
-        yield _counter("penstock_key_requests", "Generating requests that are over, by API key.", dict(tally.key_requests), ("key",))
-        yield _counter("penstock_key_tokens", "Tokens of prompts and of answers, by API key.", dict(tally.key_tokens), ("key", "kind"))
-        text = "Requests refused because of a limit of their API key."
-        yield _counter("penstock_quota_refusals", text, dict(tally.quota_refusals), ("key", "limit"))
-        text = "Requests refused for want of an API key, or for one that is not known."
-        yield _counter("penstock_failed_authentications", text, dict(tally.failed_authentications), ("reason",))
+        for declaration in DECLARATIONS:
+            yield declaration.collect(self._tally, reading)
 
 
-def _by_label(values: Mapping[str, float]) -> Samples:
-    return {(label,): value for label, value in values.items()}
+def reference() -> str:
+    """The page docs/reference/metrics.md."""
+    name, text = FIRST_TOKEN_SECONDS
+    rows = [f"| `{name}` | histogram | | {text} |"]
+    for kind, name, labels, _, text in DECLARATIONS:
+        shown = f"{name}_total" if kind == "counter" else name
+        rows.append(f"| `{shown}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |")
+    introduction = "Generated by `python -m penstock.metrics.frontend`. A front end shows these at `GET /metrics`."
+    return "\n".join(["# Metrics", "", introduction, "", "| name | type | labels | meaning |", "|---|---|---|---|", *rows, ""])
 
 
-def _gauge(name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:
-    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
-
-
-def _counter(name: str, text: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:
-    return _filled(CounterMetricFamily(name, text, labels=labels), values)
-
-
-def _filled(
-    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[tuple[str, ...], float]
-) -> GaugeMetricFamily | CounterMetricFamily:
-    for labels, value in values.items():
-        family.add_metric(list(labels), value)
-    return family
+if __name__ == "__main__":
+    sys.stdout.write(reference())
