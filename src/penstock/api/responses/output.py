@@ -12,8 +12,6 @@ import msgspec
 from penstock.api.responses.items import CUSTOM_ARGUMENT, Item, new_id
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning
 
-_NO_LOGPROBS = b',"logprobs":[]'
-
 
 class Events:
     """Renders the events of one response. Numbers start at 0 and have no gaps."""
@@ -156,7 +154,7 @@ class OutputItems:
 
     def _say(self, text: str) -> list[bytes]:
         events: list[bytes] = []
-        if not isinstance(self._text, _OpenMessage):
+        if self._text is None or not self._text.is_message:
             text, self._space = self._space + text, ""
             if text.isspace():
                 self._space = text
@@ -167,33 +165,32 @@ class OutputItems:
 
     def _think(self, text: str) -> list[bytes]:
         events: list[bytes] = []
-        if not isinstance(self._text, _OpenReasoning):
+        if self._text is None or self._text.is_message:
             events += self._close_text("completed")
             item: Item = {"id": new_id("reasoning"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
-            self._text = _OpenReasoning(self._events, self._added(item), item, self.logprobs)
+            self._text = _OpenText(self._events, self._added(item), item, self.logprobs)
             events += self._text.open()
         return events + self._text.add(text)
 
     def _open_message(self) -> list[bytes]:
         events = self._close_text("completed")
         item: Item = {"id": new_id("message"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        self._text = _OpenMessage(self._events, self._added(item), item, self.logprobs)
+        self._text = _OpenText(self._events, self._added(item), item, self.logprobs)
         return events + self._text.open()
 
     def _begin_call(self, begin: CallBegin) -> list[bytes]:
         space = self._space
         events = self._close_text("completed")
         fields = {"call_id": begin.id or f"call_{secrets.token_hex(12)}", "name": begin.name}
-        kind = _OpenCustomCall if begin.name in self._custom_tools else _OpenFunctionCall
-        item: Item = {"id": new_id(kind.kind), "type": kind.kind, **fields, kind.member: "", "status": "in_progress"}
-        call = self._calls[begin.index] = kind(self._events, self._added(item), item)
-        call.space = space
-        return [*events, call.open()]
+        kind, member = ("custom_tool_call", "input") if begin.name in self._custom_tools else ("function_call", "arguments")
+        item: Item = {"id": new_id(kind), "type": kind, **fields, member: "", "status": "in_progress"}
+        call = self._calls[begin.index] = _OpenCall(self._events, self._added(item), item, space)
+        return [*events, *call.open()]
 
     def _break_call(self, broken: CallBroken) -> list[bytes]:
         call = self._calls.pop(broken.index)
         self._broken.add(call.index)
-        return call.give_up() + self._say(call.space + broken.text)
+        return [call.done("incomplete"), *self._say(call.space + broken.text)]
 
     def _close_text(self, status: str) -> list[bytes]:
         text, self._text, self._space = self._text, None, ""
@@ -205,157 +202,96 @@ class OutputItems:
 
 
 class _OpenItem:
-    """An item that is being written."""
+    """An item that is being written. `place` says in its events where it is."""
 
-    def __init__(self, events: Events, index: int, item: Item) -> None:
+    def __init__(self, events: Events, index: int, item: Item, event_name: str, **place: int) -> None:
+        self.index = index
         self._events = events
         self._item = item
-        self.index = index
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        return self._events.event(kind, {"item_id": self._item["id"], "output_index": self.index, **fields})
-
-    def _added(self) -> bytes:
-        return self._events.event("response.output_item.added", {"output_index": self.index, "item": self._item})
-
-    def _done(self, status: str) -> bytes:
-        self._item["status"] = status
-        return self._events.event("response.output_item.done", {"output_index": self.index, "item": self._item})
-
-
-class _OpenText(_OpenItem):
-    """An item with one part of text."""
-
-    event_name: str
-
-    def __init__(self, events: Events, index: int, item: Item, logprobs: Logprobs) -> None:
-        super().__init__(events, index, item)
         self._pieces: list[str] = []
-        self._logprobs = logprobs
-        fields = {"item_id": item["id"], "output_index": index, "content_index": 0}
-        self._opening = delta_opening(f"response.{self.event_name}.delta", fields)
-
-    def open(self) -> list[bytes]:
-        return [self._added(), self._event("response.content_part.added", content_index=0, part=self._part("", []))]
-
-    def add(self, text: str) -> list[bytes]:
-        raise NotImplementedError
-
-    def close(self, status: str) -> list[bytes]:
-        text = "".join(self._pieces)
-        logprobs = self._logprobs.of_item(text)
-        part = self._part(text, logprobs)
-        events = [
-            self._event(f"response.{self.event_name}.done", content_index=0, text=text, **self._more(logprobs)),
-            self._event("response.content_part.done", content_index=0, part=part),
-        ]
-        self._item["content"] = [part]
-        return [*events, self._done(status)]
-
-    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _more(self, logprobs: Sequence[Item]) -> dict[str, Any]:  # noqa: ARG002, for messages
-        return {}
-
-
-class _OpenMessage(_OpenText):
-    event_name = "output_text"
-
-    def add(self, text: str) -> list[bytes]:
-        self._pieces.append(text)
-        logprobs = self._logprobs.of_delta(text)
-        closing = b',"logprobs":' + msgspec.json.encode(logprobs) if logprobs else _NO_LOGPROBS
-        return [self._events.delta(self._opening, text, closing)]
-
-    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _more(self, logprobs: Sequence[Item]) -> dict[str, Any]:
-        return {"logprobs": logprobs}
-
-
-class _OpenReasoning(_OpenText):
-    event_name = "reasoning_text"
-
-    def add(self, text: str) -> list[bytes]:
-        self._pieces.append(text)
-        return [self._events.delta(self._opening, text, b"")]
-
-    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:  # noqa: ARG002, only messages have logprobs
-        return {"type": "reasoning_text", "text": text}
-
-
-class _OpenCall(_OpenItem):
-    """A call whose arguments are being written. `member` is the item's member for them."""
-
-    kind: str
-    member: str
-    event_name: str
-
-    def __init__(self, events: Events, index: int, item: Item) -> None:
-        super().__init__(events, index, item)
-        self._pieces: list[str] = []
-        self._opening = delta_opening(f"response.{self.event_name}.delta", {"item_id": item["id"], "output_index": index})
-        self.space = ""
-        """White space before the call. It is dropped, unless the call breaks."""
+        self._event_name = f"response.{event_name}"
+        self._place = {"item_id": item["id"], "output_index": index, **place}
+        self._opening = delta_opening(f"{self._event_name}.delta", self._place)
 
     @property
     def written(self) -> str:
-        """The arguments so far, as the model wrote them."""
+        """The text or arguments so far, as the model wrote them."""
         return "".join(self._pieces)
 
-    def open(self) -> bytes:
-        return self._added()
-
-    def add(self, text: str) -> list[bytes]:
-        raise NotImplementedError
-
-    def close(self, status: str) -> list[bytes]:
-        raise NotImplementedError
-
-    def give_up(self) -> list[bytes]:
-        """The call broke: it is text after all."""
-        return [self._done("incomplete")]
-
-    def _close(self, value: str, status: str) -> list[bytes]:
-        self._item[self.member] = value
-        return [self._event(f"response.{self.event_name}.done", **{self.member: value}, **self._more()), self._done(status)]
-
-    def _more(self) -> dict[str, Any]:
-        return {}
-
-
-class _OpenFunctionCall(_OpenCall):
-    kind = "function_call"
-    member = "arguments"
-    event_name = "function_call_arguments"
+    def open(self) -> list[bytes]:
+        return [self._events.event("response.output_item.added", {"output_index": self.index, "item": self._item})]
 
     def add(self, text: str) -> list[bytes]:
         self._pieces.append(text)
         return [self._events.delta(self._opening, text, b"")]
 
-    def close(self, status: str) -> list[bytes]:
-        return self._close(self.written, status)
+    def done(self, status: str) -> bytes:
+        self._item["status"] = status
+        return self._events.event("response.output_item.done", {"output_index": self.index, "item": self._item})
 
-    def _more(self) -> dict[str, Any]:
-        return {"name": self._item["name"]}
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return self._events.event(kind, {**self._place, **fields})
 
 
-class _OpenCustomCall(_OpenCall):
-    """The model writes an object with one string. The client gets the string in one piece, when it is complete."""
+class _OpenText(_OpenItem):
+    """A message or reasoning: an item with one part of text. Only messages have logprobs."""
 
-    kind = "custom_tool_call"
-    member = "input"
-    event_name = "custom_tool_call_input"
+    def __init__(self, events: Events, index: int, item: Item, logprobs: Logprobs) -> None:
+        self.is_message = item["type"] == "message"
+        super().__init__(events, index, item, "output_text" if self.is_message else "reasoning_text", content_index=0)
+        self._logprobs = logprobs
+
+    def open(self) -> list[bytes]:
+        return [*super().open(), self._event("response.content_part.added", part=self._part("", []))]
 
     def add(self, text: str) -> list[bytes]:
+        if not self.is_message:
+            return super().add(text)
+        self._pieces.append(text)
+        return [self._events.delta(self._opening, text, b',"logprobs":' + msgspec.json.encode(self._logprobs.of_delta(text)))]
+
+    def close(self, status: str) -> list[bytes]:
+        text = self.written
+        logprobs = self._logprobs.of_item(text)
+        part = self._part(text, logprobs)
+        more = {"logprobs": logprobs} if self.is_message else {}
+        events = [
+            self._event(f"{self._event_name}.done", text=text, **more),
+            self._event("response.content_part.done", part=part),
+        ]
+        self._item["content"] = [part]
+        return [*events, self.done(status)]
+
+    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:
+        if not self.is_message:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+class _OpenCall(_OpenItem):
+    """A call whose arguments are being written. `space` is the white space before it: it is dropped, unless the call breaks.
+
+    For a custom tool the model writes an object with one string. The client gets the string in one piece, when it is complete.
+    """
+
+    def __init__(self, events: Events, index: int, item: Item, space: str) -> None:
+        self._is_custom = item["type"] == "custom_tool_call"
+        super().__init__(events, index, item, "custom_tool_call_input" if self._is_custom else "function_call_arguments")
+        self.space = space
+
+    def add(self, text: str) -> list[bytes]:
+        if not self._is_custom:
+            return super().add(text)
         self._pieces.append(text)
         return []
 
     def close(self, status: str) -> list[bytes]:
-        value = _custom_input(self.written)
-        return [self._events.delta(self._opening, value, b""), *self._close(value, status)]
+        if not self._is_custom:
+            self._item["arguments"] = arguments = self.written
+            return [self._event(f"{self._event_name}.done", arguments=arguments, name=self._item["name"]), self.done(status)]
+        self._item["input"] = value = _custom_input(self.written)
+        delta = self._events.delta(self._opening, value, b"")
+        return [delta, self._event(f"{self._event_name}.done", input=value), self.done(status)]
 
 
 def _custom_input(arguments: str) -> str:
