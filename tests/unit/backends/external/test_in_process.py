@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from logging.config import dictConfig
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from penstock.backends.external.in_process import GONE, ChildWatch, first_error, forget_directory, one_line, write_logging_config
+from penstock.backends.external.engine import EngineDied, EngineFacts
+from penstock.backends.external.in_process import (
+    GONE,
+    ChildWatch,
+    EnginePackage,
+    InProcessEngine,
+    first_error,
+    forget_directory,
+    one_line,
+    write_logging_config,
+)
+from penstock.config.engines import EngineSettings
+from penstock.wire.errors import ConfigError
 
 # A process whose child ends with it and says that it will; both wait until they are ended.
 PARENT = """
@@ -195,3 +210,141 @@ PYDANTIC = """1 validation error for ModelConfig
 )
 def test_errors_in_one_line(error: object, expected: str) -> None:
     assert one_line(error) == expected
+
+
+FACTS = EngineFacts(context_length=100, block_size=16)
+
+
+class Library(InProcessEngine):
+    """An engine whose library starts one process, and then loads until it may end."""
+
+    package = EnginePackage("by_hand", "By Hand", (1,), (1000,), ("pytest",), LOGGER, LOGGER, "AN_ENGINE_LOGGING")
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__(EngineSettings("/m"))
+        self.deaths: list[str] = []
+        self.error = error
+        self.process: subprocess.Popen[bytes] | None = None
+        self.directory: Path | None = None
+        self.has_begun, self.may_load = threading.Event(), threading.Event()
+        self.may_establish = asyncio.Event()
+        self.may_establish.set()
+        self.kills = 0
+        self.shut_down: list[Any] = []
+
+    def _load(self, directory: Path) -> Any:
+        self.directory = directory
+        self._set_up_logging(directory, "error")
+        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self.has_begun.set()
+        self.may_load.wait(10)
+        if self.error is not None:
+            raise self.error
+        return "the library's engine"
+
+    async def _establish(self) -> EngineFacts:
+        assert self.process is not None
+        self._watch_processes([self.process.pid], "the engine")
+        await self._answer(self.may_establish.wait())
+        return FACTS
+
+    def _kill_processes(self) -> None:
+        self.kills += 1
+        # A library that loads notices it.
+        self.may_load.set()
+
+    async def _shut_down(self) -> None:
+        self.shut_down.append(self._engine)
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+
+    async def ask(self) -> None:
+        await self._answer(asyncio.Event().wait())
+
+    def check_closed(self) -> None:
+        assert self.directory is not None
+        assert not self.directory.exists()
+        assert self.package.log_variable not in os.environ
+
+
+async def test_an_engine_starts_answers_and_closes() -> None:
+    engine = Library()
+    engine.may_load.set()
+    assert await engine.start(engine.deaths.append) == FACTS
+    assert engine.directory is not None
+    assert os.environ[engine.package.log_variable] == str(engine.directory / "logging.json")
+    await engine.close()
+    await engine.close()
+    assert (engine.shut_down, engine.kills, engine.deaths) == (["the library's engine"], 0, [])
+    engine.check_closed()
+
+
+async def test_the_death_of_a_process_is_reported_once_and_ends_what_waits() -> None:
+    engine = Library()
+    engine.may_load.set()
+    await engine.start(engine.deaths.append)
+    asked = asyncio.create_task(engine.ask())
+    await asyncio.sleep(0)
+    assert engine.process is not None
+    engine.process.kill()
+    with pytest.raises(EngineDied, match="was ended by SIGKILL"):
+        await asked
+    with pytest.raises(EngineDied, match="was ended by SIGKILL"):
+        await engine.ask()
+    await engine.close()
+    assert engine.deaths == [f"the engine (process {engine.process.pid}) was ended by SIGKILL"]
+
+
+async def test_an_engine_that_dies_before_it_is_ready_does_not_start() -> None:
+    engine = Library()
+    engine.may_load.set()
+    engine.may_establish.clear()
+    starting = asyncio.create_task(engine.start(engine.deaths.append))
+    await asyncio.to_thread(engine.has_begun.wait)
+    assert engine.process is not None
+    engine.process.kill()
+    with pytest.raises(ConfigError, match=r"By Hand does not start: the engine .* was ended by SIGKILL"):
+        await starting
+    assert not engine.deaths
+    engine.check_closed()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("--engine-args: wrong"), "^--engine-args: wrong$"),
+        (ImportError("no module"), "^--engine by_hand: By Hand cannot be imported: no module$"),
+        (ValueError("two\nlines"), "^By Hand cannot run --model /m: ValueError: two lines$"),
+        (SystemExit(1), "^By Hand cannot run --model /m: SystemExit: 1$"),
+    ],
+)
+async def test_why_an_engine_does_not_load(error: BaseException, message: str) -> None:
+    engine = Library(error=error)
+    engine.may_load.set()
+    with pytest.raises(ConfigError, match=message):
+        await engine.start(engine.deaths.append)
+    assert engine.shut_down == [None]
+    engine.check_closed()
+
+
+async def test_a_load_that_is_abandoned_ends_with_its_processes() -> None:
+    engine = Library()
+    starting = asyncio.create_task(engine.start(engine.deaths.append))
+    await asyncio.to_thread(engine.has_begun.wait)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert engine.kills >= 1
+    # It had loaded all the same.
+    assert engine.shut_down == ["the library's engine"]
+    engine.check_closed()
+
+
+async def test_an_unsupported_version_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Library, "package", dataclasses.replace(Library.package, before=(2,)))
+    engine = Library()
+    with pytest.raises(ConfigError, match=r"By Hand \d.* is installed, but only 1 to below 2 is supported"):
+        await engine.start(engine.deaths.append)
+    await engine.close()
+    assert engine.directory is None
