@@ -25,7 +25,8 @@ from penstock.router.affinity import MemoryStore
 from penstock.stream.mailbox import Mailbox
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.text.transcript import Transcripts
-from penstock.wire.messages import Delta, Finish, ModelInfo, Submit
+from penstock.wire.errors import GenerationFault, PenstockError
+from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Submit
 
 WORDS = WordTokenizer()
 MODEL = ModelInfo("m", "by hand", "words", WORDS.vocab_size, 1000, 16)
@@ -79,21 +80,33 @@ class FrontEnd:
         self.models.observe(lambda: [self.model])
         self.admission = Admission(limits or Limits(), self.tally)
         self._produce = produce
+        self._generations: set[asyncio.Task[None]] = set()
         pool = WorkerPool([], "test", "", self.models.prepare)
         sessions = Sessions(MemoryStore(), pool, quota=0)
-        library = PromptContext(self.models, Transcripts(0))
-        runner = Runner(library, sessions, self, self.admission, metrics)
+        context = PromptContext(self.models, Transcripts(0))
         self.detached = DetachedRuns(resume or ResumeLimits(), self.admission)
-        self.application = app = make_app(Services(library, runner, self.detached, sessions, self.admission, metrics, responses))
+        runner = Runner(context, sessions, self.produce, self.admission, metrics, self.detached)
+        self.application = app = make_app(Services(context, runner, self.detached, sessions, self.admission, metrics, responses))
         self.app = Gate(app, Keyring(KeySettings(), self.tally), self.tally)
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
         self.socket_open = asyncio.Event()
         self.socket_open.set()
 
-    async def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
+    def produce(self, _: str, turn: Turn, request: Submit, mailbox: Mailbox) -> asyncio.Task[None]:
         self.turn = turn
-        await self._produce(request, mailbox)
+        task = asyncio.create_task(self._generate(request, mailbox))
+        self._generations.add(task)
+        task.add_done_callback(self._generations.discard)
+        return task
+
+    async def _generate(self, request: Submit, mailbox: Mailbox) -> None:
+        try:
+            await self._produce(request, mailbox)
+        except GenerationFault as error:
+            mailbox.end(error.fault)
+        except PenstockError as error:
+            mailbox.end(Fault(type(error).__name__, str(error)))
 
     async def post(self, **fields: object) -> None:
         prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in self.path else {"prompt": "x"}
@@ -119,7 +132,11 @@ class FrontEnd:
         path, _, query = path.partition("?")
         found = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": found, "root_path": ""}
-        await self.app(scope, receive, send)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if stopping := [task for task in self._generations if task.cancelling()]:
+                await asyncio.wait(stopping)
 
     @property
     def status(self) -> int:

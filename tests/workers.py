@@ -10,8 +10,9 @@ from typing import Any, Self
 
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.backends.simulator import Simulator, Vocabulary
-from penstock.cluster.dispatch import Dispatcher
+from penstock.cluster.dispatch import Dispatcher, Production
 from penstock.cluster.links.link import UnixAddress
+from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import KEEP_ALIVE_SECONDS, Sessions
@@ -23,6 +24,7 @@ from penstock.router.policy import Hints
 from penstock.router.router import Router
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.text.tokenizers.cache import Fetch
+from penstock.wire.errors import GenerationFault, PenstockError
 from penstock.wire.messages import Delta, Fault, ModelInfo, Submit, Terminal
 from penstock.worker.runtime import WorkerRuntime
 
@@ -65,11 +67,29 @@ class Worker:
         await until(condition, seconds)
 
 
+class _Mailbox(Mailbox):
+    """A mailbox whose reader can wait for the terminal: it raises a fault."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        super().__init__(Doorbell())
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(self, terminal: Terminal) -> bool:
+        if isinstance(terminal, Fault):
+            self.done.set_exception(GenerationFault(terminal))
+            self.done.exception()
+        else:
+            self.done.set_result(None)
+        return super().end(terminal)
+
+
 class Reader:
     """One generation as its reader sees it."""
 
     def __init__(self) -> None:
-        self.mailbox = Mailbox(Doorbell())
+        self.mailbox = _Mailbox()
         self.delta: Delta | None = None
         self.terminal: Terminal | None = None
 
@@ -121,8 +141,8 @@ class FrontEnd:
 
     def start(self, request: Submit, turn: Turn | None = None, model: str = "simulator") -> tuple[Reader, asyncio.Task[None]]:
         reader = Reader()
-        produced = self.dispatcher.produce(model, request, reader.mailbox, turn or self.turn())
-        return reader, asyncio.create_task(_finished(produced))
+        production = self.dispatcher.produce(model, turn or self.turn(), request, reader.mailbox)
+        return reader, asyncio.create_task(_finished(production, reader.mailbox))
 
     async def run(self, request: Submit, hints: Hints | None = None, owner: str = "somebody") -> tuple[Turn, Reader]:
         """One turn, from its beginning to its end."""
@@ -148,8 +168,34 @@ async def _prepare(_: ModelInfo, __: Fetch) -> None:
     pass
 
 
-async def _finished(produced: Any) -> None:
-    await produced
+async def _finished(production: Production, mailbox: _Mailbox) -> None:
+    """Returns when the generation has finished; raises its fault. Cancelled, it stops the generation."""
+    try:
+        await asyncio.shield(mailbox.done)
+    finally:
+        production.cancel()
+
+
+class Sent(Generation):
+    """A generation on a link. `done` gets None for a Finish, or the error that ended it."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        super().__init__(mailbox)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def ended(self, error: PenstockError | None) -> None:
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+            self.done.exception()
+
+
+def send(link: WorkerLink, request: Submit, mailbox: Mailbox) -> Sent:
+    """Starts a generation on a link, without a dispatcher."""
+    sent = Sent(mailbox)
+    link.submit(request, sent)
+    return sent
 
 
 def submit(number: int, max_tokens: int = 16, prompt: int = 40, **fields: Any) -> Submit:

@@ -37,6 +37,7 @@ from penstock.wire.messages import (
     WorkerStats,
 )
 from penstock.worker.runtime import WorkerRuntime
+from workers import send
 
 WORDS = range(300, 1800)
 MODEL = ModelInfo("simulator", "simulator", "words", 1842, 100_000, 16)
@@ -138,7 +139,7 @@ async def test_a_generation_comes_exactly(address: Address) -> None:
         assert welcome.model == MODEL
         doorbell = Doorbell()
         mailbox = Mailbox(doorbell)
-        generation = link.submit(submit(7, 300), mailbox)
+        generation = send(link, submit(7, 300), mailbox)
         assert await read_all(doorbell, mailbox) == tuple(tokens_between(7, 0, 300, WORDS))
         await generation.done
         assert link.active == 0
@@ -149,7 +150,7 @@ async def test_many_generations_share_one_link(address: Address) -> None:
         bells = [Doorbell() for _ in range(200)]
         boxes = [Mailbox(bell) for bell in bells]
         for name, box in enumerate(boxes):
-            link.submit(submit(name, 40), box)
+            send(link, submit(name, 40), box)
         texts = await asyncio.gather(*(read_all(bell, box) for bell, box in zip(bells, boxes, strict=True)))
         assert texts == [tuple(tokens_between(name, 0, 40, WORDS)) for name in range(200)]
         assert link.frames < 200 * 40 / 20, "steps were not shared"
@@ -158,7 +159,7 @@ async def test_many_generations_share_one_link(address: Address) -> None:
 async def test_a_cancel_frees_the_worker_and_is_answered(address: Address) -> None:
     async with Worker(address) as worker, linked(worker) as (link, _):
         mailbox = Mailbox(Doorbell())
-        generation = link.submit(submit(1, 10_000), mailbox)
+        generation = send(link, submit(1, 10_000), mailbox)
         await worker.until_stats(running=1)
         mailbox.cancel()
         link.cancel((1).to_bytes(16))
@@ -171,8 +172,8 @@ async def test_a_cancel_frees_the_worker_and_is_answered(address: Address) -> No
 async def test_the_front_end_dying_aborts_its_generations_and_no_others(address: Address) -> None:
     async with Worker(address) as worker, linked(worker) as (other, _):
         link, _welcome = await connect(worker.address, "dying", SECRET)
-        link.submit(submit(1, 10_000), Mailbox(Doorbell()))
-        other.submit(submit(2, 10_000), Mailbox(Doorbell()))
+        send(link, submit(1, 10_000), Mailbox(Doorbell()))
+        send(other, submit(2, 10_000), Mailbox(Doorbell()))
         await worker.until_stats(running=2)
         link.abort()
         await link.lost
@@ -183,7 +184,7 @@ async def test_the_worker_dying_fails_what_it_owed_at_once(address: Address) -> 
     async with Worker(address) as worker:
         link, _ = await connect(worker.address, "test", SECRET)
         mailbox = Mailbox(Doorbell())
-        generation = link.submit(submit(1, 10_000), mailbox)
+        generation = send(link, submit(1, 10_000), mailbox)
         await worker.until_stats(running=1)
         for peer in worker.server.links:
             peer.abort()
@@ -192,7 +193,7 @@ async def test_the_worker_dying_fails_what_it_owed_at_once(address: Address) -> 
                 await generation.done
         assert not mailbox.ended, "the fault is the dispatcher's to tell, which could go on elsewhere"
         with pytest.raises(LinkBroken):
-            link.submit(submit(2), mailbox)
+            send(link, submit(2), mailbox)
 
 
 async def test_while_the_front_end_is_busy_steps_become_one(address: Address) -> None:
@@ -231,7 +232,7 @@ async def test_nonsense_closes_its_link_by_name_and_hurts_no_other(address: Addr
     async with Worker(address) as worker, linked(worker) as (other, _):
         doorbell = Doorbell()
         mailbox = Mailbox(doorbell)
-        other.submit(submit(3, 300), mailbox)
+        send(other, submit(3, 300), mailbox)
         async with raw(worker) as (reader, writer, challenge):
             writer.write(greet(challenge))
             await receive(reader, 1)
@@ -346,8 +347,8 @@ async def test_a_gap_from_the_worker_fails_that_generation_loudly(tmp_path: Path
         link, _ = await connect(UnixAddress(path), "test", SECRET)
         doorbell = Doorbell()
         whole = Mailbox(doorbell)
-        broken = link.submit(submit(1), Mailbox(Doorbell()))
-        link.submit(submit(2), whole)
+        broken = send(link, submit(1), Mailbox(Doorbell()))
+        send(link, submit(2), whole)
         with pytest.raises(GenerationFault, match="expected the token at offset 1"):
             await broken.done
         assert await read_all(doorbell, whole) == (5, 6)

@@ -25,10 +25,10 @@ from penstock.api.openai.completions import parse_completion
 from penstock.api.openai.schema import ChatRequest, CompletionRequest
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import LAST_EVENT_ID, DetachedRuns, Resume
-from penstock.api.pipeline.endpoint import Answer, Endpoint, Generate, Parse
+from penstock.api.pipeline.endpoint import Answer, Endpoint
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.response import Response
-from penstock.api.pipeline.runner import Run
+from penstock.api.pipeline.runner import Parse, Runner
 from penstock.api.responses.routes import RESPONSE_ROUTES
 from penstock.api.responses.store import SqliteStore
 from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT, SessionHandlers
@@ -43,15 +43,15 @@ class Services:
     """What the handlers work with. Without `responses`, no response is stored."""
 
     context: PromptContext
-    runner: Run
+    runner: Runner
     detached: DetachedRuns
     sessions: Sessions
     admission: Admission
     metrics: FrontEndMetrics
     responses: SqliteStore | None = None
 
-    def generate(self, parse: Parse) -> Generate:
-        return Generate(parse, self.context, self.runner, self.detached)
+    def generate(self, parse: Parse) -> Answer:
+        return partial(self.runner.answer, parse)
 
     def resume(self) -> Resume:
         return Resume(self.detached, self.metrics.tally)

@@ -7,22 +7,23 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import Self
 
 from msgspec import structs
 
-from penstock.cluster.links.worker_link import WorkerLink
+from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
-from penstock.cluster.waiting import Attempt, Waiter, WaitingQueue
+from penstock.cluster.waiting import WaitingQueue
 from penstock.config.front_end import DispatchLimits
+from penstock.router.load import Assignment
 from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router
 from penstock.stream.mailbox import Mailbox
-from penstock.wire.errors import GenerationFault, LinkError
-from penstock.wire.messages import GENERATION_ID_BYTES, Fault, PromptReport, Snapshot, Step, Submit
+from penstock.wire.errors import GenerationFault, PenstockError
+from penstock.wire.messages import GENERATION_ID_BYTES, Fault, PromptReport, SessionTurn, Snapshot, Step, Submit
 
 log = logging.getLogger(__name__)
 
@@ -35,30 +36,138 @@ WATCH_SECONDS = 0.25
 UNKNOWN_BATCH = 4096
 
 
+class Attempt(Generation):
+    """A generation on one worker."""
+
+    __slots__ = ("assignment", "id", "member", "production", "session", "started_at")
+
+    def __init__(
+        self, production: Production, member: Member, generation_id: bytes, assignment: Assignment, session: SessionTurn | None
+    ) -> None:
+        super().__init__(production.mailbox)
+        self.production = production
+        self.member = member
+        self.id = generation_id
+        self.assignment = assignment
+        self.session = session
+        self.started_at = production.mailbox.next_offset
+
+    def reported(self, report: PromptReport) -> None:
+        self.assignment.first_token()
+        self.production.turn.reported(self.member.name, self.session, report)
+
+    def ended(self, error: PenstockError | None) -> None:
+        self.assignment.ended()
+        self.production.attempt_ended(self, error)
+
+    def cancel(self) -> None:
+        """Stops the generation on its worker."""
+        self.member.link.cancel(self.id)
+        self.assignment.ended()
+
+
 class Production:
-    """One generation: its request, its reader and its turn. `failed` holds the links that failed it since its last token."""
+    """One generation, on as many workers as it takes. Its mailbox gets every token once and, unless it is cancelled, one terminal.
 
-    __slots__ = ("failed", "mailbox", "model", "request", "turn")
+    It is in one place at a time: on a worker, in the queue of its model, or in a pause before the next attempt. It has no task: the
+    links and the queue call it. `failed` holds the links that failed it since its last token.
+    """
 
-    def __init__(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
+    __slots__ = ("_attempt", "_dispatcher", "_fruitless", "_pause", "failed", "mailbox", "model", "next_id", "request", "turn")
+
+    def __init__(self, dispatcher: Dispatcher, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
+        self._dispatcher = dispatcher
+        self._attempt: Attempt | None = None
+        self._pause: asyncio.Handle | None = None
+        self._fruitless = 0
         self.model = model
         self.request = request
         self.mailbox = mailbox
         self.turn = turn
+        self.next_id = request.id
         self.failed: set[WorkerLink] = set()
 
-    def next_request(self, generation_id: bytes) -> Submit:
+    def try_send(self) -> bool:
+        """Sends it if a worker has room for it. Returns whether it was sent."""
+        self._attempt = self._dispatcher.try_send(self)
+        return self._attempt is not None
+
+    def cancel(self) -> None:
+        """Stops it, wherever it is. Does nothing when it has ended."""
+        attempt, pause = self._attempt, self._pause
+        self._attempt = self._pause = None
+        if attempt is not None:
+            attempt.cancel()
+        elif pause is not None:
+            pause.cancel()
+        else:
+            self._dispatcher.forget(self)
+
+    def fail(self, fault: Fault) -> None:
+        """Ends it with this fault."""
+        self.mailbox.end(fault)
+
+    def attempt_ended(self, attempt: Attempt, error: PenstockError | None) -> None:
+        """Called by an attempt. Without an error the mailbox has its terminal."""
+        if attempt is not self._attempt:
+            return  # cancelled
+        self._attempt = None
+        if isinstance(error, GenerationFault) and not error.fault.retryable:
+            self.fail(error.fault)
+        elif error is not None:
+            # Later: the link is in the middle of a frame, or of its own end.
+            self._pause = asyncio.get_running_loop().call_soon(self._guarded, partial(self._continue, attempt, error))
+
+    def next_request(self) -> Submit:
         """The request from the next offset on, with the tokens so far added to its prompt."""
         request, history = self.request, self.mailbox.history
         if not history:
-            return request if generation_id == request.id else structs.replace(request, id=generation_id)
+            return request if self.next_id == request.id else structs.replace(request, id=self.next_id)
         return structs.replace(
             request,
-            id=generation_id,
+            id=self.next_id,
             token_ids=(*request.token_ids, *history),
             offset=request.offset + len(history),
             prompt_logprobs=False,
         )
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Takes a step that the event loop called. An error of ours still ends the generation, so its reader does not wait for ever."""
+        self._pause = None
+        try:
+            step()
+        except Exception as error:
+            self.fail(Fault("internal_error", f"{type(error).__name__} while generating"))
+            raise
+
+    def _continue(self, attempt: Attempt, error: PenstockError) -> None:
+        """On another worker, after this attempt failed; after a pause when there is no other."""
+        if isinstance(error, GenerationFault):
+            fault = error.fault
+        else:
+            fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
+        if self.mailbox.next_offset > attempt.started_at:
+            self._fruitless = 0
+            self.failed.clear()
+        else:
+            self._fruitless += 1
+        self.failed.add(attempt.member.link)
+        if self._fruitless > MAX_FRUITLESS_MIGRATIONS:
+            message = f"{self._fruitless} attempts in a row failed without a token; the last one: {fault.message}"
+            self.fail(Fault(fault.code, message))
+            return
+        self._dispatcher.migrations[fault.code] += 1
+        self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
+        if self._fruitless and self._dispatcher.has_only_failed(self):
+            # Only workers that just failed it are left. They may need a moment.
+            seconds = PAUSE_SECONDS * 2**self._fruitless
+            self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self._send_again)
+        else:
+            self._send_again()
+
+    def _send_again(self) -> None:
+        if not self.try_send():
+            self._dispatcher.enqueue(self, is_new=False)
 
 
 class Dispatcher:
@@ -96,20 +205,35 @@ class Dispatcher:
         self._watch.cancel()
         await asyncio.wait([self._watch])
 
-    def produce(self, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> Coroutine[None, None, None]:
-        """Sends the request, at once if a worker has room, and returns a coroutine that ends when the generation has ended.
+    def produce(self, model: str, turn: Turn, request: Submit, mailbox: Mailbox) -> Production:
+        """Starts a generation: sends it at once if a worker has room, else it waits in the queue.
 
-        Its deltas go to the mailbox. Cancelling the coroutine stops the generation, in the queue or on its worker. Both the call and
-        the coroutine raise GenerationFault when the generation fails for good.
+        Its deltas and its terminal go to the mailbox. Raises GenerationFault when the queue is full.
         """
-        production = Production(model, request, mailbox, turn)
-        attempt = None if len(self._queue(model)) else self._try_send(production, request.id)
-        if attempt is not None:
-            return self._run_to_completion(production, attempt)
-        if self.queued >= self._limits.max_queued:
-            message = f"{self.queued:,} generations are waiting for a worker; the limit is {self._limits.max_queued:,}"
-            raise GenerationFault(Fault("queue_full", message))
-        return self._run_to_completion(production, self._enqueue(production, request.id, is_new=True))
+        production = Production(self, model, request, mailbox, turn)
+        if self._queues.get(model) or not production.try_send():
+            if self.queued >= self._limits.max_queued:
+                message = f"{self.queued:,} generations are waiting for a worker; the limit is {self._limits.max_queued:,}"
+                raise GenerationFault(Fault("queue_full", message))
+            self.enqueue(production, is_new=True)
+        return production
+
+    def enqueue(self, production: Production, *, is_new: bool) -> None:
+        """It waits until a worker has room."""
+        queue = self._queues.get(production.model)
+        if queue is None:
+            queue = self._queues[production.model] = WaitingQueue(self._clock)
+        queue.add(production, production.request.priority, is_new=is_new)
+
+    def forget(self, production: Production) -> None:
+        """It does not wait any more."""
+        queue = self._queues.get(production.model)
+        if queue is not None:
+            queue.discard(production)
+
+    def has_only_failed(self, production: Production) -> bool:
+        """Whether there are workers for it, and all of them have just failed it."""
+        return bool(self._pool.usable(production.model)) and not self._others(production)
 
     # Called by the pool and by its links.
 
@@ -141,52 +265,11 @@ class Dispatcher:
         if queue:
             queue.send()
 
-    async def _run_to_completion(self, production: Production, sent: Attempt | Waiter) -> None:
-        """Waits for the terminal, on as many workers as it takes."""
-        mailbox, fruitless = production.mailbox, 0
-        while True:
-            attempt = await sent.wait() if isinstance(sent, Waiter) else sent
-            begun_at = mailbox.next_offset
-            try:
-                await attempt.generation.done
-            except asyncio.CancelledError:
-                attempt.cancel()
-                raise
-            except GenerationFault as error:
-                if not error.fault.retryable:
-                    raise
-                fault = error.fault
-            except LinkError as error:
-                fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
-            else:
-                return
-            finally:
-                attempt.assignment.ended()
-            if mailbox.next_offset > begun_at:
-                fruitless = 0
-                production.failed.clear()
-            else:
-                fruitless += 1
-            production.failed.add(attempt.member.link)
-            if fruitless > MAX_FRUITLESS_MIGRATIONS:
-                message = f"{fruitless} attempts in a row failed without a token; the last one: {fault.message}"
-                raise GenerationFault(Fault(fault.code, message))
-            self.migrations[fault.code] += 1
-            if fruitless and not self._others(production) and self._pool.usable(production.model):
-                # Only workers that just failed it are left. They may need a moment.
-                await asyncio.sleep(PAUSE_SECONDS * 2**fruitless)
-            again = secrets.token_bytes(GENERATION_ID_BYTES)
-            sent = self._try_send(production, again) or self._enqueue(production, again, is_new=False)
-
     def _others(self, production: Production) -> list[Member]:
         """The workers that have not just failed it. A worker that was connected again counts as another."""
         return [member for member in self._pool.usable(production.model) if member.link not in production.failed]
 
-    def _enqueue(self, production: Production, generation_id: bytes, *, is_new: bool) -> Waiter:
-        try_send = partial(self._try_send, production, generation_id)
-        return self._queue(production.model).add(try_send, production.request.priority, is_new=is_new)
-
-    def _try_send(self, production: Production, generation_id: bytes) -> Attempt | None:
+    def try_send(self, production: Production) -> Attempt | None:
         """Sends it to the worker that the router chooses; None when no worker has room. Workers that failed it are the last resort.
 
         Waiting generations try again with every frame that a worker sends.
@@ -208,31 +291,21 @@ class Dispatcher:
         if decision is None:
             return None
         member = usable[decision.worker]
-        return self._send(production, generation_id, member, decision, blocks)
+        return self._send(production, member, decision, blocks)
 
-    def _send(self, production: Production, generation_id: bytes, member: Member, decision: Decision, blocks: int) -> Attempt:
-        request = production.next_request(generation_id)
+    def _send(self, production: Production, member: Member, decision: Decision, blocks: int) -> Attempt:
+        request = production.next_request()
         session = production.turn.sent(production.mailbox.index, decision)
         if session is not None:
             request = structs.replace(request, session=session)
-        assignment = self._router.sent(decision, decision.names, blocks)
-
-        def on_report(report: PromptReport) -> None:
-            assignment.first_token()
-            production.turn.reported(member.name, session, report)
-
-        return Attempt(member, generation_id, member.link.submit(request, production.mailbox, on_report), assignment)
+        attempt = Attempt(production, member, request.id, self._router.sent(decision, decision.names, blocks), session)
+        member.link.submit(request, attempt)
+        return attempt
 
     def _has_room(self, member: Member) -> bool:
         """A quiet worker has no room: it would not begin before it speaks again."""
         link, batch = member.link, member.model.max_batch or UNKNOWN_BATCH
         return link.unbegun < self._limits.worker_queue and link.active < batch + self._limits.worker_queue and not member.is_quiet
-
-    def _queue(self, model: str) -> WaitingQueue:
-        queue = self._queues.get(model)
-        if queue is None:
-            queue = self._queues[model] = WaitingQueue(self._clock)
-        return queue
 
     async def _watch_deserted(self) -> None:
         """Ends the wait for workers that do not come."""
@@ -246,7 +319,7 @@ class Dispatcher:
                 since = self._deserted.setdefault(model, now)
                 if now - since >= self._limits.worker_wait:
                     message = f"no worker for model {model!r} came within {self._limits.worker_wait:g} s"
-                    queue.fail(now - self._limits.worker_wait, partial(GenerationFault, Fault("no_worker", message)))
+                    queue.fail(now - self._limits.worker_wait, Fault("no_worker", message))
 
 
 class _Observer:

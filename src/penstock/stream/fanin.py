@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol
 
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.errors import GenerationFault, PenstockError
 from penstock.wire.messages import Delta, Fault, Terminal
 
-log = logging.getLogger(__name__)
-
-Producer = Callable[[Mailbox], Coroutine[None, None, None]]
-"""Begins a generation, and returns what fills its mailbox and ends as soon as the terminal is there. Cancelling that stops it.
-
-It is called when the fan-in is entered: what it does by itself waits for no other task.
-"""
-
 
 class ReaderLeft(PenstockError):
     """Nobody reads the response any more."""
+
+
+class Production(Protocol):
+    """A generation that runs. It fills its mailbox, and the last thing that it puts there is a terminal."""
+
+    def cancel(self) -> object:
+        """Stops it, wherever it is. Does nothing when it has ended."""
+
+
+Producer = Callable[[Mailbox], Production]
+"""Starts a generation. May raise PenstockError, which becomes the fault of its choice."""
 
 
 class Arrival(NamedTuple):
@@ -35,41 +36,32 @@ class Arrival(NamedTuple):
 
 
 class FanIn:
-    """Runs one producer a choice, all at the same time, as an async context.
+    """Runs one producer per choice, all at the same time, from `start` to `close`. It has no task of its own.
 
-    `receive` gives what has arrived, interleaved between choices and ordered within each; it may be cancelled and called
-    again without loss. Leaving the context cancels the producers that still run, and awaits them all.
-    A producer that fails, is cancelled from outside or returns without a terminal gives its choice a fault.
+    `receive` returns what has arrived, interleaved between choices and ordered within each. It may be cancelled and called again
+    without loss.
     """
 
     def __init__(self, producers: Sequence[Producer], loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._loop = loop or asyncio.get_running_loop()
         self._producers = producers
-        self._doorbell = Doorbell(self._loop)
+        self._doorbell = Doorbell(loop)
         self._mailboxes = [Mailbox(self._doorbell, index) for index in range(len(producers))]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._productions: list[Production | None] = []
         self._interruption: PenstockError | None = None
 
-    async def __aenter__(self) -> Self:
+    def start(self) -> None:
         for producer, mailbox in zip(self._producers, self._mailboxes, strict=True):
-            self._tasks.append(self._loop.create_task(_produce(_begin(producer, mailbox), mailbox)))
-        return self
+            self._productions.append(_start(producer, mailbox))
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for mailbox in self._mailboxes:
-            mailbox.cancel()
-        # In the next turn of the loop: those that are about to end have ended then, and those that had not begun have, and can clean up.
-        self._loop.call_soon(self._cancel_all)
-        await all_done(self._tasks)
-
-    def _cancel_all(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+    def close(self) -> None:
+        """Stops what still runs. Nothing arrives any more."""
+        for index in range(len(self._productions)):
+            self.drop(index)
 
     @property
     def late_puts(self) -> int:
-        """What came after the reader had left."""
-        return sum(mailbox.late_puts for mailbox in self._mailboxes)
+        """How many puts came after the reader had left."""
+        return sum([mailbox.late_puts for mailbox in self._mailboxes])
 
     def interrupt(self, error: PenstockError) -> None:
         """Makes `receive`, waiting now or called later, raise this: ReaderLeft when the client is gone, for instance."""
@@ -77,12 +69,14 @@ class FanIn:
         self._doorbell.wake()
 
     def drop(self, index: int) -> None:
-        """Stops one choice that needs no more; nothing more arrives of it. Leaving the context awaits its producer."""
+        """Stops one choice that needs no more. Nothing more arrives for it."""
         self._mailboxes[index].cancel()
-        self._tasks[index].cancel()
+        production = self._productions[index]
+        if production is not None:
+            production.cancel()
 
     async def receive(self) -> list[Arrival]:
-        """Waits until something has arrived and returns all of it: one arrival a choice."""
+        """Waits until something has arrived and returns all of it: one arrival per choice."""
         while True:
             arrivals = self.take()
             if arrivals:
@@ -100,48 +94,20 @@ class FanIn:
         self._doorbell.listen(listener)
 
 
-def _begin(producer: Producer, mailbox: Mailbox) -> Coroutine[None, None, None]:
-    """Calls the producer; if it refuses to begin, whoever awaits it hears of it."""
+def _start(producer: Producer, mailbox: Mailbox) -> Production | None:
     try:
         return producer(mailbox)
     except PenstockError as error:
-        return _refuse(error)
-
-
-async def _refuse(error: PenstockError) -> None:
-    raise error
-
-
-async def _produce(producing: Coroutine[None, None, None], mailbox: Mailbox) -> None:
-    """Sees to it that the mailbox gets exactly one terminal, however the producer ends."""
-    try:
-        await producing
-    except asyncio.CancelledError:
-        _end_if_open(mailbox, Fault("producer_cancelled", "the generation was cancelled before it ended", retryable=True))
-        raise
-    except GenerationFault as error:
-        _end_if_open(mailbox, error.fault)
-    except PenstockError as error:
-        _end_if_open(mailbox, Fault(type(error).__name__, str(error)))
-    except Exception as error:
-        # Nobody awaits this task for its result, so the error is reported here, and becomes the choice's fault.
-        log.exception("a producer failed")
-        _end_if_open(mailbox, Fault("internal_error", f"{type(error).__name__} while generating"))
-    else:
-        _end_if_open(mailbox, Fault("no_terminal", "the generation stopped without saying why", retryable=True))
-
-
-def _end_if_open(mailbox: Mailbox, fault: Fault) -> None:
-    if not mailbox.ended and not mailbox.cancelled:
-        mailbox.end(fault)
+        mailbox.end(error.fault if isinstance(error, GenerationFault) else Fault(type(error).__name__, str(error)))
+        return None
 
 
 async def all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Waits for them, however they end; does so even when cancelled meanwhile, and passes that cancellation on afterwards."""
+    """Waits for them, however they end. Goes on when cancelled meanwhile, and raises that cancellation afterwards."""
     cancelled: asyncio.CancelledError | None = None
     for task in tasks:
         while not task.done():
-            # asyncio.wait would do, at four times the cost, and this is done for every request.
+            # asyncio.wait costs four times as much.
             ended: asyncio.Future[None] = task.get_loop().create_future()
             task.add_done_callback(partial(_set, ended))
             try:

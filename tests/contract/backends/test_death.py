@@ -20,6 +20,7 @@ from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.errors import LinkBroken
 from penstock.wire.messages import Fault
+from workers import send
 
 SECRET = ""
 SOURCES = Path(__file__).parents[3] / "src"
@@ -118,7 +119,7 @@ async def _kill_the_worker(rig: Rig) -> None:
         link = await _connected(rig, UnixAddress(str(address)))
         requests = [rig.request(rig.prompt(f"to die {number}", 20 + number), 1900) for number in range(MAX_BATCH + 4)]
         mailboxes = [Mailbox(Doorbell()) for _ in requests]
-        begun = [link.submit(request, mailbox) for request, mailbox in zip(requests, mailboxes, strict=True)]
+        begun = [send(link, request, mailbox) for request, mailbox in zip(requests, mailboxes, strict=True)]
         await rig.until(lambda: sum(bool(mailbox.next_offset) for mailbox in mailboxes) >= MAX_BATCH)
         worker.kill()
         await asyncio.wait([generation.done for generation in begun])

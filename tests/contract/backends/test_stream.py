@@ -13,6 +13,7 @@ from penstock.cluster.links.worker_server import WorkerServer
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.messages import Cancel, Finish, Message, Ready, Segment, Step, Submit
 from penstock.worker.runtime import FrontEndPort
+from workers import send
 
 SECRET = "only for this test"
 
@@ -185,7 +186,7 @@ def test_readers_at_the_other_end_of_a_socket(rig: Rig) -> None:
             for request in requests:
                 doorbell = Doorbell()
                 mailbox = Mailbox(doorbell)
-                link.submit(request, mailbox)
+                send(link, request, mailbox)
                 readers.append(_read(mailbox, doorbell, request))
             return list(await asyncio.gather(*readers))
 
@@ -202,7 +203,7 @@ def test_a_socket_that_nobody_reads_for_a_while(rig: Rig) -> None:
     async def stall() -> list[Generation]:
         async with _linked(rig) as link:
             mailboxes = [Mailbox(Doorbell()) for _ in requests]
-            begun = [link.submit(request, mailbox) for request, mailbox in zip(requests, mailboxes, strict=True)]
+            begun = [send(link, request, mailbox) for request, mailbox in zip(requests, mailboxes, strict=True)]
             await rig.until(lambda: all(mailbox.next_offset for mailbox in mailboxes))
             transport = link._transport
             assert transport is not None

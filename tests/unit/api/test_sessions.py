@@ -52,10 +52,10 @@ class Client:
         self.models = models
         metrics = FrontEndMetrics(Tally())
         admission = Admission(Limits(), metrics.tally)
-        library = PromptContext(models, Transcripts(0))
-        runner = Runner(library, front_end.sessions, front_end.dispatcher, admission, metrics)
+        context = PromptContext(models, Transcripts(0))
         detached = DetachedRuns(ResumeLimits(), admission)
-        self._app = make_app(Services(library, runner, detached, front_end.sessions, admission, metrics))
+        runner = Runner(context, front_end.sessions, front_end.dispatcher.produce, admission, metrics, detached)
+        self._app = make_app(Services(context, runner, detached, front_end.sessions, admission, metrics))
         self.headers: dict[bytes, bytes] = {}
 
     async def ask(self, method: str, target: str, key: bytes = KEY, headers: Sequence[tuple[bytes, bytes]] = ()) -> tuple[int, Any]:

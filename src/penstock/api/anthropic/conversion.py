@@ -22,7 +22,7 @@ from penstock.api.anthropic.schema import (
 from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import CacheControl, Common
 from penstock.api.pipeline.hints import longest_ttl
-from penstock.api.pipeline.plan import Dialogue, ToolChoice, check_names, described_tool
+from penstock.api.pipeline.plan import Chat, ToolChoice, check_names, described_tool
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
@@ -34,7 +34,7 @@ _ONE_HOUR = 3_600.0
 _TEMPLATE_EFFORT = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
-def read_dialogue(request: Prompted) -> Dialogue:
+def read_chat(request: Prompted) -> Chat:
     """Raises RequestError, which names the field."""
     conversation = Conversation(request)
     if request.context_management is not None:
@@ -56,7 +56,7 @@ def read_dialogue(request: Prompted) -> Dialogue:
         continues=continues,
     )
     parallel = not (request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use)
-    return Dialogue(prompt=prompt, fields=fields, tool_choice=choice, parallel_calls=parallel, grammar=grammar, grammar_field=field)
+    return Chat(prompt=prompt, fields=fields, tool_choice=choice, parallel_calls=parallel, grammar=grammar, grammar_field=field)
 
 
 def read_common(request: MessagesRequest) -> Common:

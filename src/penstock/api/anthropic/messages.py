@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.api.anthropic.answers import TokenCount
-from penstock.api.anthropic.conversion import check_thinking, longest_mark, read_common, read_dialogue
+from penstock.api.anthropic.conversion import check_thinking, longest_mark, read_chat, read_common
 from penstock.api.anthropic.dialect import MessagesDialect
 from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, CountRequest, MessagesRequest, ThinkingAdaptive, ThinkingEnabled
 from penstock.api.openai.schema import Common
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.plan import Plan, count_tokens, plan_dialogue
+from penstock.api.pipeline.plan import Plan, count_tokens, plan_chat
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.router.affinity import session_key
 from penstock.wire.errors import RequestError
@@ -30,15 +29,15 @@ async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Pl
     check_thinking(request, incoming.headers)
     common = read_common(request)
     hints = read_hints(common, incoming.headers)
-    # Without a limit, and so with all the room there is: one that does not fit is not refused, but reached earlier.
-    room = await plan_dialogue(common, read_dialogue(request), hints, incoming.tenant, context)
+    chat = msgspec.structs.replace(read_chat(request), max_tokens=request.max_tokens, clips=True)
+    plan = await plan_chat(common, chat, hints, incoming.tenant, context)
     dialect = MessagesDialect(
-        room,
+        plan,
         cache_ttl=None if common.cache_control is None else common.cache_control.ttl,
         shows_thinking=not (isinstance(request.thinking, ThinkingEnabled | ThinkingAdaptive) and request.thinking.display == "omitted"),
-        fills_window=request.max_tokens > room.submits[0].max_tokens,
+        fills_window=request.max_tokens > plan.submits[0].max_tokens,
     )
-    return _limited(room, request.max_tokens), dialect
+    return plan, dialect
 
 
 async def count_message_tokens(incoming: Incoming, context: PromptContext) -> TokenCount:
@@ -49,12 +48,7 @@ async def count_message_tokens(incoming: Incoming, context: PromptContext) -> To
     model = context.models.find(request.model)
     # In a session, what the model has said keeps the tokens that it said it with.
     key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
-    return TokenCount(await count_tokens(model, read_dialogue(request), context, key))
-
-
-def _limited(plan: Plan, max_tokens: int) -> Plan:
-    submits = [msgspec.structs.replace(submit, max_tokens=min(max_tokens, submit.max_tokens)) for submit in plan.submits]
-    return replace(plan, submits=submits)
+    return TokenCount(await count_tokens(model, read_chat(request), context, key))
 
 
 def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:

@@ -13,11 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.api.anthropic.errors import AnthropicErrors
 from penstock.api.auth.keys import Keyring, presented_key
+from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import ErrorShape, OpenAIErrors, refusal
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError, RequestError
-
-Headers = list[tuple[bytes, bytes]]
 
 TENANT = "penstock.tenant"
 """Where a scope has the Tenant of its request."""
@@ -107,7 +106,7 @@ class Gate:
             headers["access-control-allow-headers"] = names.decode()
         return Response(status_code=204, headers={**headers, "vary": "access-control-request-headers"})
 
-    def _cors_headers(self, origin: bytes) -> Headers:
+    def _cors_headers(self, origin: bytes) -> HeaderList:
         """Without the first of them, a browser does not show an answer to its page."""
         if ANY_ORIGIN.encode() in self._origins:
             allowed = ANY_ORIGIN.encode()
@@ -134,7 +133,7 @@ async def _discard_body(receive: Receive) -> None:
                     return
 
 
-def _adding(send: Send, headers: Headers) -> Send:
+def _adding(send: Send, headers: HeaderList) -> Send:
     """Sends through, and adds the headers to the answer's. No coroutine of its own: streams send a lot."""
 
     def send_with(message: Message) -> Awaitable[None]:

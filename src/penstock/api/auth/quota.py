@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Self
 
-from penstock.config.front_end import QuotaLimits
+from penstock.config.front_end import NO_LIMITS, QuotaLimits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 
 Clock = Callable[[], float]
 """Seconds that only go up."""
 
-Headers = list[tuple[bytes, bytes]]
+HeaderList = list[tuple[bytes, bytes]]
 
 # When a generation will end nobody knows; this is how soon it is worth another look.
 _CONCURRENCY_RETRY = 1.0
@@ -49,9 +48,6 @@ class Bucket:
     def take(self, amount: float, now: float) -> None:
         self._level = self.level(now) - amount
 
-    def give_back(self, amount: float, now: float) -> None:
-        self._level = min(self.per_minute, self.level(now) + amount)
-
     def resized(self, per_minute: int | None, now: float) -> Bucket | None:
         """The bucket for another limit, as full as this one: whoever has to wait need not wait longer, nor less."""
         if per_minute is None:
@@ -76,6 +72,7 @@ class Quota:
         """Generations of limited requests that have not ended."""
         self._tally = tally
         self._clock = clock
+        self._is_limited = limits != NO_LIMITS
         now = clock()
         self._requests = _bucket(None, limits.requests_per_minute, now)
         self._tokens = _bucket(None, limits.tokens_per_minute, now)
@@ -84,29 +81,42 @@ class Quota:
         """Other limits from now on, used up to the same extent."""
         now = self._clock()
         self.limits = limits
+        self._is_limited = limits != NO_LIMITS
         self._requests = _bucket(self._requests, limits.requests_per_minute, now)
         self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now)
 
-    def admit(self, generations: int, prompt_tokens: int, now: float | None = None) -> Charge:
-        """Lets a request in, and books it and its prompt. To be followed by the charge's `close` or `cancel`.
+    def admit(self, generations: int, prompt_tokens: int, now: float | None = None) -> None:
+        """Lets a request in, and books it and its prompt. `release` has to follow when it ends.
 
-        `now` is the clock's reading, for those who have it already. Raises RequestError, and books nothing: 429 that says which limit,
-        its value and when to come again; 400 when the request is beyond a limit at any time.
+        `now` is the clock's reading, for callers that have it already. Raises RequestError, and books nothing: 429 that says which
+        limit, its value and when to come again; 400 when the request is beyond a limit at any time.
         """
-        now = self._clock() if now is None else now
-        self._refuse_impossible(generations, prompt_tokens)
-        self._refuse_for_now(generations, prompt_tokens, now)
-        if self._requests is not None:
-            self._requests.take(1, now)
-        if self._tokens is not None:
-            self._tokens.take(prompt_tokens, now)
+        if self._is_limited:
+            now = self._clock() if now is None else now
+            self._refuse_impossible(generations, prompt_tokens)
+            self._refuse_for_now(generations, prompt_tokens, now)
+            if self._requests is not None:
+                self._requests.take(1, now)
+            if self._tokens is not None:
+                self._tokens.take(prompt_tokens, now)
         self.running += generations
-        return Charge(self, generations, prompt_tokens)
 
-    def headers(self) -> Headers:
+    def release(self, generations: int, prompt_tokens: int, completion_tokens: int) -> None:
+        """A request has ended: its generations are given back, and the tokens of its answer are booked."""
+        self.running -= generations
+        if self._tokens is not None:
+            self._tokens.take(completion_tokens, self._clock())
+        tally = self._tally
+        tally.key_requests[self.name,] += 1
+        tally.key_tokens[self.name, "prompt"] += prompt_tokens
+        tally.key_tokens[self.name, "completion"] += completion_tokens
+
+    def headers(self) -> HeaderList:
         """What is left of the limits, as OpenAI's headers say it. Empty without limits."""
+        found: HeaderList = []
+        if self._requests is None and self._tokens is None:
+            return found
         now = self._clock()
-        found: Headers = []
         for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
                 left = max(0, math.floor(bucket.level(now) + _ROUNDING))
@@ -148,62 +158,6 @@ class Quota:
             # Not 429: clients would try again, in vain.
             return RequestError(message, code="request_too_large", status=400)
         return RequestError(message, code="rate_limit_exceeded", status=429, retry_after=wait)
-
-    def _spend(self, completion_tokens: int) -> None:
-        if self._tokens is not None:
-            self._tokens.take(completion_tokens, self._clock())
-        self._tally.key_tokens[self.name, "completion"] += completion_tokens
-
-    def _close(self, generations: int, prompt_tokens: int) -> None:
-        self.running -= generations
-        self._tally.key_requests[self.name,] += 1
-        self._tally.key_tokens[self.name, "prompt"] += prompt_tokens
-
-    def _cancel(self, generations: int, prompt_tokens: int) -> None:
-        now = self._clock()
-        self.running -= generations
-        if self._requests is not None:
-            self._requests.give_back(1, now)
-        if self._tokens is not None:
-            self._tokens.give_back(prompt_tokens, now)
-
-
-class Charge:
-    """What one request has cost its key so far. As a context it closes itself, however the request ends."""
-
-    __slots__ = ("_generations", "_is_open", "_prompt_tokens", "_quota")
-
-    def __init__(self, quota: Quota, generations: int, prompt_tokens: int) -> None:
-        self._quota = quota
-        self._generations = generations
-        self._prompt_tokens = prompt_tokens
-        self._is_open = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def spend(self, completion_tokens: int) -> None:
-        """Books so many tokens more of the answer: at the end, or as they come."""
-        self._quota._spend(completion_tokens)
-
-    def close(self) -> None:
-        """The request is over: its generations are given back, the tokens stay booked. Again, it does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self._quota._close(self._generations, self._prompt_tokens)
-
-    def cancel(self) -> None:
-        """The request was not even begun, by no fault of its key: everything is given back. Once closed, it does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self._quota._cancel(self._generations, self._prompt_tokens)
-
-    def headers(self) -> Headers:
-        """What is left now, this request included. Empty without limits."""
-        return self._quota.headers()
 
 
 def duration(seconds: float) -> str:

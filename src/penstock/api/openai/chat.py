@@ -11,7 +11,7 @@ import msgspec
 from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, Message, MessageToolCall, NamedToolChoice, Tool
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Envelope, Usage
 from penstock.api.pipeline.hints import prompt_text, read_hints
-from penstock.api.pipeline.plan import Dialogue, Plan, ToolChoice, check_names, described_tool, plan_dialogue, wanted_grammar
+from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, described_tool, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import CallArguments, CallBegin, CallBroken, Part, Reasoning
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
@@ -24,7 +24,7 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 async def parse_chat(incoming: Incoming, context: PromptContext) -> tuple[Plan, ChatDialect]:
     request = decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT)
     hints = read_hints(request, incoming.headers)
-    plan = await plan_dialogue(request, _dialogue(request), hints, incoming.tenant, context)
+    plan = await plan_chat(request, _chat(request), hints, incoming.tenant, context)
     return plan, ChatDialect(plan)
 
 
@@ -144,12 +144,12 @@ def _joined(parts: Sequence[object]) -> object:
     return {"content": [entry for table in tables for entry in table["content"]], "refusal": None}
 
 
-def _dialogue(request: ChatRequest) -> Dialogue:
+def _chat(request: ChatRequest) -> Chat:
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens == 0:
         raise RequestError("`max_tokens` is 0: expected at least 1", param="max_tokens")
     field, grammar = wanted_grammar(request.structured_outputs, request.response_format)
-    return Dialogue(
+    return Chat(
         prompt=chat_prompt(request),
         fields=[f"messages[{index}]" for index in range(len(request.messages))],
         max_tokens=max_tokens,

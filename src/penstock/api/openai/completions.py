@@ -11,7 +11,7 @@ from penstock.api.models import ServedModel
 from penstock.api.openai.schema import UNSUPPORTED_COMPLETION, CompletionRequest
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Envelope, Usage
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.plan import Plan, Wishes, check_text_length, make_plan, wanted_grammar
+from penstock.api.pipeline.plan import Plan, check_text_length, make_plan, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import Part
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -31,7 +31,12 @@ async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[
     if not max_tokens and not request.echo:
         raise RequestError("`max_tokens` is 0: expected at least 1 unless `echo` is true", param="max_tokens")
     field, grammar = wanted_grammar(request.structured_outputs, None)
-    wishes = Wishes(
+    plan = make_plan(
+        model,
+        request,
+        hints,
+        incoming.tenant,
+        prompts,
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         prompt_logprobs=bool(request.echo) and request.logprobs is not None,
@@ -39,7 +44,6 @@ async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[
         grammar=grammar,
         grammar_field=field,
     )
-    plan = make_plan(model, request, hints, incoming.tenant, prompts, wishes)
     return plan, CompletionDialect(plan, bool(request.echo), request.logprobs is not None)
 
 

@@ -1,11 +1,10 @@
-"""Who may come in, who is inside, and who is asked to leave."""
+"""Which requests are admitted, which are inside, and which are cut off."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from penstock.api.pipeline.response import Sink
@@ -17,25 +16,26 @@ from penstock.wire.errors import RequestError
 class Ticket:
     """One admitted request, as a context: queued until its first token, then running."""
 
-    def __init__(self, admission: Admission, generations: int, response: Sink) -> None:
+    __slots__ = ("_admission", "_generations", "_is_running", "arrived", "on_expel", "sink", "task")
+
+    def __init__(self, admission: Admission, generations: int, sink: Sink) -> None:
         self.arrived = time.monotonic()
-        self.response = response
+        self.sink = sink
         self.task = asyncio.current_task()
         self.on_expel: Callable[[], None] | None = None
         self._admission = admission
         self._generations = generations
-        self._running = False
+        self._is_running = False
 
     def __enter__(self) -> Self:
-        self._admission.enter(self, self._generations)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._admission.leave(self, self._generations, self._running)
+    def __exit__(self, *_: object) -> None:
+        self._admission.leave(self, self._generations, self._is_running)
 
     def first_token(self) -> float:
-        """Its first token is here; returns the seconds that it took."""
-        self._running = True
+        """The first token is here. Returns the seconds since the request arrived."""
+        self._is_running = True
         self._admission.start_running()
         return time.monotonic() - self.arrived
 
@@ -43,7 +43,7 @@ class Ticket:
 class Admission:
     """Admits requests within the limits, and knows those inside.
 
-    When it drains, nothing new is admitted, and `idle` is set when the last request has left.
+    While it drains, nothing new is admitted. `idle` is set when the last request has left.
     """
 
     def __init__(self, limits: Limits, tally: Tally) -> None:
@@ -51,32 +51,31 @@ class Admission:
         self.idle = asyncio.Event()
         self.idle.set()
         self._tally = tally
-        self._draining = False
+        self._is_draining = False
         self._generations = 0
         self._tickets: set[Ticket] = set()
 
     @property
     def is_draining(self) -> bool:
-        return self._draining
+        return self._is_draining
 
     def drain(self) -> None:
-        self._draining = True
+        self._is_draining = True
 
-    def admit(self, generations: int, response: Sink) -> Ticket:
-        """Raises RequestError: 503 while draining, 429 when the front end is full. One who only reads asks for no generation."""
-        if self._draining:
+    def admit(self, generations: int, sink: Sink) -> Ticket:
+        """Raises RequestError: 503 while draining, 429 when the front end is full. A request that only reads has 0 generations."""
+        if self._is_draining:
             raise RequestError("the server is shutting down", code="draining", status=503)
         if self._generations + generations > self.limits.max_generations:
             message = f"the server runs {self._generations:,} generations; its limit is {self.limits.max_generations:,}"
             raise RequestError(message, code="overloaded", status=429)
-        return Ticket(self, generations, response)
-
-    def enter(self, ticket: Ticket, generations: int) -> None:
+        ticket = Ticket(self, generations, sink)
         self._tickets.add(ticket)
         self._generations += generations
         if generations:
             self._tally.queued += 1
         self.idle.clear()
+        return ticket
 
     def start_running(self) -> None:
         self._tally.queued -= 1
@@ -93,14 +92,14 @@ class Admission:
             self.idle.set()
 
     async def watch_stalls(self) -> None:
-        """Cuts off readers that have taken nothing for the stall timeout. Runs until it is cancelled."""
+        """Cuts off readers that take nothing for `stall_seconds`. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.stall_seconds / 4))
             oldest = time.monotonic() - self.limits.stall_seconds
             for ticket in list(self._tickets):
-                since = ticket.response.sending_since
-                if since is not None and since < oldest and not ticket.response.stalled and ticket.task is not None:
-                    ticket.response.stalled = True
+                since = ticket.sink.sending_since
+                if since is not None and since < oldest and not ticket.sink.stalled and ticket.task is not None:
+                    ticket.sink.stalled = True
                     self._tally.readers_stalled += 1
                     ticket.task.cancel()
 

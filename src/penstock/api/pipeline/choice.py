@@ -40,8 +40,9 @@ class Choice:
     def __init__(self, index: int, plan: Plan, dialect: Dialect) -> None:
         self._index = index
         self._dialect = dialect
-        detokenizer = plan.model.tokenizer.detokenizer(plan.visible_tokens, plan.skips_special_tokens)
-        self._assembler = TextAssembler(detokenizer, plan.stops, plan.includes_stop)
+        request = plan.request
+        detokenizer = plan.model.tokenizer.detokenizer(plan.visible_tokens, request.skip_special_tokens is not False)
+        self._assembler = TextAssembler(detokenizer, request.stops, bool(request.include_stop_str_in_output))
         self._parser = None if plan.parser is None else plan.parser()
         self._one_call = plan.one_call
         self._text_length = 0

@@ -12,8 +12,7 @@ from starlette.types import Message, Receive
 
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.request import Incoming
-from penstock.api.pipeline.response import Response
-from penstock.api.pipeline.writer import EventWriter
+from penstock.api.pipeline.response import ClientWatch, EventWriter, Response
 from penstock.config.front_end import ResumeLimits
 from penstock.metrics.frontend import Tally
 from penstock.stream.fanin import ReaderLeft, all_done
@@ -199,18 +198,15 @@ class _Follower:
 
     async def run(self, receive: Receive) -> str:
         recording, wake = self._recording, self._writer.wake
-        watcher = asyncio.create_task(self._watch(receive))
+        watch = ClientWatch(receive, self._leave)
         recording.listen(wake)
         try:
             return await self._writer.run()
         finally:
             recording.leave(wake)
-            watcher.cancel()
-            await all_done([watcher])
+            watch.close()
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _leave(self) -> None:
         self._writer.stop(ReaderLeft())
 
     def _render(self) -> tuple[bytes, str | None]:

@@ -110,16 +110,17 @@ class Envelope:
             "created": int(time.time()),
             "model": plan.model.info.name,
         }
-        if plan.service_tier is not None:
-            # Whatever was asked for, there is one tier.
+        request = plan.request
+        if request.service_tier is not None:
+            # There is only one tier, whatever was asked for.
             self._fields["service_tier"] = "default"
         self._grammar_field = plan.grammar_field
-        self._includes_usage = plan.include_usage
+        self._includes_usage = request.include_usage
         self._opening = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":[{"index":'
-        self._usage = b',"usage":null' if plan.include_usage else b""
+        self._usage = b',"usage":null' if self._includes_usage else b""
         self._plain_closing = b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
         # The first event of a choice says which tokens its prompt had.
-        self._prompts = plan.choice_prompts if plan.return_token_ids else None
+        self._prompts = plan.choice_prompts if request.return_token_ids else None
         self._has_prompt: set[int] = set()
 
     def event(self, index: int, content: bytes, added: ChoiceDelta) -> bytes:

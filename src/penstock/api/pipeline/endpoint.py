@@ -1,4 +1,4 @@
-"""A POST that generates, from its body to the end of its answer."""
+"""An endpoint: from the body of a request to the end of its answer, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope, Send
 
 from penstock.api.auth.gate import TENANT
 from penstock.api.errors import ErrorShape
-from penstock.api.pipeline.detached import DetachedRun, DetachedRuns
-from penstock.api.pipeline.dialect import Dialect
-from penstock.api.pipeline.plan import Plan
-from penstock.api.pipeline.request import ClientGone, Incoming, PromptContext, read_body
+from penstock.api.pipeline.request import ClientGone, Incoming, read_body
 from penstock.api.pipeline.response import Response
-from penstock.api.pipeline.runner import Run
 from penstock.config.front_end import Limits
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.fanin import ReaderLeft
@@ -26,16 +21,15 @@ from penstock.wire.errors import GenerationFault, RequestError
 
 log = logging.getLogger(__name__)
 
-Parse = Callable[[Incoming, PromptContext], Awaitable[tuple[Plan, Dialect]]]
 Answer = Callable[[Incoming, Receive, Response], Awaitable[str]]
-"""Answers a request, and returns the outcome. May raise RequestError, GenerationFault, ReaderLeft and ClientGone."""
+"""Answers a request and returns the outcome. May raise RequestError, GenerationFault, ReaderLeft and ClientGone."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Reads a request's body and has it answered; what goes wrong is told in the API's own shape.
+    """Reads the body of a request and has it answered. Errors have the shape of the request's API.
 
-    It speaks ASGI itself: nothing stands between the stream and the server.
+    It is an ASGI application: nothing stands between a stream and the server.
     """
 
     route: str | None
@@ -63,11 +57,11 @@ class Endpoint:
         except ClientGone:
             outcome = "client_left"
             self.metrics.tally.clients_left += 1
-            # It may be there yet: a body with a broken encoding looks the same from here.
+            # The client may still be there: a body with a broken encoding looks the same.
             incomplete = RequestError("the body broke off before its end", code="incomplete_body")
             await response.send_error(errors.request_status(incomplete), errors.of_request(incomplete))
         except asyncio.CancelledError:
-            # Raising leaves the response unfinished, so that its client cannot take it for a whole one.
+            # Raising leaves the response unfinished: its client cannot mistake it for a complete one.
             outcome = "stalled" if response.stalled else "cancelled"
             raise
         except Exception:
@@ -84,24 +78,3 @@ class Endpoint:
         query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)) if scope["query_string"] else {}
         incoming = Incoming(body, scope["headers"], scope[TENANT], scope.get("path_params", {}), query)
         return await self.answer(incoming, receive, response)
-
-
-@dataclass(frozen=True)
-class Generate:
-    """Answers with generations, on the connection that asked or, if the client wants to be able to resume, beside it."""
-
-    parse: Parse
-    context: PromptContext
-    runner: Run
-    detached: DetachedRuns
-
-    async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
-        plan, dialect = await self.parse(incoming, self.context)
-        try:
-            if not plan.resumable:
-                return await self.runner.run(plan, dialect, receive, response)
-            run = DetachedRun(self.detached, dialect.id, plan.tenant.owner)
-            self.detached.start(run, partial(self.runner.run, plan, dialect), numbered=True)
-            return await self.detached.follow(run, receive, response)
-        except GenerationFault as error:
-            raise GenerationFault(error.fault, plan.grammar_field) from error

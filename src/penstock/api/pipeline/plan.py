@@ -1,4 +1,4 @@
-"""From a request to the generations that answer it. All that can be refused is refused here, before any work is done."""
+"""From a request to what runs for it: one `Plan`. Everything that can be refused is refused here, before any work is done."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Struct, structs
 
 from penstock.api.auth.keys import Tenant
 from penstock.api.models import ServedModel
@@ -27,24 +27,57 @@ from penstock.wire.errors import RequestError
 from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
 
 MAX_CHOICES = 2048
-# The engine's own limit is the same; here it saves the way there.
+# The same as the engine's limit. Checked here, a grammar that is too large does not travel.
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_BIAS = 100
+DEFAULT_TOOL_FORMAT = "hermes"
+"""The format of tool calls for a model whose worker names none."""
+
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_NO_TOKENS: frozenset[str] = frozenset()
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _DEFAULT_SAMPLING = Sampling()
 _SAMPLING_FIELDS = Sampling.__struct_fields__
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to run for one request: one Submit a candidate, in the order of their indexes.
+class ToolChoice(NamedTuple):
+    """Which tools the model may or must call. With the mode `named` it must call the tool `name`."""
 
-    Of every `candidates` for a prompt, the best `n` are the choices of the answer. `grammar_field` names the field that has their
-    grammar, for the errors of workers, which alone can tell whether it can be followed. `parser` reads the parts of their text, for which
-    it must see the special tokens in `visible_tokens`; with `one_call`, a choice ends with its first call.
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+
+
+AUTO = ToolChoice()
+
+
+class Chat(Struct, frozen=True, kw_only=True, gc=False):
+    """A chat that any of the APIs has read. `fields` names each message of the prompt in the request, for the errors.
+
+    The model may call the prompt's tools. The text of the answer must follow `grammar`. Without `max_tokens` the answer takes all the
+    room that the context has; with `clips`, a `max_tokens` beyond that room means the same, and else it is an error.
+    """
+
+    prompt: ChatPrompt
+    fields: Sequence[str]
+    max_tokens: int | None = None
+    clips: bool = False
+    logprobs: int | None = None
+    tool_choice: ToolChoice = AUTO
+    parallel_calls: bool = True
+    grammar: Grammar | None = None
+    grammar_field: str | None = None
+
+
+class Plan(Struct, frozen=True, kw_only=True, gc=False):
+    """What to run for one request: one Submit per candidate, in the order of their indexes, and how their tokens become the answer.
+
+    Of the `candidates` of each prompt, the best `n` are the choices of the answer. `grammar_field` names the field of the grammar, for
+    the errors of workers: only they know whether they can follow it. `parser` makes a parser of a choice's text, which has to see the
+    special tokens in `visible_tokens`; with `one_call`, a choice ends with its first tool call. `chat` is the encoded prompt of a chat.
     """
 
     model: ServedModel
+    request: Common
     submits: Sequence[Submit]
     response_id: str
     hints: Hints
@@ -52,127 +85,185 @@ class Plan:
     prompt_tokens: int
     n: int = 1
     candidates: int = 1
-    stops: Sequence[str] = ()
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    resumable: bool = False
-    return_token_ids: bool = False
-    skips_special_tokens: bool = True
-    includes_stop: bool = False
-    service_tier: str | None = None
     grammar_field: str | None = None
     chat: EncodedChat | None = None
     parser: Callable[[], OutputParser | None] | None = None
     one_call: bool = False
-    visible_tokens: frozenset[str] = frozenset()
+    visible_tokens: frozenset[str] = _NO_TOKENS
 
     @property
     def remembers(self) -> bool:
-        """Its tokens are kept for the session's next turn."""
-        return self.chat is not None and self.hints.session is not None and self.hints.session.action != "close"
+        """Whether the tokens of its answers are kept for the session's next turn."""
+        session = self.hints.session
+        return session is not None and self.chat is not None and session.action != "close"
 
     @property
     def choice_prompts(self) -> list[tuple[int, ...]]:
-        """The prompt of every choice."""
+        """The prompt of each choice."""
         return [submit.token_ids for submit in self.submits[:: self.candidates] for _ in range(self.n)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What an endpoint asks beyond what all requests have in common. `max_tokens` None: as many as fit."""
+async def plan_chat(request: Common, chat: Chat, hints: Hints, tenant: Tenant, context: PromptContext) -> Plan:
+    """Raises RequestError that names the field."""
+    model = context.models.find(request.model)
+    check_lengths(model, chat)
+    tools = _callable_tools(chat)
+    name = model.info.name
+    key = None if hints.session is None else session_key(tenant.owner, name, hints.session.id)
+    encoded = await context.transcripts.encode_chat(key, name, model.tokenizer, chat.prompt)
+    reasoning_format = model.info.reasoning_parser
+    tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
+    is_inside = reasoning_format is not None and opens_reasoning(reasoning_format, encoded.ending)
+    grammar, field = chat.grammar, chat.grammar_field
+    if tool_format is not None and chat.tool_choice.mode in ("required", "named"):
+        if grammar is not None:
+            raise RequestError(f"`tool_choice` that forces a call and `{field}` exclude each other", param="tool_choice")
+        tool_format, grammar = tool_grammar(tool_format, tools, chat.parallel_calls, reasoning_format, is_inside)
+        field = "tool_choice"
+    elif grammar is not None:
+        grammar = after_reasoning(grammar, reasoning_format, is_inside)
+    parser = partial(make_parser, tool_format, reasoning_format, tools, is_inside) if tool_format or reasoning_format else None
+    plan = make_plan(
+        model,
+        request,
+        hints,
+        tenant,
+        # The field that holds all messages.
+        [(chat.fields[-1].partition("[")[0], encoded.token_ids)],
+        max_tokens=chat.max_tokens,
+        clips=chat.clips,
+        logprobs=chat.logprobs,
+        grammar=grammar,
+        grammar_field=field,
+    )
+    return structs.replace(
+        plan,
+        chat=encoded,
+        parser=parser,
+        one_call=tool_format is not None and not chat.parallel_calls,
+        visible_tokens=visible_tokens(tool_format, reasoning_format) if parser else _NO_TOKENS,
+    )
 
-    max_tokens: int | None
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-    candidates: int | None = None
-    grammar: Grammar | None = None
-    grammar_field: str | None = None
-    chat: EncodedChat | None = None
-    parser: Callable[[], OutputParser | None] | None = None
-    one_call: bool = False
-    visible_tokens: frozenset[str] = frozenset()
+
+async def count_tokens(model: ServedModel, chat: Chat, context: PromptContext, key: str | None = None) -> int:
+    """How many tokens the chat's prompt has: in the session with this key, if there is one."""
+    check_lengths(model, chat)
+    return len((await context.transcripts.encode_chat(key, model.info.name, model.tokenizer, chat.prompt)).token_ids)
 
 
 def make_plan(
-    model: ServedModel, request: Common, hints: Hints, tenant: Tenant, prompts: Sequence[tuple[str, Sequence[int]]], wishes: Wishes
+    model: ServedModel,
+    request: Common,
+    hints: Hints,
+    tenant: Tenant,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    *,
+    max_tokens: int | None,
+    clips: bool = False,
+    logprobs: int | None = None,
+    prompt_logprobs: bool = False,
+    candidates: int | None = None,
+    grammar: Grammar | None = None,
+    grammar_field: str | None = None,
 ) -> Plan:
-    """`prompts` has each prompt's field name, for the errors, and its tokens."""
+    """`prompts` holds the field name of each prompt, for the errors, and its tokens. Raises RequestError that names the field."""
     n = request.n or 1
-    candidates = wishes.candidates or n
+    candidates = candidates or n
     if len(prompts) * candidates > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts × `n` {candidates} make more than {MAX_CHOICES} choices", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
-    # One tuple a prompt, which its choices share: what is computed of it once need not be computed again.
-    shared = [(field, tuple(token_ids)) for field, token_ids in prompts]
-    choices = [(field, token_ids, choice) for field, token_ids in shared for choice in range(candidates)]
+    _check_grammar_size(grammar_field, grammar)
+    # The choices of a prompt share one tuple: its block names are computed once.
+    shared = [(tuple(token_ids), _room(model, field, token_ids, max_tokens, clips)) for field, token_ids in prompts]
+    choices = [(token_ids, room, choice) for token_ids, room in shared for choice in range(candidates)]
     response_id, *ids = _random_ids(len(choices) + 1)
-    least, sampling = _min_tokens(request, wishes.max_tokens), _sampling(request)
-    check_grammar_size(wishes.grammar_field, wishes.grammar)
-    stop_ids, logit_bias = _stop_ids(model, request.stop_token_ids or []), _logit_bias(model, request.logit_bias or {})
-    # Candidates are compared by their logprobs.
-    logprobs = 0 if wishes.logprobs is None and candidates > n else wishes.logprobs
-    submits = [
-        Submit(
-            id=generation_id,
-            token_ids=token_ids,
-            max_tokens=_room(model, field, token_ids, wishes.max_tokens),
-            seed=_seed(request.seed, choice),
-            min_tokens=least,
-            ignore_eos=bool(request.ignore_eos),
-            logprobs=logprobs,
-            prompt_logprobs=wishes.prompt_logprobs,
-            sampling=sampling,
-            stop_ids=stop_ids,
-            logit_bias=logit_bias,
-            grammar=wishes.grammar,
-            retention_seconds=hints.retention_seconds,
-            priority=hints.priority,
-            is_seed_drawn=request.seed is None,
-        )
-        for generation_id, (field, token_ids, choice) in zip(ids, choices, strict=True)
-    ]
+    # What all generations have in common.
+    common: dict[str, Any] = {
+        "min_tokens": _min_tokens(request, max_tokens),
+        "ignore_eos": bool(request.ignore_eos),
+        # Candidates are compared by their logprobs.
+        "logprobs": 0 if logprobs is None and candidates > n else logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "sampling": _sampling(request),
+        "stop_ids": _stop_ids(model, request.stop_token_ids or ()),
+        "logit_bias": _logit_bias(model, request.logit_bias or {}),
+        "grammar": grammar,
+        "retention_seconds": hints.retention_seconds,
+        "priority": hints.priority,
+        "is_seed_drawn": request.seed is None,
+    }
     return Plan(
         model=model,
-        submits=submits,
+        request=request,
+        submits=[
+            Submit(generation_id, token_ids, room, _seed(request.seed, choice), **common)
+            for generation_id, (token_ids, room, choice) in zip(ids, choices, strict=True)
+        ],
         response_id=response_id.hex(),
         hints=hints,
         tenant=tenant,
-        prompt_tokens=sum(len(token_ids) for _, token_ids in prompts),
+        prompt_tokens=sum([len(token_ids) for _, token_ids in prompts]),
         n=n,
         candidates=candidates,
-        stops=request.stops,
-        stream=bool(request.stream),
-        include_usage=request.include_usage,
-        continuous_usage=request.continuous_usage,
-        resumable=request.resumable,
-        return_token_ids=bool(request.return_token_ids),
-        skips_special_tokens=request.skip_special_tokens is not False,
-        includes_stop=bool(request.include_stop_str_in_output),
-        service_tier=request.service_tier,
-        grammar_field=wishes.grammar_field,
-        chat=wishes.chat,
-        parser=wishes.parser,
-        one_call=wishes.one_call,
-        visible_tokens=wishes.visible_tokens,
+        grammar_field=grammar_field,
     )
 
 
+def check_lengths(model: ServedModel, chat: Chat) -> None:
+    """Refuses a chat with a message that cannot fit."""
+    for field, message in zip(chat.fields, chat.prompt.messages, strict=True):
+        check_text_length(model, field, message["content"])
+
+
 def check_text_length(model: ServedModel, field: str, text: str) -> None:
-    """Refuses a text that cannot fit whatever its tokens are, without tokenizing it."""
+    """Refuses a text that cannot fit, whatever its tokens are, without tokenizing it."""
     least = len(text) // model.tokenizer.max_token_bytes
     if least >= model.info.context_length:
         raise _too_long(model, field, f"at least {least:,}", None)
 
 
-def _room(model: ServedModel, field: str, token_ids: Sequence[int], max_tokens: int | None) -> int:
+def described_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A tool as chat templates expect it."""
+    fields = {"name": name, "description": description or "", "parameters": NO_PARAMETERS if parameters is None else parameters}
+    return {"type": "function", "function": fields}
+
+
+def check_names(names: Sequence[str], field: str) -> None:
+    """Raises RequestError when two tools have the same name. `field` is where a tool has its name, with `{}` for the tool's index."""
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if name in seen:
+            param = field.format(index)
+            raise RequestError(f"`{param}` is {name!r}: another tool has that name already", param=param)
+        seen.add(name)
+
+
+def _callable_tools(chat: Chat) -> dict[str, Mapping[str, Any]]:
+    """The tools that may be called: the schema of the arguments, by the tool's name."""
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] or NO_PARAMETERS for tool in chat.prompt.tools}
+    choice = chat.tool_choice
+    if choice.mode == "none":
+        return {}
+    if choice.mode == "required" and not tools:
+        raise RequestError("`tool_choice` is required: there are no `tools` to call", param="tool_choice")
+    if choice.mode == "named":
+        if choice.name is None or choice.name not in tools:
+            known = ", ".join(f"`{name}`" for name in tools) or "none"
+            raise RequestError(f"`tool_choice` names {choice.name!r}: the tools are {known}", param="tool_choice")
+        return {choice.name: tools[choice.name]}
+    return tools
+
+
+def _room(model: ServedModel, field: str, token_ids: Sequence[int], max_tokens: int | None, clips: bool) -> int:
+    """How many tokens the answer may have."""
     if not token_ids:
         raise RequestError(f"`{field}` has no tokens; a prompt needs at least one", param=field, code="empty_prompt")
     room = model.info.context_length - len(token_ids)
-    if room <= 0 or (max_tokens is not None and max_tokens > room):
-        raise _too_long(model, field, f"{len(token_ids):,}", max_tokens)
-    return room if max_tokens is None else max_tokens
+    wanted = None if clips else max_tokens
+    if room <= 0 or (wanted is not None and wanted > room):
+        raise _too_long(model, field, f"{len(token_ids):,}", wanted)
+    return room if max_tokens is None else min(max_tokens, room)
 
 
 def _too_long(model: ServedModel, field: str, tokens: str, max_tokens: int | None) -> RequestError:
@@ -182,13 +273,13 @@ def _too_long(model: ServedModel, field: str, tokens: str, max_tokens: int | Non
 
 
 def _random_ids(count: int) -> list[bytes]:
-    """Unguessable ids, all drawn at once."""
+    """Ids that cannot be guessed, drawn in one call."""
     drawn = secrets.token_bytes(count * GENERATION_ID_BYTES)
     return [drawn[start : start + GENERATION_ID_BYTES] for start in range(0, len(drawn), GENERATION_ID_BYTES)]
 
 
 def _seed(seed: int | None, choice: int) -> int:
-    """Choice `i` of a prompt uses `seed + i`, so that choices differ and each can be had alone."""
+    """Choice `i` of a prompt uses `seed + i`: choices differ, and each can be asked for alone."""
     return random.getrandbits(63) if seed is None else (seed + choice) % 2**64
 
 
@@ -239,7 +330,7 @@ def wanted_grammar(structured: StructuredOutputs | None, response_format: Respon
     return "response_format" if structured is None else "structured_outputs", grammar
 
 
-def check_grammar_size(field: str | None, grammar: Grammar | None) -> None:
+def _check_grammar_size(field: str | None, grammar: Grammar | None) -> None:
     if grammar is not None and len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
         raise RequestError(f"`{field}` is over the limit of {MAX_GRAMMAR_BYTES:,} bytes", param=field, code="grammar_too_large")
 
@@ -283,122 +374,3 @@ def _schema_source(schema: dict[str, Any] | str) -> str:
 
 def _as_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
-
-
-DEFAULT_TOOL_FORMAT = "hermes"
-"""What a model is told to write whose worker does not say."""
-
-
-class ToolChoice(NamedTuple):
-    """Which tools the model may or must call. `name` is the one that it must, with the mode `named`."""
-
-    mode: Literal["auto", "none", "required", "named"] = "auto"
-    name: str | None = None
-
-
-AUTO = ToolChoice()
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-
-
-def described_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A tool as chat templates expect it."""
-    fields = {"name": name, "description": description or "", "parameters": NO_PARAMETERS if parameters is None else parameters}
-    return {"type": "function", "function": fields}
-
-
-def check_names(names: Sequence[str], field: str) -> None:
-    """Raises RequestError when two tools have one name. `field` is where each has it, with `{}` for its number."""
-    seen: set[str] = set()
-    for index, name in enumerate(names):
-        if name in seen:
-            param = field.format(index)
-            raise RequestError(f"`{param}` is {name!r}: another tool has that name already", param=param)
-        seen.add(name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dialogue:
-    """What an endpoint makes of its request. `fields` names each message of the prompt in the request, for the errors.
-
-    The tools that the model may call are those of the prompt. `grammar` is what the text of the answer must be.
-    """
-
-    prompt: ChatPrompt
-    fields: Sequence[str]
-    max_tokens: int | None = None
-    logprobs: int | None = None
-    tool_choice: ToolChoice = AUTO
-    parallel_calls: bool = True
-    grammar: Grammar | None = None
-    grammar_field: str | None = None
-
-
-async def plan_dialogue(request: Common, dialogue: Dialogue, hints: Hints, tenant: Tenant, context: PromptContext) -> Plan:
-    """Raises RequestError where it cannot be."""
-    model = context.models.find(request.model)
-    _check_lengths(model, dialogue)
-    tools = _tools(dialogue)
-    name = model.info.name
-    key = None if hints.session is None else session_key(tenant.owner, name, hints.session.id)
-    chat = await context.transcripts.encode_chat(key, name, model.tokenizer, dialogue.prompt)
-    return make_plan(model, request, hints, tenant, [(_field(dialogue), chat.token_ids)], _wishes(model, dialogue, tools, chat))
-
-
-async def count_tokens(model: ServedModel, dialogue: Dialogue, context: PromptContext, key: str | None = None) -> int:
-    """How many tokens the dialogue's prompt has: in the session with this key, if there is one."""
-    _check_lengths(model, dialogue)
-    return len((await context.transcripts.encode_chat(key, model.info.name, model.tokenizer, dialogue.prompt)).token_ids)
-
-
-def _check_lengths(model: ServedModel, dialogue: Dialogue) -> None:
-    for field, message in zip(dialogue.fields, dialogue.prompt.messages, strict=True):
-        check_text_length(model, field, message["content"])
-
-
-def _field(dialogue: Dialogue) -> str:
-    """The field that all messages are in."""
-    return dialogue.fields[-1].partition("[")[0]
-
-
-def _tools(dialogue: Dialogue) -> dict[str, Mapping[str, Any]]:
-    """The tools that may be called: the schema of each one's arguments by its name."""
-    tools: dict[str, Mapping[str, Any]] = {}
-    for tool in dialogue.prompt.tools:
-        function = tool["function"]
-        tools[function["name"]] = function["parameters"] or NO_PARAMETERS
-    choice = dialogue.tool_choice
-    if choice.mode == "none":
-        return {}
-    if choice.mode == "required" and not tools:
-        raise RequestError("`tool_choice` is required: there are no `tools` to call", param="tool_choice")
-    if choice.mode == "named":
-        if choice.name is None or choice.name not in tools:
-            known = ", ".join(f"`{name}`" for name in tools) or "none"
-            raise RequestError(f"`tool_choice` names {choice.name!r}: the tools are {known}", param="tool_choice")
-        return {choice.name: tools[choice.name]}
-    return tools
-
-
-def _wishes(model: ServedModel, dialogue: Dialogue, tools: Mapping[str, Mapping[str, Any]], chat: EncodedChat) -> Wishes:
-    reasoning_format = model.info.reasoning_parser
-    tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
-    inside = reasoning_format is not None and opens_reasoning(reasoning_format, chat.ending)
-    grammar, field = dialogue.grammar, dialogue.grammar_field
-    if tool_format is not None and dialogue.tool_choice.mode in ("required", "named"):
-        if grammar is not None:
-            raise RequestError(f"`tool_choice` that forces a call and `{field}` exclude each other", param="tool_choice")
-        tool_format, grammar = tool_grammar(tool_format, tools, dialogue.parallel_calls, reasoning_format, inside)
-        field = "tool_choice"
-    elif grammar is not None:
-        grammar = after_reasoning(grammar, reasoning_format, inside)
-    parser = partial(make_parser, tool_format, reasoning_format, tools, inside) if tool_format or reasoning_format else None
-    return Wishes(
-        max_tokens=dialogue.max_tokens,
-        logprobs=dialogue.logprobs,
-        grammar=grammar,
-        grammar_field=field,
-        chat=chat,
-        parser=parser,
-        one_call=tool_format is not None and not dialogue.parallel_calls,
-        visible_tokens=visible_tokens(tool_format, reasoning_format) if parser else frozenset(),
-    )

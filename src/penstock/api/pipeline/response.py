@@ -1,26 +1,30 @@
-"""One HTTP response, sent through ASGI by hand: bytes out, back-pressure in."""
+"""One HTTP response: bytes out through ASGI, back-pressure in, and whether its client is still there."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Protocol
 
-from starlette.types import Send
+from starlette.types import Receive, Send
 
+from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import error_headers
 from penstock.metrics.frontend import Tally
-
-Headers = list[tuple[bytes, bytes]]
+from penstock.stream.fanin import all_done
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
+
+Render = Callable[[], tuple[bytes, str | None]]
+"""Takes all that has arrived. Returns its events and, with the last of them, the outcome of the stream."""
 
 
 class Sink(Protocol):
     """Where an answer goes: to a client, or into a recording.
 
-    `sending_since` is the time since when a client takes nothing, and `stalled` whether it was cut off for that.
+    `sending_since` is the time since when the client takes nothing. `stalled`: it was cut off for that.
     """
 
     sending_since: float | None
@@ -29,20 +33,20 @@ class Sink(Protocol):
     async def send_whole(self, status: int, body: bytes) -> None: ...
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
-        """Sends these events in one write. Whoever awaits it resets `sending_since` afterwards."""
+        """Sends these events in one write. The caller awaits it, then resets `sending_since`."""
 
 
 class Response:
     """Sends a whole body, or a stream of events.
 
-    Sending waits while the client's socket is full: that is what makes a slow reader's events larger. `sending_since` is then
-    the time at which it began to wait, so that a reader that takes nothing can be found.
+    Sending waits while the client's socket is full; meanwhile a slow reader's events grow. `sending_since` is the time at which the
+    wait began, so that a reader that takes nothing can be found.
     """
 
     __slots__ = ("_more_headers", "_send", "_tally", "sending_since", "stalled", "started")
 
-    def __init__(self, send: Send, tally: Tally, more_headers: Callable[[], Headers] = list) -> None:
-        """`more_headers` is asked when the answer begins: what it says may change until then."""
+    def __init__(self, send: Send, tally: Tally, more_headers: Callable[[], HeaderList] = list) -> None:
+        """`more_headers` is called when the answer starts: its values may change until then."""
         self._send = send
         self._tally = tally
         self._more_headers = more_headers
@@ -50,20 +54,20 @@ class Response:
         self.stalled = False
         self.sending_since: float | None = None
 
-    async def send_whole(self, status: int, body: bytes, headers: Headers = _JSON_HEADERS) -> None:
+    async def send_whole(self, status: int, body: bytes, headers: HeaderList = _JSON_HEADERS) -> None:
         await self._send_body(status, body, headers)
 
     async def send_error(self, status: int, body: bytes, retry_after: float | None = None) -> None:
         await self._send_body(status, body, error_headers(status, retry_after))
 
-    async def _send_body(self, status: int, body: bytes, headers: Headers) -> None:
+    async def _send_body(self, status: int, body: bytes, headers: HeaderList) -> None:
         self.started = True
         headers = [*headers, *self._more_headers(), (b"content-length", str(len(body)).encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
-        """Sends these events in one write, the first with the headers. Whoever awaits it resets `sending_since` afterwards."""
+        """Sends these events in one write; the first one also sends the headers."""
         self._tally.writes += 1
         self.sending_since = time.monotonic()
         if not self.started:
@@ -74,3 +78,128 @@ class Response:
         self.started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *self._more_headers()]})
         await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+
+class EventWriter:
+    """Sends what arrives as events: one write per wake-up, in the wake-up itself.
+
+    Resuming a task costs more than rendering an event, so `wake` renders and sends in a plain callback. Only while the client's socket
+    is full does a task wait for it. Until then nothing is rendered, and what comes merges in the mailboxes.
+    """
+
+    def __init__(self, response: Sink, render: Render) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._response = response
+        self._render = render
+        self._finished: asyncio.Future[str] = self._loop.create_future()
+        self._sending: asyncio.Task[None] | None = None
+
+    async def run(self) -> str:
+        """Writes until the stream ends, and returns its outcome. Raises what `render` or `stop` raises."""
+        self.wake()
+        try:
+            return await self._finished
+        finally:
+            if self._sending is not None:
+                self._sending.cancel()
+                await all_done([self._sending])
+            # Breaks a reference cycle: a request is freed at its end, not by the garbage collector, which runs rarely.
+            self._render = _nothing
+
+    def wake(self) -> None:
+        """Something has arrived."""
+        if self._sending is not None or self._finished.done():
+            return
+        try:
+            events, outcome = self._render()
+            waiting = _start(self._response.send_events(events, last=outcome is not None)) if events or outcome else None
+        except Exception as error:  # noqa: BLE001, raised again where `run` is awaited
+            self.stop(error)
+            return
+        if waiting is None:
+            self._sent(outcome)
+        else:
+            self._sending = self._loop.create_task(self._wait(waiting, outcome))
+
+    def stop(self, error: Exception) -> None:
+        """Ends the stream now: `run` raises this error."""
+        if not self._finished.done():
+            self._finished.set_exception(error)
+
+    async def _wait(self, waiting: Awaitable[None], outcome: str | None) -> None:
+        try:
+            await waiting
+        except Exception as error:  # noqa: BLE001, raised again where `run` is awaited
+            self.stop(error)
+        self._sending = None
+        self._sent(outcome)
+        self.wake()
+
+    def _sent(self, outcome: str | None) -> None:
+        self._response.sending_since = None
+        if outcome is not None and not self._finished.done():
+            self._finished.set_result(outcome)
+
+
+class ClientWatch:
+    """Calls `on_leave` when the client goes away, until `close`. It drives `receive` by callbacks: a task per request costs more."""
+
+    __slots__ = ("_future", "_on_leave", "_receive", "_steps")
+
+    def __init__(self, receive: Receive, on_leave: Callable[[], None]) -> None:
+        self._receive = receive
+        self._on_leave = on_leave
+        self._future: asyncio.Future[Any] | None = None
+        self._steps: Generator[Any, Any, Any] | None = receive().__await__()
+        self._advance()
+
+    def close(self) -> None:
+        """From now on `on_leave` is not called."""
+        steps, self._steps = self._steps, None
+        if steps is not None and self._future is not None:
+            self._future.remove_done_callback(self._advance)
+            # The server's own awaitables are futures, and no generators.
+            (getattr(steps, "close", None) or self._future.cancel)()
+
+    def _advance(self, _: object = None) -> None:
+        while self._steps is not None:
+            try:
+                self._future = next(self._steps)
+            except StopIteration as ended:
+                if ended.value["type"] == "http.disconnect":
+                    self._steps = None
+                    self._on_leave()
+                else:
+                    self._steps = self._receive().__await__()
+                continue
+            if self._future is None:
+                asyncio.get_running_loop().call_soon(self._advance)
+            else:
+                self._future.add_done_callback(self._advance)
+            return
+
+
+def _nothing() -> tuple[bytes, str | None]:
+    return b"", None
+
+
+def _start(awaitable: Awaitable[None]) -> Awaitable[None] | None:
+    """Runs it as far as it goes without waiting. None when that is to its end; else the rest, to be awaited."""
+    steps = awaitable.__await__()
+    try:
+        waiting_for = next(steps)
+    except StopIteration:
+        return None
+    return _Rest(steps, waiting_for)
+
+
+class _Rest:
+    """The rest of an awaitable that was started outside a task."""
+
+    def __init__(self, steps: Generator[Any, Any, None], waiting_for: Any) -> None:
+        self._steps = steps
+        self._waiting_for = waiting_for
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield self._waiting_for
+        yield from self._steps

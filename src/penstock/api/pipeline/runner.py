@@ -1,78 +1,333 @@
-"""Runs the plans of requests: admitted, in their session's turn, answered in their dialect."""
+"""Runs plans: admits them, starts their generations, and turns their tokens into the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from functools import partial
 
 from starlette.types import Receive
 
 from penstock.api.pipeline.admission import Admission, Ticket
-from penstock.api.pipeline.dialect import Dialect
-from penstock.api.pipeline.exchange import Exchange, Producer, Turn
+from penstock.api.pipeline.choice import Choice
+from penstock.api.pipeline.detached import DetachedRun, DetachedRuns
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Usage
 from penstock.api.pipeline.plan import Plan
-from penstock.api.pipeline.request import PromptContext
-from penstock.api.pipeline.response import Sink
+from penstock.api.pipeline.request import Incoming, PromptContext
+from penstock.api.pipeline.response import ClientWatch, EventWriter, Response, Sink
+from penstock.cluster.sessions.sessions import Sessions
+from penstock.cluster.sessions.turn import Turn
 from penstock.metrics.frontend import FrontEndMetrics
-from penstock.router.policy import Hints
+from penstock.stream.fanin import Arrival, FanIn, Production, ReaderLeft
+from penstock.stream.mailbox import Mailbox
+from penstock.text.output import Part, joined
+from penstock.wire.errors import GenerationFault, StreamError
+from penstock.wire.messages import Fault, Submit, Terminal
 
-TurnType = TypeVar("TurnType", bound=Turn)
+log = logging.getLogger(__name__)
 
+Parse = Callable[[Incoming, PromptContext], Awaitable[tuple[Plan, Dialect]]]
+"""Reads a request. Raises RequestError that names the field."""
 
-class Turns(Protocol[TurnType]):
-    """Who knows where a request would like to go, because of the session, or the key, that it comes with."""
-
-    def turn(self, owner: str, hints: Hints) -> TurnType: ...
-
-    def begin(self, turn: TurnType, model: str) -> Awaitable[None]:
-        """Looks up what the turn's session or key is bound to. To be followed by `end`."""
-
-    def end(self, turn: TurnType) -> None:
-        """The turn is over, however it went."""
+Produce = Callable[[str, Turn, Submit, Mailbox], Production]
+"""Starts a generation of this model. See `Dispatcher.produce`."""
 
 
-class Run(Protocol):
-    """What runs a plan: the part of a `Runner` that its callers need, whatever its turns are."""
-
-    async def run(self, plan: Plan, dialect: Dialect, receive: Receive, response: Sink) -> str: ...
+def _ignore() -> None:
+    pass
 
 
 @dataclass(frozen=True)
-class Runner(Generic[TurnType]):
-    """Where plans are run."""
+class Runner:
+    """The only place where plans are run."""
 
     context: PromptContext
-    turns: Turns[TurnType]
-    producer: Producer[TurnType]
+    sessions: Sessions
+    produce: Produce
     admission: Admission
     metrics: FrontEndMetrics
+    detached: DetachedRuns
 
-    async def run(self, plan: Plan, dialect: Dialect, receive: Receive, response: Sink) -> str:
-        """Answers into `response`, and returns the outcome: `ok`, or `broken_off` after a fault in mid-stream.
+    async def answer(self, parse: Parse, incoming: Incoming, receive: Receive, response: Response) -> str:
+        """Answers a request with generations: on its connection or, when the client wants to be able to resume, independently of it."""
+        plan, dialect = await parse(incoming, self.context)
+        if not plan.request.resumable:
+            return await self.run(plan, dialect, receive, response)
+        run = DetachedRun(self.detached, dialect.id, plan.tenant.owner)
+        self.detached.start(run, partial(self.run, plan, dialect), numbered=True)
+        return await self.detached.follow(run, receive, response)
 
-        Raises RequestError when it is not admitted, GenerationFault when a generation fails before anything was sent, and ReaderLeft when
-        `receive` says that the client has gone.
+    async def run(self, plan: Plan, dialect: Dialect, receive: Receive, sink: Sink, on_admitted: Callable[[], None] = _ignore) -> str:
+        """Answers into `sink`, and returns the outcome: `ok`, or `broken_off` after a fault in the middle of a stream.
+
+        Calls `on_admitted` once the request is admitted. Raises RequestError when it is not, GenerationFault when a generation fails
+        before anything was sent, and ReaderLeft when `receive` says that the client has gone.
         """
         generations = len(plan.submits)
-        admitted = self.admission.admit(generations, response)
-        with plan.tenant.quota.admit(generations, plan.prompt_tokens) as charge, admitted as ticket:
-            turn = self.turns.turn(plan.tenant.owner, plan.hints)
-            exchange = Exchange(plan, dialect, self.producer, turn, response, self.metrics)
+        with self.admission.admit(generations, sink) as ticket:
+            quota = plan.tenant.quota
+            quota.admit(generations, plan.prompt_tokens)
+            on_admitted()
+            turn = Turn(self.sessions, plan.tenant.owner, plan.hints)
+            run = _Run(plan, dialect, self.produce, turn, sink, self.metrics, ticket)
             try:
-                return await self._take_turn(plan, exchange, turn, receive, ticket)
+                if plan.hints.session is None and plan.hints.affinity is None:
+                    return await run.run(receive)
+                return await self._take_turn(run, plan, turn, receive)
+            except GenerationFault as error:
+                raise GenerationFault(error.fault, plan.grammar_field) from error
             finally:
-                charge.spend(exchange.completion_tokens)
+                quota.release(generations, plan.prompt_tokens, run.completion_tokens)
 
-    async def _take_turn(self, plan: Plan, exchange: Exchange, turn: TurnType, receive: Receive, ticket: Ticket) -> str:
-        if plan.hints.session is None and plan.hints.affinity is None:
-            return await exchange.run(receive, ticket)
+    async def _take_turn(self, run: _Run, plan: Plan, turn: Turn, receive: Receive) -> str:
+        """Runs a session's turn, or a request that follows a key."""
         try:
-            await self.turns.begin(turn, plan.model.info.name)
-            outcome = await exchange.run(receive, ticket)
+            await self.sessions.begin(turn, plan.model.info.name)
+            outcome = await run.run(receive)
             if plan.chat is not None:
-                for token_ids in exchange.answers:
+                for token_ids in run.answers:
                     self.context.transcripts.record(plan.chat, token_ids)
             return outcome
         finally:
-            self.turns.end(turn)
+            self.sessions.end(turn)
+
+
+class _Run:
+    """One plan that runs: its answer is sent streamed or whole."""
+
+    def __init__(
+        self, plan: Plan, dialect: Dialect, produce: Produce, turn: Turn, sink: Sink, metrics: FrontEndMetrics, ticket: Ticket
+    ) -> None:
+        self._plan = plan
+        self._turn = turn
+        self._dialect = dialect
+        self._sink = sink
+        self._metrics = metrics
+        self._ticket = ticket
+        request, name = plan.request, plan.model.info.name
+        self._returns_token_ids = bool(request.return_token_ids)
+        self._tells_usage = request.continuous_usage
+        self._fan = FanIn([partial(produce, name, turn, submit) for submit in plan.submits])
+        self._choices = [Choice(index, plan, dialect) for index in range(len(plan.submits))]
+        self._open = len(self._choices)
+        self._has_begun = False
+        self._last: int | None = None
+        """The choice whose ending is sent when the session is bound."""
+        self._writer: EventWriter | None = None
+        # Counted as tokens arrive: events may tell them, and there may be thousands of choices.
+        self._cached_tokens = 0
+        self.completion_tokens = 0
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """The tokens of the choices that the session remembers: those that no stop string has cut."""
+        return [choice.answer for choice in self._choices if choice.answer is not None and choice.is_whole]
+
+    async def run(self, receive: Receive) -> str:
+        """Returns the outcome: `ok`, or `broken_off` after a fault in the middle of a stream, which ends with an error event.
+
+        Raises ReaderLeft when the client goes away, GenerationFault when a generation fails before the answer has begun.
+        """
+        watch = None
+        try:
+            self._fan.start()
+            self._ticket.on_expel = self._expel
+            watch = ClientWatch(receive, self._leave)
+            return await (self._stream() if self._plan.request.stream else self._collect())
+        finally:
+            if watch is not None:
+                watch.close()
+            self._fan.close()
+            # Breaks a reference cycle, as the writer does.
+            self._ticket.on_expel = None
+            self._count()
+
+    def _count(self) -> None:
+        tally = self._metrics.tally
+        tally.late_puts += self._fan.late_puts
+        for choice in self._choices:
+            tally.tool_calls += choice.calls
+            tally.broken_tool_calls += choice.broken_calls
+
+    def _expel(self) -> None:
+        self._fan.interrupt(GenerationFault(Fault("shutting_down", "the server is shutting down")))
+
+    def _leave(self) -> None:
+        """The client has gone."""
+        self._fan.interrupt(ReaderLeft())
+        if self._writer is not None:
+            # It may be waiting for a socket that nobody reads any more.
+            self._writer.stop(ReaderLeft())
+
+    async def _stream(self) -> str:
+        self._writer = EventWriter(self._sink, self._render)
+        self._fan.listen(self._writer.wake)
+        return await self._writer.run()
+
+    def _render(self) -> tuple[bytes, str | None]:
+        """The events of all that has arrived, and the outcome when they are the last."""
+        if self._last is not None:
+            return self._end()
+        events: list[bytes] = []
+        try:
+            arrivals = self._fan.take()
+            if not self._has_begun and arrivals:
+                self._begin(arrivals)
+                events.append(self._dialect.begin(Usage(self._plan.prompt_tokens, 0, _cached(arrivals))))
+            for arrival in arrivals:
+                events.append(self._event(arrival))
+                if arrival.terminal is not None:
+                    _raise_fault(arrival.terminal)
+        except GenerationFault as error:
+            if not self._has_begun:
+                raise
+            # What came before the fault, then the fault; the stream is not complete.
+            return b"".join(events) + self._dialect.fault(error.fault), "broken_off"
+        if not self._open:
+            last, outcome = self._end()
+            return b"".join(events) + last, outcome
+        return events[0] if len(events) == 1 else b"".join(events), None
+
+    def _end(self) -> tuple[bytes, str | None]:
+        """The end of a stream. Empty while the session is being bound: its client may send the next turn as soon as it sees the end."""
+        settling = self._turn.settling
+        if settling is not None and self._last is not None:
+            assert self._writer is not None
+            wake = self._writer.wake
+            settling.add_done_callback(lambda _: wake())
+            return b"", None
+        event = b""
+        if self._last is not None:
+            event = self._dialect.event(self._last, ChoiceDelta((), ending=self._choices[self._last].ending, nvext=self._nvext()))
+        return event + self._dialect.end(self._usage()), "ok"
+
+    async def _collect(self) -> str:
+        collected = [_Collected() for _ in self._choices]
+        arrivals = await self._fan.receive()
+        self._begin(arrivals)
+        while True:
+            for arrival in arrivals:
+                self._collect_one(arrival, collected[arrival.choice])
+            if not self._open:
+                break
+            arrivals = await self._fan.receive()
+        while (settling := self._turn.settling) is not None:
+            await asyncio.wait([settling])
+        answers = [self._answer(index, collected[index]) for index in self._best()]
+        await self._sink.send_whole(200, self._dialect.body(answers, self._usage(), self._nvext()))
+        return "ok"
+
+    def _collect_one(self, arrival: Arrival, collected: _Collected) -> None:
+        parts, logprobs, token_ids = self._advance(arrival)
+        collected.parts += parts
+        collected.token_ids += token_ids
+        if logprobs is not None:
+            collected.logprobs.append(logprobs)
+        if arrival.terminal is not None:
+            _raise_fault(arrival.terminal)
+
+    def _answer(self, index: int, collected: _Collected) -> Answer:
+        ending = self._choices[index].ending
+        assert ending is not None
+        token_ids = collected.token_ids if self._returns_token_ids else None
+        return Answer(joined(collected.parts), collected.logprobs, ending, token_ids)
+
+    def _best(self) -> list[int]:
+        """The candidates that become choices of the answer: the likeliest of each prompt."""
+        plan, choices = self._plan, self._choices
+        if plan.candidates == plan.n:
+            return list(range(len(choices)))
+        best: list[int] = []
+        for start in range(0, len(choices), plan.candidates):
+            group = range(start, start + plan.candidates)
+            best += sorted(group, key=lambda index: -choices[index].score)[: plan.n]
+        return best
+
+    def _begin(self, arrivals: Sequence[Arrival]) -> None:
+        """The first delta of any choice is here. Raises GenerationFault when there is only a fault: the HTTP status can still tell it."""
+        if all(arrival.delta is None for arrival in arrivals):
+            for arrival in arrivals:
+                if arrival.terminal is not None:
+                    _raise_fault(arrival.terminal)
+        self._has_begun = True
+        self._metrics.time_to_first_token.observe(self._ticket.first_token())
+
+    def _event(self, arrival: Arrival) -> bytes:
+        parts, logprobs, token_ids = self._advance(arrival)
+        ending = self._choices[arrival.choice].ending
+        told = token_ids if self._returns_token_ids else None
+        if not parts and logprobs is None and ending is None and not told:
+            return b""
+        usage = self._usage_so_far() if self._tells_usage else None
+        if ending is None or self._open:
+            return self._dialect.event(arrival.choice, ChoiceDelta(parts, logprobs, ending, told, usage))
+        if self._turn.settling is None:
+            return self._dialect.event(arrival.choice, ChoiceDelta(parts, logprobs, ending, told, usage, self._nvext()))
+        # The tokens are sent now, the ending when the session is bound.
+        self._last = arrival.choice
+        if not parts and logprobs is None and not told:
+            return b""
+        return self._dialect.event(arrival.choice, ChoiceDelta(parts, logprobs, None, told, usage))
+
+    def _advance(self, arrival: Arrival) -> tuple[Sequence[Part], object, Sequence[int]]:
+        """The parts, logprobs and tokens that an arrival adds to its choice. Raises GenerationFault when it is out of sequence."""
+        choice = self._choices[arrival.choice]
+        before, cached_before = choice.tokens, choice.cached_tokens
+        try:
+            parts, logprobs = choice.advance(arrival.delta, arrival.terminal)
+        except StreamError as error:
+            log.error("a choice broke its stream on the last hop: %s", error)  # noqa: TRY400, the message tells it all
+            raise GenerationFault(Fault("stream_breach", f"the stream broke: {error}")) from error
+        added = choice.tokens - before
+        self.completion_tokens += added
+        self._cached_tokens += choice.cached_tokens - cached_before
+        self._metrics.tally.tokens_delivered += added
+        if choice.ending is not None:
+            self._open -= 1
+            if arrival.terminal is None:
+                # A stop string ended it: more tokens are not wanted.
+                self._fan.drop(arrival.choice)
+        return parts, logprobs, () if arrival.delta is None else arrival.delta.token_ids[:added]
+
+    def _nvext(self) -> dict[str, object] | None:
+        """What the answer tells about its session and, if the client asked, about its route."""
+        told: dict[str, object] = {}
+        session = self._turn.describe_session()
+        if session is not None:
+            told["session"] = session
+        if self._plan.hints.wants_route:
+            told["route"] = self._turn.describe_route()
+        return told or None
+
+    def _usage(self) -> Usage:
+        usage = self._usage_so_far()
+        reasoning = sum([choice.reasoning_tokens for choice in self._choices])
+        return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, min(reasoning, usage.completion_tokens))
+
+    def _usage_so_far(self) -> Usage:
+        # Choices of one prompt share it, so its cached part is counted once, like the prompt.
+        return Usage(self._plan.prompt_tokens, self.completion_tokens, self._cached_tokens // self._plan.candidates)
+
+
+class _Collected:
+    """What a choice of a whole answer has so far."""
+
+    __slots__ = ("logprobs", "parts", "token_ids")
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.logprobs: list[object] = []
+        self.token_ids: list[int] = []
+
+
+def _cached(arrivals: Sequence[Arrival]) -> int:
+    """How many prompt tokens the first arrival found cached."""
+    delta = arrivals[0].delta
+    return 0 if delta is None or delta.prompt is None else delta.prompt.cached_tokens
+
+
+def _raise_fault(terminal: Terminal) -> None:
+    if isinstance(terminal, Fault):
+        raise GenerationFault(terminal)

@@ -8,12 +8,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 
 import msgspec
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from penstock.api.pipeline.detached import DetachedRun, DetachedRuns, Recorder
 from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Response
-from penstock.api.pipeline.runner import Run
+from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.reading import ParsedResponse, Reader
 from penstock.api.responses.rows import NewResponse, ResponseState
@@ -34,17 +34,11 @@ class CreateResponse:
     """
 
     reader: Reader
-    runner: Run
+    runner: Runner
     detached: DetachedRuns
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
         parsed = await self.reader.read(incoming)
-        try:
-            return await self._answer(parsed, receive, response)
-        except GenerationFault as error:
-            raise GenerationFault(error.fault, parsed.plan.grammar_field) from error
-
-    async def _answer(self, parsed: ParsedResponse, receive: Receive, response: Response) -> str:
         kept, store = parsed.kept, self.reader.store
         if kept is None or store is None:
             return await self.runner.run(parsed.plan, parsed.dialect, receive, response)
@@ -91,7 +85,7 @@ class ResponseRun(DetachedRun):
 class _Work:
     """Makes a response beside the connections that read it. However that ends, the store knows."""
 
-    def __init__(self, runner: Run, detached: DetachedRuns, store: SqliteStore, parsed: ParsedResponse, kept: NewResponse) -> None:
+    def __init__(self, runner: Runner, detached: DetachedRuns, store: SqliteStore, parsed: ParsedResponse, kept: NewResponse) -> None:
         self._runner = runner
         self._detached = detached
         self._store = store
@@ -128,7 +122,7 @@ class _Work:
 
     async def _run(self, receive: Receive, sink: SavingSink) -> str:
         try:
-            return await self._runner.run(self._parsed.plan, self._parsed.dialect, self._noticing(receive), sink)
+            return await self._runner.run(self._parsed.plan, self._parsed.dialect, receive, sink, self._admitted)
         except (RequestError, GenerationFault) as error:
             if not self._is_admitted or not sink.has_begun:
                 # Its client is still there to be told.
@@ -149,15 +143,9 @@ class _Work:
             await sink.fail(RequestError("internal error", code="internal_error", status=500))
             raise
 
-    def _noticing(self, receive: Receive) -> Receive:
-        """Whoever is admitted begins to listen for its client's leaving."""
-
-        async def noticing() -> Message:
-            self._is_admitted = True
-            self._settle(None)
-            return await receive()
-
-        return noticing
+    def _admitted(self) -> None:
+        self._is_admitted = True
+        self._settle(None)
 
     def _settle(self, refusal: Exception | None) -> None:
         self._refusal = refusal

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec import structs
 
 from penstock.api.openai.schema import Common, JsonSchemaFormat, ResponseFormat
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.plan import Dialogue, Plan, count_tokens, plan_dialogue, wanted_grammar
+from penstock.api.pipeline.plan import Chat, Plan, count_tokens, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.context import Context, read_context
@@ -63,10 +64,10 @@ class Reader:
         common = _common(request)
         hints = _tied(read_hints(common, incoming.headers), context, response_id if is_kept else None)
 
-        async def plan(dialogue: Dialogue) -> Plan:
-            return await plan_dialogue(common, dialogue, hints, incoming.tenant, self.library)
+        async def plan(chat: Chat) -> Plan:
+            return await plan_chat(common, chat, hints, incoming.tenant, self.library)
 
-        made = await _fitted(_dialogue(request, context, tools), request.truncation == "auto", plan)
+        made = await _fitted(_chat(request, context, tools), request.truncation == "auto", plan)
         kept = _kept(request, context, response_id, incoming.owner) if is_kept else None
         dialect = ResponseDialect(_response_object(response_id, request, tools, is_kept), made.model.tokenizer.token_bytes, tools.custom)
         return ParsedResponse(made, dialect, kept, bool(request.stream), bool(request.background))
@@ -76,7 +77,7 @@ class Reader:
         asked = decode_body(incoming.body, _COUNT_DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
         context = await read_context(asked, incoming.owner, self.store)
         model = self.library.models.find(asked.model)
-        return await count_tokens(model, _base_dialogue(asked, context, read_tools(asked.tools, asked.tool_choice)), self.library)
+        return await count_tokens(model, _base_chat(asked, context, read_tools(asked.tools, asked.tool_choice)), self.library)
 
     def _is_kept(self, request: ResponseRequest) -> bool:
         if request.stream_options is not None and not request.stream:
@@ -118,44 +119,44 @@ def _kept(request: ResponseRequest, context: Context, response_id: str, owner: s
     )
 
 
-async def _fitted(dialogue: Dialogue, may_drop: bool, plan: Callable[[Dialogue], Awaitable[Plan]]) -> Plan:
-    """The plan of the dialogue; if it may, without as many of its oldest messages as do not fit."""
-    whole = await _planned(dialogue, plan, must_fit=not may_drop)
+async def _fitted(chat: Chat, may_drop: bool, plan: Callable[[Chat], Awaitable[Plan]]) -> Plan:
+    """The plan of the chat; if it may, without as many of its oldest messages as do not fit."""
+    whole = await _planned(chat, plan, must_fit=not may_drop)
     if whole is not None:
         return whole
-    left_out = cuts(dialogue.prompt.messages, dialogue.fields)
+    left_out = cuts(chat.prompt.messages, chat.fields)
     fitting: Plan | None = None
     low, high = 0, len(left_out)
     while low < high:
         middle = (low + high) // 2
-        tried = await _planned(_without(dialogue, left_out[middle]), plan, must_fit=False)
+        tried = await _planned(_without(chat, left_out[middle]), plan, must_fit=False)
         if tried is None:
             low = middle + 1
         else:
             fitting, high = tried, middle
-    return fitting or await plan(dialogue)
+    return fitting or await plan(chat)
 
 
-def _without(dialogue: Dialogue, left_out: slice) -> Dialogue:
-    messages, fields = list(dialogue.prompt.messages), list(dialogue.fields)
+def _without(chat: Chat, left_out: slice) -> Chat:
+    messages, fields = list(chat.prompt.messages), list(chat.fields)
     del messages[left_out], fields[left_out]
-    return replace(dialogue, prompt=replace(dialogue.prompt, messages=messages), fields=fields)
+    return structs.replace(chat, prompt=replace(chat.prompt, messages=messages), fields=fields)
 
 
-async def _planned(dialogue: Dialogue, plan: Callable[[Dialogue], Awaitable[Plan]], must_fit: bool) -> Plan | None:
+async def _planned(chat: Chat, plan: Callable[[Chat], Awaitable[Plan]], must_fit: bool) -> Plan | None:
     """None where it does not fit, unless it must."""
     try:
-        return await plan(dialogue)
+        return await plan(chat)
     except RequestError as error:
         if must_fit or error.code != "context_length_exceeded":
             raise
         return None
 
 
-def _dialogue(request: ResponseRequest, context: Context, tools: Tools) -> Dialogue:
+def _chat(request: ResponseRequest, context: Context, tools: Tools) -> Chat:
     field, grammar = _grammar(request)
-    return replace(
-        _base_dialogue(request, context, tools),
+    return structs.replace(
+        _base_chat(request, context, tools),
         max_tokens=request.max_output_tokens,
         logprobs=(request.top_logprobs or 0) if request.top_logprobs or LOGPROBS in (request.include or ()) else None,
         tool_choice=tools.choice,
@@ -165,7 +166,7 @@ def _dialogue(request: ResponseRequest, context: Context, tools: Tools) -> Dialo
     )
 
 
-def _base_dialogue(asked: Asked, context: Context, tools: Tools) -> Dialogue:
+def _base_chat(asked: Asked, context: Context, tools: Tools) -> Chat:
     chat = Messages(asked.instructions)
     chat.add(context.items, context.fields)
     if not chat.messages:
@@ -179,7 +180,7 @@ def _base_dialogue(asked: Asked, context: Context, tools: Tools) -> Dialogue:
         if effort == "none":
             arguments.setdefault("enable_thinking", False)
     prompt = ChatPrompt(messages=chat.messages, tools=tools.offered, arguments=arguments)
-    return Dialogue(prompt=prompt, fields=chat.fields)
+    return Chat(prompt=prompt, fields=chat.fields)
 
 
 def _grammar(request: ResponseRequest) -> tuple[str | None, Grammar | None]:

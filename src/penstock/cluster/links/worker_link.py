@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, Address, LinkProtocol, UnixAddress, check_proof, check_version, proof, unexpected
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.codec import encode_frame
-from penstock.wire.errors import FrameMalformed, GenerationFault, HandshakeRefused, LinkBroken, LinkError, StreamError
+from penstock.wire.errors import FrameMalformed, GenerationFault, HandshakeRefused, LinkBroken, LinkError, PenstockError, StreamError
 from penstock.wire.messages import (
     MAX_TOKENIZER_BYTES,
     PROTOCOL_VERSION,
@@ -77,32 +77,32 @@ class NoObserver:
 
 
 class Generation:
-    """One generation on a link: where its deltas go, and how it ends.
+    """One generation on a link: its deltas go to the mailbox, and so does a Finish. Subclasses learn of the rest."""
 
-    `done` gets None for a Finish, which is in the mailbox then, or the error that ended it, which is not. `on_report` is called with what
-    the worker tells of the prompt, which comes with the first token.
-    """
+    __slots__ = ("has_begun", "has_ended", "mailbox")
 
-    __slots__ = ("done", "has_begun", "mailbox", "on_report")
-
-    def __init__(self, mailbox: Mailbox, done: asyncio.Future[None], on_report: Callable[[PromptReport], None] | None) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
-        self.done = done
-        self.on_report = on_report
         self.has_begun = False
+        self.has_ended = False
+
+    def reported(self, report: PromptReport) -> None:
+        """The worker tells about the prompt, with the first token."""
+
+    def ended(self, error: PenstockError | None) -> None:
+        """Called once. Without an error the Finish is in the mailbox; an error is not."""
 
     def begin(self, delta: Delta, report: PromptReport) -> Delta:
-        """The first delta of this worker. The reader hears of the prompt once, however many workers computed it."""
-        if self.on_report is not None:
-            self.on_report(report)
+        """The first delta of this worker. The reader learns of the prompt once, however many workers computed it."""
+        self.reported(report)
         if self.mailbox.next_offset == 0:
             return delta
         return Delta(delta.offset, delta.token_ids, delta.logprobs)
 
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # whoever awaits it sees it; if nobody does any more, that is no leak to report
+    def end(self, error: PenstockError | None = None) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.ended(error)
 
 
 class WorkerLink(LinkProtocol):
@@ -167,15 +167,13 @@ class WorkerLink(LinkProtocol):
         self._error = error
         self.abort()
 
-    def submit(self, request: Submit, mailbox: Mailbox, on_report: Callable[[PromptReport], None] | None = None) -> Generation:
-        """Begins a generation; its deltas go to the mailbox. Raises LinkError when the link is lost."""
+    def submit(self, request: Submit, generation: Generation) -> None:
+        """Starts a generation. Raises LinkError when the link is lost."""
         if self.lost.done():
             raise self.lost.result()
-        generation = Generation(mailbox, self._loop.create_future(), on_report)
         self._write_soon(encode_frame(request))
         self._generations[request.id] = generation
         self.unbegun += 1
-        return generation
 
     def cancel(self, generation_id: bytes) -> None:
         """Stops a generation that nobody reads any more."""
@@ -279,7 +277,7 @@ class WorkerLink(LinkProtocol):
         self.lost.set_result(reason)
         generations, self._generations = self._generations, {}
         for generation in generations.values():
-            generation.fail(LinkBroken(f"the link to the worker broke: {reason}"))
+            generation.end(LinkBroken(f"the link to the worker broke: {reason}"))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_result(())
@@ -320,15 +318,14 @@ class WorkerLink(LinkProtocol):
         match segment.terminal:
             case Finish() as finish:
                 generation.mailbox.end(finish)
-                if not generation.done.done():
-                    generation.done.set_result(None)
+                generation.end()
             case Fault() as fault:
-                generation.fail(GenerationFault(fault))
+                generation.end(GenerationFault(fault))
 
     def _breach(self, segment: Segment, generation: Generation, error: StreamError) -> None:
         """One generation's stream is broken: it fails, loudly; the link and the others go on."""
         log.error("generation %s broke its stream: %s", segment.id.hex(), error)
-        generation.fail(GenerationFault(Fault("stream_breach", f"the stream from the worker broke: {error}")))
+        generation.end(GenerationFault(Fault("stream_breach", f"the stream from the worker broke: {error}")))
         generation.mailbox = Mailbox(Doorbell())
         generation.mailbox.cancel()
         self.cancel(segment.id)

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from penstock.api.anthropic.conversation import Conversation
-from penstock.api.anthropic.conversion import longest_mark, read_common, read_dialogue
+from penstock.api.anthropic.conversion import longest_mark, read_chat, read_common
 from penstock.api.anthropic.schema import Message, MessagesRequest, Role
 from penstock.api.anthropic.thinking import sealed, signature_of
-from penstock.api.pipeline.plan import Dialogue, ToolChoice
+from penstock.api.pipeline.plan import Chat, ToolChoice
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
 
@@ -27,8 +27,8 @@ def request(*messages: dict[str, Any], **fields: Any) -> MessagesRequest:
     return msgspec.json.decode(msgspec.json.encode(body), type=MessagesRequest)
 
 
-def dialogue(*messages: dict[str, Any], **fields: Any) -> Dialogue:
-    return read_dialogue(request(*messages, **fields))
+def dialogue(*messages: dict[str, Any], **fields: Any) -> Chat:
+    return read_chat(request(*messages, **fields))
 
 
 def user(*content: Any) -> dict[str, Any]:
@@ -254,7 +254,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 )
 def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(RequestError, match="`") as caught:
-        read_dialogue(request(**fields))
+        read_chat(request(**fields))
     assert caught.value.param == param
     assert words in caught.value.message
     assert caught.value.status == 400

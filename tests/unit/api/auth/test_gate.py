@@ -185,8 +185,9 @@ async def test_failures_and_usage_are_metrics_without_secrets() -> None:
     metrics.observe(ClusterReading)
     await front.ask({"x-api-key": "psk-wrong"})
     await front.ask(BEARER)
-    with front.seen[0].quota.admit(1, 5) as charge:
-        charge.spend(7)
+    quota = front.seen[0].quota
+    quota.admit(1, 5)
+    quota.release(1, 5, 7)
     front.tally.quota_refusals["api-key-1", "concurrency"] += 1
     text = metrics.render().decode()
     assert 'penstock_failed_authentications_total{reason="unknown"} 1.0' in text

@@ -108,7 +108,8 @@ def test_without_keys_everyone_comes_in_and_has_sessions_of_their_own() -> None:
     assert alice.owner == owner([(b"authorization", b"Bearer a")]) != bob.owner
     assert keyring.tenant_of(b"a") is alice
     nobody.quota.admit(10**6, 10**9)
-    assert alice.quota.admit(10**6, 10**9).headers() == []
+    alice.quota.admit(10**6, 10**9)
+    assert alice.quota.headers() == []
 
 
 def test_keys_that_clients_invent_do_not_fill_the_memory() -> None:
@@ -162,15 +163,16 @@ async def test_a_key_keeps_what_it_has_used_when_the_file_changes(tmp_path: Path
     file = KeyFile(tmp_path, entry("alice", ALICE, requests_per_minute=2, concurrency=2))
     before = file.keyring.tenant_of(ALICE.encode())
     assert before is not None
-    charge = before.quota.admit(1, 1)
-    before.quota.admit(1, 1).close()
+    before.quota.admit(1, 1)
+    before.quota.admit(1, 1)
+    before.quota.release(1, 1, 0)
     await file.change(entry("bob", BOB) + entry("alice", ALICE, requests_per_minute=2, concurrency=1))
     tenant = file.keyring.tenant_of(ALICE.encode())
     assert tenant is not None
     assert tenant.quota.limits.concurrency == 1
     with pytest.raises(RequestError, match="requests_per_minute"):
         tenant.quota.admit(1, 1)
-    charge.close()
+    tenant.quota.release(1, 1, 0)
     assert tenant.quota.running == 0
 
 
@@ -277,7 +279,8 @@ def test_nothing_of_a_key_is_shown() -> None:
     keyring = Keyring(settings, tally)
     tenant = keyring.tenant_of(ALICE.encode())
     assert isinstance(tenant, Tenant)
-    tenant.quota.admit(1, 1).close()
+    tenant.quota.admit(1, 1)
+    tenant.quota.release(1, 1, 0)
     digest = key_digest(ALICE.encode())
     for shown in (repr(settings), repr(settings.given), repr(tenant), repr(tenant.quota), repr(keyring), repr(tally)):
         for secret in (ALICE, digest.hex(), repr(digest), tenant.owner):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.auth.quota import Bucket, Charge, Quota, duration
+from penstock.api.auth.quota import Bucket, Quota, duration
 from penstock.api.errors import error_headers
 from penstock.config.front_end import NO_LIMITS, QuotaLimits
 from penstock.metrics.frontend import Tally
@@ -28,8 +31,10 @@ class Bench:
         self.clock, self.tally = Clock(), Tally()
         self.quota = Quota("alice", QuotaLimits(**limits), self.tally, self.clock)
 
-    def admit(self, generations: int = 1, prompt_tokens: int = 1) -> Charge:
-        return self.quota.admit(generations, prompt_tokens)
+    def admit(self, generations: int = 1, prompt_tokens: int = 1) -> Callable[[int], None]:
+        """Admits a request. Returns what ends it, with the tokens of its answer."""
+        self.quota.admit(generations, prompt_tokens)
+        return partial(self.quota.release, generations, prompt_tokens)
 
     def refused(self, generations: int = 1, prompt_tokens: int = 1) -> RequestError:
         with pytest.raises(RequestError) as caught:
@@ -43,7 +48,7 @@ class Bench:
 def test_requests_a_minute_refill_evenly() -> None:
     bench = Bench(requests_per_minute=6)
     for _ in range(6):
-        bench.admit().close()
+        bench.admit()(0)
     error = bench.refused()
     assert (error.status, error.code) == (429, "rate_limit_exceeded")
     assert error.message == "`requests_per_minute` of key `alice` is 6: try again in 10s"
@@ -73,10 +78,8 @@ def test_who_comes_when_it_was_told_gets_in() -> None:
 
 def test_tokens_are_those_of_prompt_and_answer() -> None:
     bench = Bench(tokens_per_minute=600)
-    charge = bench.admit(prompt_tokens=100)
-    charge.spend(150)
-    charge.spend(50)
-    charge.close()
+    end = bench.admit(prompt_tokens=100)
+    end(200)
     assert bench.header("remaining-tokens") == "300"
     error = bench.refused(prompt_tokens=400)
     assert error.message == "`tokens_per_minute` of key `alice` is 600, of which 300 are left for a prompt of 400: try again in 10s"
@@ -88,7 +91,7 @@ def test_tokens_are_those_of_prompt_and_answer() -> None:
 
 def test_an_answer_may_overdraw_and_then_others_wait() -> None:
     bench = Bench(tokens_per_minute=60)
-    bench.admit(prompt_tokens=10).spend(110)
+    bench.admit(prompt_tokens=10)(110)
     assert bench.header("remaining-tokens") == "0"
     assert bench.refused(prompt_tokens=1).retry_after == pytest.approx(61)
     bench.clock.now += 60
@@ -99,34 +102,24 @@ def test_an_answer_may_overdraw_and_then_others_wait() -> None:
 
 def test_time_in_which_the_bucket_was_full_is_no_credit() -> None:
     bench = Bench(tokens_per_minute=60)
-    charge = bench.admit(prompt_tokens=0)
+    end = bench.admit(prompt_tokens=0)
     bench.clock.now += 3600
-    charge.spend(60)
+    end(60)
     assert bench.header("remaining-tokens") == "0"
 
 
 def test_concurrency_is_given_back_at_the_end() -> None:
     bench = Bench(concurrency=4)
-    first, second = bench.admit(3), bench.admit(1)
+    end_first, end_second = bench.admit(3), bench.admit(1)
     error = bench.refused(1)
     assert error.message == "`concurrency` of key `alice` allows 4 generations at once, of which 4 run: try again in 1s"
     assert (error.status, error.retry_after) == (429, 1.0)
-    second.close()
-    second.close()
+    end_second(0)
     assert bench.quota.running == 3
     bench.refused(2)
-    with bench.admit(1):
-        assert bench.quota.running == 4
-    first.close()
+    end_first(0)
     assert bench.quota.running == 0
     bench.admit(4)
-
-
-def test_a_charge_ends_with_its_context_however_that_ends() -> None:
-    bench = Bench(concurrency=1)
-    with pytest.raises(KeyError), bench.admit():
-        raise KeyError
-    assert bench.quota.running == 0
 
 
 @pytest.mark.parametrize(
@@ -157,40 +150,29 @@ def test_the_longest_wait_is_told() -> None:
 
 def test_a_refusal_books_nothing() -> None:
     bench = Bench(requests_per_minute=2, tokens_per_minute=100, concurrency=1)
-    charge = bench.admit(prompt_tokens=60)
+    end = bench.admit(prompt_tokens=60)
     before = bench.quota.headers()
     for generations, prompt_tokens in ((1, 50), (1, 1), (2, 1), (1, 101)):
         bench.refused(generations, prompt_tokens)
     assert bench.quota.headers() == before
     assert bench.quota.running == 1
-    charge.close()
+    end(0)
     bench.admit(prompt_tokens=40)
-
-
-def test_cancel_gives_everything_back() -> None:
-    bench = Bench(requests_per_minute=10, tokens_per_minute=100, concurrency=1)
-    before = bench.quota.headers()
-    charge = bench.admit(prompt_tokens=60)
-    charge.cancel()
-    charge.close()
-    assert bench.quota.headers() == before
-    assert bench.quota.running == 0
-    assert not bench.tally.key_requests
 
 
 def test_usage_is_counted_by_name() -> None:
     bench = Bench()
-    with bench.admit(prompt_tokens=5) as charge:
-        charge.spend(7)
-        assert not bench.tally.key_requests, "it is not over yet"
+    end = bench.admit(prompt_tokens=5)
+    assert not bench.tally.key_requests, "it has not ended yet"
+    end(7)
     assert bench.tally.key_requests == {("alice",): 1}
     assert bench.tally.key_tokens == {("alice", "prompt"): 5, ("alice", "completion"): 7}
 
 
 def test_headers() -> None:
     bench = Bench(requests_per_minute=10, tokens_per_minute=6_000)
-    charge = bench.admit(prompt_tokens=250)
-    assert charge.headers() == [
+    bench.admit(prompt_tokens=250)
+    assert bench.quota.headers() == [
         (b"x-ratelimit-limit-requests", b"10"),
         (b"x-ratelimit-remaining-requests", b"9"),
         (b"x-ratelimit-reset-requests", b"6s"),
@@ -200,8 +182,8 @@ def test_headers() -> None:
     ]
     bench.clock.now += 2.4
     assert bench.header("reset-tokens") == "100ms"
-    assert Bench(concurrency=5).admit().headers() == []
-    assert Bench().admit().headers() == []
+    assert Bench(concurrency=5).quota.headers() == []
+    assert Bench().quota.headers() == []
 
 
 @pytest.mark.parametrize(
@@ -260,10 +242,10 @@ def test_over_any_time_a_key_gets_no_more_than_its_limit(per_minute: int, reques
     for pause, prompt_tokens, completion_tokens in requests:
         clock.now += pause
         try:
-            with quota.admit(1, prompt_tokens) as charge:
-                charge.spend(completion_tokens)
+            quota.admit(1, prompt_tokens)
         except RequestError:
             continue
+        quota.release(1, prompt_tokens, completion_tokens)
         assert used + prompt_tokens <= per_minute * (1 + (clock.now - began) / 60) + 1e-3
         used += prompt_tokens + completion_tokens
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from front_end import WORDS, FrontEnd, request
+from front_end import WORDS, FrontEnd, request, says
 from penstock.api.openai.completions import parse_completion
 from penstock.api.pipeline.choice import Choice
 from penstock.cluster.sessions.turn import Session
@@ -177,11 +177,13 @@ async def test_tokens_beyond_a_stop_string_are_neither_delivered_nor_counted(str
 
 
 async def test_an_error_of_ours_is_a_500_and_no_silence() -> None:
-    async def produce(_: Submit, mailbox: Mailbox) -> None:
-        raise ZeroDivisionError
+    class Broken(FrontEnd):
+        def produce(self, *_: object) -> asyncio.Task[None]:
+            raise ZeroDivisionError
 
-    front_end = FrontEnd(produce)
-    await front_end.post()
+    front_end = Broken(says())
+    with pytest.raises(ZeroDivisionError):
+        await front_end.post()
     assert front_end.status == 500
     assert json.loads(front_end.body)["error"]["code"] == "internal_error"
 
@@ -252,6 +254,7 @@ async def test_an_answer_ends_when_its_session_is_bound(stream: bool, stop: str 
             await asyncio.Event().wait()
 
     front_end = binding.front_end = FrontEnd(produce)
+    await front_end.models.prepare(front_end.model)
     posted = asyncio.create_task(front_end.post(stream=stream, nvext=CONTROL, stop=stop))
     await quiesce()
     assert not posted.done()
@@ -278,6 +281,7 @@ async def test_an_answer_waits_for_the_binding_that_follows_another(stream: bool
         mailbox.end(Finish("length"))
 
     front_end = binding.front_end = FrontEnd(produce)
+    await front_end.models.prepare(front_end.model)
     posted = asyncio.create_task(front_end.post(stream=stream, nvext=CONTROL))
     await quiesce()
     binding.end()
@@ -299,6 +303,7 @@ async def test_a_fault_does_not_wait_for_a_binding() -> None:
         raise GenerationFault(LOST)
 
     front_end = binding.front_end = FrontEnd(produce)
+    await front_end.models.prepare(front_end.model)
     async with asyncio.timeout(5):
         await front_end.post(stream=True, nvext=CONTROL)
     assert front_end.events[-1]["error"]["code"] == "worker_lost"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from front_end import FrontEnd, says
-from penstock.api.pipeline.writer import EventWriter
+from penstock.api.pipeline.response import EventWriter
 
 
 class Broken:
