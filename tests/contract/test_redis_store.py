@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from penstock.cluster.links.link import Address, TcpAddress, parse_address
 from penstock.cluster.membership import Discovery, Registration
-from penstock.cluster.redis_store import CALL_SECONDS, CALLS_AT_ONCE, RedisStore, without_password
+from penstock.cluster.redis_store import CALL_SECONDS, MAX_CALLS_AT_ONCE, RedisStore, without_password
 from penstock.router.affinity import AffinityStore, Binding, Claim, MemoryStore, affinity_key, session_key
 from penstock.wire.errors import ConfigError
 from redis_server import RedisServer
@@ -421,7 +421,7 @@ async def test_a_redis_that_hangs_is_waited_for_once(own_server: RedisServer, ca
         try:
             # More calls than turns. Those that waited for a turn do not wait for Redis again: they end as soon as a turn is free.
             calls = [asyncio.create_task(store.get("key")) for _ in range(200)]
-            await asyncio.wait(calls[:CALLS_AT_ONCE])
+            await asyncio.wait(calls[:MAX_CALLS_AT_ONCE])
             for _ in range(200):
                 await asyncio.sleep(0)
             assert all(call.done() for call in calls)
@@ -441,7 +441,7 @@ async def test_once_it_is_lost_nobody_waits_behind_those_who_still_do(own_server
     async with redis_store(own_server.url, probe_seconds=60.0) as store:
         own_server.suspend()
         try:
-            waiting = [asyncio.create_task(store.get("key")) for _ in range(CALLS_AT_ONCE)]
+            waiting = [asyncio.create_task(store.get("key")) for _ in range(MAX_CALLS_AT_ONCE)]
             await asyncio.sleep(0)
             assert store._turns.locked()
             store._lose(TimeoutError("another call came first"))
@@ -500,13 +500,13 @@ async def test_close_leaves_nothing_and_calls_go_on(own_server: RedisServer) -> 
 
 @pytest.mark.parametrize("url", ["http://localhost:6379", "localhost:6379", "", "redis://localhost:port", "redis://localhost:99999"])
 def test_what_is_no_url_of_a_redis_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"--store .* cannot be used: it is no redis://, rediss:// or unix:// URL"):
+    with pytest.raises(ConfigError, match=r"--store .* cannot be used: expected a redis://, rediss:// or unix:// URL"):
         RedisStore(url)
 
 
 async def test_options_that_nobody_knows_are_refused_at_the_start() -> None:
     store = RedisStore("redis://127.0.0.1:1/?no_such_option=1")
-    with pytest.raises(ConfigError, match=r"--store redis://127.0.0.1:1/ cannot be used: it has options that are not understood"):
+    with pytest.raises(ConfigError, match=r"--store redis://127.0.0.1:1/ cannot be used: it has unknown options"):
         await store.start()
     await store.close()
 
@@ -602,7 +602,7 @@ async def test_workers_are_found_while_they_are_registered(server: RedisServer) 
     async with redis_store(server.url, prefix) as of_worker, redis_store(server.url, prefix) as of_front_end:
         async with (
             Registration(of_worker, "worker-0", HERE),
-            Discovery(of_front_end, seen, poll_seconds=0.01, linger_seconds=0.0),
+            Discovery(of_front_end.members, seen, poll_seconds=0.01, linger_seconds=0.0),
         ):
             assert seen.told == [frozenset({HERE})]
             async with Registration(of_worker, "worker-1", THERE) as registration:
@@ -630,7 +630,7 @@ async def test_a_worker_that_dies_is_a_member_no_longer(server: RedisServer) -> 
 async def test_a_restarted_worker_replaces_itself(server: RedisServer) -> None:
     async with redis_store(server.url, f"{os.urandom(8).hex()}:") as store:
         seen = Seen()
-        async with Discovery(store, seen, poll_seconds=0.01), Registration(store, "worker-0", HERE) as former:
+        async with Discovery(store.members, seen, poll_seconds=0.01), Registration(store, "worker-0", HERE) as former:
             await seen.until(HERE)
             async with Registration(store, "worker-0", THERE):
                 # At once, for the name has moved.
@@ -643,7 +643,7 @@ async def test_a_worker_that_nobody_can_reach_is_refused_by_name(server: RedisSe
     async with redis_store(server.url, f"{os.urandom(8).hex()}:") as store:
         seen = Seen()
         await store.register("odd", "http://odd", 60.0)
-        async with Discovery(store, seen, poll_seconds=0.01), Registration(store, "worker-0", HERE):
+        async with Discovery(store.members, seen, poll_seconds=0.01), Registration(store, "worker-0", HERE):
             await seen.until(HERE)
             await store.deregister("odd", "http://odd")
     assert [record.getMessage() for record in caplog.records if "odd" in record.getMessage()] == [
@@ -655,7 +655,7 @@ async def test_workers_stay_while_redis_is_lost_and_register_again(own_server: R
     """Redis comes back empty. Nobody loses a worker over it."""
     async with redis_store(own_server.url) as of_worker, redis_store(own_server.url) as of_front_end:
         seen = Seen()
-        async with Registration(of_worker, "worker-0", HERE, renew_seconds=0.05), Discovery(of_front_end, seen, poll_seconds=0.01):
+        async with Registration(of_worker, "worker-0", HERE, renew_seconds=0.05), Discovery(of_front_end.members, seen, poll_seconds=0.01):
             own_server.kill()
             await until_available(of_front_end, is_available=False)
             await until_available(of_worker, is_available=False)
@@ -707,7 +707,7 @@ async def test_who_vanishes_lingers_but_not_for_ever() -> None:
         told_at.append(int(clock))
         seen(addresses)
 
-    async with Discovery(directory, on_change, poll_seconds=0.0, linger_seconds=3.0, clock=tick):
+    async with Discovery(directory.members, on_change, poll_seconds=0.0, linger_seconds=3.0, clock=tick):
         await directory.finished.wait()
     assert seen.told[:3] == [frozenset({HERE}), frozenset(), frozenset({HERE})]
     assert told_at[:3] == [0, 7, 8]

@@ -187,7 +187,7 @@ async def run_front_end(settings: FrontEndSettings) -> int:
             if redis is not None:
                 from penstock.cluster.membership import Discovery
 
-                await stack.enter_async_context(Discovery(redis, pool.discovered))
+                await stack.enter_async_context(Discovery(redis.members, pool.discovered))
             sessions = Sessions(store, pool, quota=settings.sessions_per_key, on_end=transcripts.forget)
             await stack.enter_async_context(sessions)
             await stack.enter_async_context(dispatcher)

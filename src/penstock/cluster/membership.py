@@ -1,14 +1,15 @@
-"""Which workers there are, when they tell it themselves."""
+"""Workers register themselves in the store, and front ends discover them there."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Protocol, Self
+from collections.abc import Awaitable, Callable
+from typing import Self
 
 from penstock.cluster.links.link import Address, parse_address
+from penstock.cluster.redis_store import RedisStore
 from penstock.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -18,22 +19,11 @@ RENEW_SECONDS = 3.0
 POLL_SECONDS = 1.0
 
 
-class Directory(Protocol):
-    """Where workers are written down. It may be away for a while; nothing raises then."""
-
-    async def register(self, name: str, address: str, seconds: float) -> bool: ...
-
-    async def deregister(self, name: str, address: str) -> None: ...
-
-    async def members(self) -> dict[str, str] | None:
-        """The addresses by name; None when that cannot be known now."""
-
-
 class Registration:
-    """Keeps a worker in the directory while it is entered, or until it leaves: also one that was lost, and comes back empty."""
+    """Keeps a worker registered from entering the context until `leave`, also in a store that lost its data."""
 
-    def __init__(self, directory: Directory, name: str, address: Address, renew_seconds: float = RENEW_SECONDS) -> None:
-        self._directory = directory
+    def __init__(self, store: RedisStore, name: str, address: Address, renew_seconds: float = RENEW_SECONDS) -> None:
+        self._store = store
         self._name = name
         self._address = str(address)
         self._renew_seconds = renew_seconds
@@ -48,13 +38,13 @@ class Registration:
         await self.leave()
 
     async def leave(self) -> None:
-        """For a worker that takes no new work. A second time is ignored."""
+        """For a worker that takes no new work. Further calls do nothing."""
         task, self._task = self._task, None
         if task is None:
             return
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await self._directory.deregister(self._name, self._address)
+        await self._store.deregister(self._name, self._address)
 
     async def _keep(self) -> None:
         while True:
@@ -62,30 +52,32 @@ class Registration:
             await self._register()
 
     async def _register(self) -> None:
-        await self._directory.register(self._name, self._address, MEMBER_SECONDS)
+        await self._store.register(self._name, self._address, MEMBER_SECONDS)
 
 
 class Discovery:
-    """Calls `on_change` with the addresses of all workers: once on entering, then whenever they have changed. It must not raise.
+    """Asks `members` for the addresses by worker name, None while the store is away.
 
-    A worker that is no longer in the directory stays for `linger_seconds`, in which the directory is there: one that comes back
-    empty does not cost the front end its workers before they have registered again. Whether a worker lives, its link knows better.
+    Calls `on_change` with the addresses of all workers: once on entering, then after every change. `on_change` must not raise.
+
+    A worker that is no longer registered stays for `linger_seconds`, counted while the store can be reached. So a store that lost its
+    data does not cost the front end its workers before they register again. Whether a worker is alive, its link knows better.
     """
 
     def __init__(
         self,
-        directory: Directory,
+        members: Callable[[], Awaitable[dict[str, str] | None]],
         on_change: Callable[[frozenset[Address]], None],
         poll_seconds: float = POLL_SECONDS,
         linger_seconds: float = MEMBER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory = directory
+        self._members = members
         self._on_change = on_change
         self._poll_seconds = poll_seconds
         self._linger_seconds = linger_seconds
         self._clock = clock
-        # By name: the address, and when it was there.
+        # By name: the address, and when it was last registered.
         self._known: dict[str, tuple[Address, float]] = {}
         self._refused: dict[str, str] = {}
         self._told: frozenset[Address] | None = None
@@ -107,10 +99,10 @@ class Discovery:
             await self._poll()
 
     async def _poll(self) -> None:
-        members = await self._directory.members()
+        members = await self._members()
         now = self._clock()
         if members is None:
-            # Whoever was there before may be there still.
+            # The store cannot be reached: keep the known workers.
             self._known = {name: (address, now) for name, (address, _) in self._known.items()}
         else:
             self._known |= {name: (address, now) for name, address in self._parsed(members).items()}
@@ -118,7 +110,7 @@ class Discovery:
         self._tell(frozenset(address for address, _ in self._known.values()))
 
     def _parsed(self, members: dict[str, str]) -> dict[str, Address]:
-        """Without those that cannot be understood, of which it is said once."""
+        """Members with a valid address. Wrong ones are logged once."""
         parsed: dict[str, Address] = {}
         refused: dict[str, str] = {}
         for name, address in members.items():
@@ -127,7 +119,7 @@ class Discovery:
             except ConfigError as error:
                 refused[name] = address
                 if self._refused.get(name) != address:
-                    log.error("worker %s cannot be used: %s", name, error)  # noqa: TRY400, its message says it all
+                    log.error("worker %s cannot be used: %s", name, error)  # noqa: TRY400, the message is enough
         self._refused = refused
         return parsed
 

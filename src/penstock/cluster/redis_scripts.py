@@ -1,19 +1,19 @@
-"""What the Redis store does in one step, in Redis: its keys, and its Lua scripts."""
+"""The Lua scripts of the Redis store. Redis runs each of them as one atomic step."""
 
 from __future__ import annotations
 
 # Keys, after the prefix:
-#   binding:<key>          hash {epoch, binding, index, session}; index is empty for a mere affinity
-#   owner:<owner>:ends     sorted set of an owner's sessions by the millisecond of their end
-#   owner:<owner>:names    the same sessions, in the order of their names
-#   workers, workers:ends  hash from name to address, and sorted set of the names by the end of their registration
-#   epoch                  the last one given
-# Each has a time to live. The scripts make some of their keys from others, so this is for one Redis, not for Redis Cluster.
+#   binding:<key>          hash {epoch, binding, index, session}; index is empty for an affinity key
+#   owner:<owner>:ends     sorted set: an owner's sessions by their end in milliseconds
+#   owner:<owner>:names    sorted set: the same sessions by name
+#   workers, workers:ends  hash from name to address; sorted set of names by the end of their registration
+#   epoch                  the last epoch that was given out
+# Every key has a time to live. Scripts derive keys from other keys, so this needs one Redis, not Redis Cluster.
 PRELUDE = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
--- Lets a collection live as long as the last of its members.
+-- A collection lives as long as its last member.
 local function keep(key, milliseconds)
   if redis.call('PTTL', key) < tonumber(milliseconds) then redis.call('PEXPIRE', key, milliseconds) end
 end
@@ -85,7 +85,7 @@ return 1
 
 SWEEP_OWNER = "return sweep(KEYS[1], ARGV[1])"
 
-# By the clock, so that a Redis that lost its memory goes on above what it gave before. Microseconds are exact in Lua's numbers until 2255.
+# From the clock, so that a Redis that lost its data continues above the old epochs. Lua's numbers hold microseconds exactly until 2255.
 NEXT_EPOCH = """
 local last = math.max(tonumber(redis.call('GET', KEYS[1]) or 0), tonumber(ARGV[1]))
 local epoch = string.format('%.0f', math.max(last + 1, clock[1] * 1000000 + clock[2]))

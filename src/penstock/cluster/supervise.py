@@ -1,4 +1,4 @@
-"""Supervision of local child processes: started, restarted with back-off, stopped in order."""
+"""Supervises local child processes: starts them, restarts them with back-off, stops them in order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
-# A child that exits with this at its first start made a mistake that a restart cannot mend. Later the same settings have been good enough
-# to run, and what is missing, such as an engine that it reaches by an address, may come back.
+# A child that exits with this status at its first start has a wrong setting; a restart cannot help. At a later start the same settings
+# worked before, and what is missing, such as an engine at another address, may come back.
 EXIT_CONFIG = 2
-FIRST_DELAY = 0.2
-LONGEST_DELAY = 5.0
-# A child that lived so long before it died was well; its back-off starts anew.
-WELL_AFTER = 3.0
+MIN_DELAY_SECONDS = 0.2
+MAX_DELAY_SECONDS = 5.0
+# The back-off starts again for a child that lived this long.
+HEALTHY_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ChildSpec:
 
 
 class Child:
-    """One supervised process. Its standard input is a pipe from us, so that it notices when we die."""
+    """One supervised process. Its standard input is a pipe from us, so it notices when we die."""
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
@@ -37,24 +37,24 @@ class Child:
         self._stop_requested = asyncio.Event()
 
     async def run(self) -> int:
-        """Keeps it alive until `stop`, unless its first start shows a mistake in its configuration. Returns its last exit status."""
-        delay = FIRST_DELAY
+        """Restarts it until `stop`, unless its first start fails with EXIT_CONFIG. Returns its last exit status."""
+        delay = MIN_DELAY_SECONDS
         while True:
             began = time.monotonic()
             status = await self._run_once()
             if self._stop_requested.is_set() or (status == EXIT_CONFIG and self.restarts == 0):
                 return status
-            if status != EXIT_CONFIG and time.monotonic() - began > WELL_AFTER:
-                delay = FIRST_DELAY
+            if status != EXIT_CONFIG and time.monotonic() - began > HEALTHY_SECONDS:
+                delay = MIN_DELAY_SECONDS
             log.error("%s died (%s); restarting in %.1f s", self.spec.name, _described(status), delay)
             await self._pause(delay)
             if self._stop_requested.is_set():
                 return status
-            delay = min(delay * 2, LONGEST_DELAY)
+            delay = min(delay * 2, MAX_DELAY_SECONDS)
             self.restarts += 1
 
     async def _run_once(self) -> int:
-        # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which stops its children in order.
+        # Its own process session: Ctrl-C in the terminal reaches only the supervisor, which stops its children in order.
         self._process = await asyncio.create_subprocess_exec(
             *self.spec.command, stdin=asyncio.subprocess.PIPE, env=dict(self.spec.environment), start_new_session=True
         )
@@ -71,14 +71,14 @@ class Child:
             pass
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Sends the signal; the process is not restarted after it."""
+        """Sends the signal. The process is not restarted."""
         self._stop_requested.set()
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
 
 class Supervisor:
-    """Runs a front end and its workers. Stops the front end first, so that what runs can end, and then the workers."""
+    """Runs a front end and its workers. Stops the front end first, so that running requests can end, then the workers."""
 
     def __init__(self, front_end: ChildSpec, workers: Sequence[ChildSpec], grace: float) -> None:
         self._front_end = Child(front_end)
@@ -88,9 +88,9 @@ class Supervisor:
         self._killed = False
 
     def request_stop(self) -> None:
-        """The first time: drain and stop. Again: now."""
+        """First call: drain and stop. Second call: kill."""
         if not self._stop.is_set():
-            log.info("stopping: running requests may take up to %g s; again to stop now", self._grace)
+            log.info("stopping: running requests may take up to %g s; press Ctrl-C again to stop now", self._grace)
             self._stop.set()
             return
         self._killed = True
@@ -98,7 +98,7 @@ class Supervisor:
             child.stop(signal.SIGKILL)
 
     async def run(self) -> int:
-        """Until it is stopped, or a child cannot run at all. Returns the exit status for the whole."""
+        """Runs until it is stopped or a child cannot start at all. Returns the exit status."""
         tasks = {asyncio.create_task(child.run(), name=child.spec.name): child for child in (*self._workers, self._front_end)}
         stop = asyncio.create_task(self._stop.wait())
         done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +114,7 @@ class Supervisor:
         return failed
 
     async def _stop_all(self, children: Sequence[Child], tasks: Sequence[asyncio.Task[int]]) -> None:
-        """Asks them to end, and makes them when they take longer than their grace allows."""
+        """Asks them to end, and kills them when they take longer than the grace time."""
         for child in children:
             child.stop()
         _, late = await asyncio.wait(tasks, timeout=self._grace + 5)
