@@ -1,4 +1,4 @@
-"""Incremental detokenization: any split of the same tokens gives the same text."""
+"""Tokens to text, as they come: detokenized and cut at stop strings. Any split of the same tokens gives the same text."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import codecs
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-# Tables that are kept: more than there are formats that a model writes.
-MOST_TABLES = 8
+# More than a model has formats.
+MAX_TABLES = 8
+
+# No character has more bytes. What is incomplete after this many byte tokens stays incomplete.
+MAX_CHARACTER_BYTES = 4
 
 
 class Detokenizer(Protocol):
     """Turns the tokens of one generation into text as they come."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; characters still incomplete are held back."""
+        """The text that these tokens complete. The bytes of an incomplete character wait."""
 
     def finish(self) -> str:
-        """The text of what was held back, with U+FFFD for what never became a character."""
+        """The text of what still waits, with U+FFFD for bytes that are no character."""
 
 
 class ByteTables:
-    """What every token adds to the text, in bytes, for each choice of special tokens that are shown: made once and kept.
+    """The bytes that every token adds to the text: one table for each choice of special tokens to show, made once.
 
-    `pieces` are the bytes of every id, special tokens included; `special` has the ids of those by their text.
+    `pieces` are the bytes of every id, special tokens included. `special` maps the text of each special token to its id.
     """
 
     def __init__(self, pieces: Sequence[bytes], special: Mapping[str, int]) -> None:
@@ -31,10 +34,10 @@ class ByteTables:
         self._special = special
         self._tables: dict[tuple[frozenset[str], bool], Sequence[bytes]] = {}
         self.plain = self._make({})
-        """Without any of them."""
+        """The table that shows no special token."""
 
     def shown(self, visible: frozenset[str], skip_special_tokens: bool) -> Mapping[int, str]:
-        """The special tokens that are shown, and as what. The others are left out."""
+        """The special tokens to show, with their text. The others add nothing."""
         if skip_special_tokens and not visible:
             return {}
         return {index: text for text, index in self._special.items() if text in visible or not skip_special_tokens}
@@ -45,7 +48,7 @@ class ByteTables:
         wanted = (visible, skip_special_tokens)
         table = self._tables.get(wanted)
         if table is None:
-            while len(self._tables) >= MOST_TABLES:
+            while len(self._tables) >= MAX_TABLES:
                 del self._tables[next(iter(self._tables))]
             shown = self.shown(visible, skip_special_tokens)
             table = self._tables[wanted] = self._make(shown) if shown else self.plain
@@ -60,7 +63,7 @@ class ByteTables:
 
 
 class ByteDetokenizer:
-    """For tokenizers whose every token stands for fixed bytes: a table and a UTF-8 decoder."""
+    """For tokenizers whose tokens stand for fixed bytes: a table and a UTF-8 decoder."""
 
     __slots__ = ("_held", "_table")
 
@@ -83,7 +86,7 @@ class ByteDetokenizer:
 
 
 class PieceDetokenizer:
-    """For SentencePiece vocabularies: every token stands for fixed bytes, but the text's first space only marks a word's beginning."""
+    """For SentencePiece vocabularies: tokens stand for fixed bytes, and the first space of the text only marks the start of a word."""
 
     __slots__ = ("_bytes", "_strips")
 
@@ -110,15 +113,11 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-# No character has more bytes, so what is incomplete after as many byte tokens will stay so.
-LONGEST_CHARACTER = 4
-
-
 class StepDetokenizer:
-    """For tokenizers whose text depends on the tokens around: each token is decoded with those before it.
+    """For tokenizers whose text depends on neighbouring tokens: each token is decoded together with those before it.
 
-    The window of tokens begins where text was last complete, so that its cost does not grow with the generation. `shown` are the
-    special tokens that are text as they stand; the others are left out.
+    The window of tokens starts where text was last complete, so its cost does not grow with the generation. `shown` are the special
+    tokens to show, with their text; the others add nothing.
     """
 
     def __init__(self, decoder: Decoder, shown: Mapping[int, str] | None = None) -> None:
@@ -126,7 +125,7 @@ class StepDetokenizer:
         self._shown = shown or {}
         self._window: list[int] = []
         self._known = 0
-        """How many tokens of the window are text already."""
+        """How many tokens of the window have become text."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join([self._step(token_id) for token_id in token_ids])
@@ -142,13 +141,13 @@ class StepDetokenizer:
         self._window.append(token_id)
         text = self._new_text()
         held = len(self._window) - self._known
-        if not text or (text.endswith("\N{REPLACEMENT CHARACTER}") and held < LONGEST_CHARACTER):
+        if not text or (text.endswith("\N{REPLACEMENT CHARACTER}") and held < MAX_CHARACTER_BYTES):
             return ""
         self._advance()
         return text
 
     def _advance(self) -> None:
-        """All of the window is text now; what of it was so already is needed no more."""
+        """All of the window is text now. Drops the tokens that were text before."""
         if self._known < len(self._window):
             self._window = self._window[self._known :]
             self._known = len(self._window)
@@ -162,8 +161,8 @@ class StepDetokenizer:
 class StopMatcher:
     """Finds the first of several stop strings in a text that comes in pieces.
 
-    `feed` returns the text that is certainly before any stop; what could still become one is held back. After a match
-    `matched` names the stop string, the text before it has been returned, and nothing more comes.
+    `feed` returns text that is certainly before a stop string; what may become one waits. After a match `matched` is the stop string, the
+    text before it has been returned, and `feed` returns nothing more.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -185,23 +184,23 @@ class StopMatcher:
         return held[: len(held) - keep]
 
     def finish(self) -> str:
-        """The text that was held back and became no stop string."""
+        """The text that waited and did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_completed(self, text: str) -> tuple[int, str] | None:
-        """Where it starts, and which: the one completed first, so that it does not depend on how the text was cut."""
+        """Where it starts, and which one: the one completed first, so that the result does not depend on how the text was cut."""
         starts = [(text.find(stop), stop) for stop in self._stops if stop in text]
         return min(starts, key=lambda found: (found[0] + len(found[1]), found[0]), default=None)
 
     def _possible_start(self, text: str) -> int:
-        """The length of the longest end of `text` that begins a stop string."""
+        """The length of the longest end of `text` that is the start of a stop string."""
         longest = min(len(text), max(map(len, self._stops)) - 1)
         return next((size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in self._stops)), 0)
 
 
 class TextPart(NamedTuple):
-    """What some tokens became: their text, how many of them count, and whether a stop string ended it."""
+    """The text of some tokens, how many of them count, and whether a stop string ended it."""
 
     text: str
     tokens: int
@@ -209,10 +208,10 @@ class TextPart(NamedTuple):
 
 
 class TextAssembler:
-    """Tokens in, text out; the same for any split of the same tokens.
+    """The text of one generation, cut at its stop string.
 
-    A stop string ends the generation at the token that completed it: later tokens are neither text nor counted. It is itself part of the
-    text only with `includes_stop`; what the token has behind it is not.
+    A stop string ends the generation at the token that completes it: later tokens are neither text nor counted. The stop string is part of
+    the text only with `includes_stop`; what the token has after it never is.
     """
 
     __slots__ = ("_detokenizer", "_includes_stop", "_matcher")
@@ -241,7 +240,7 @@ class TextAssembler:
         return TextPart("".join(parts), len(token_ids), False)
 
     def finish(self) -> TextPart:
-        """What was held back. A stop string can still be completed by it, but takes no further token."""
+        """The text that still waits. It may complete a stop string, but counts no further token."""
         tail = self._detokenizer.finish()
         if self._matcher is None:
             return TextPart(tail, 0, False)

@@ -1,8 +1,7 @@
-"""Long texts are tokenized in threads beside the event loop, short ones at once.
+"""Tokenizes long texts in threads, short ones at once.
 
-The `tokenizers` library lets others run while it works, but what comes before and after it does not: rendering templates, making numbers
-of ids. So the work is cut into steps, each of which takes some milliseconds at most, and waits for its turn again after several of them:
-a prompt of a hundred thousand tokens does not keep another of a thousand waiting.
+The `tokenizers` library releases the GIL, but the work around it does not: rendering templates, converting ids. So the work is cut into
+steps of a few milliseconds, and after several steps it queues again: a prompt of 100,000 tokens does not keep one of 1,000 waiting.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
-"""Work that can be left after every step; it returns its result."""
+"""Work that can be paused after every step. It returns its result."""
 
 THREADS = 2
 
 SHORT = 4096
-"""Characters that are tokenized at once: about a millisecond. To do it in a thread takes a tenth of one longer."""
+"""At most this many characters are tokenized at once: about 1 ms. A thread would add 0.1 ms."""
 
 TURN_SECONDS = 0.02
 
-# So long a thread rests after so much work, so that it does not keep the event loop from running by running Python itself.
+# A thread sleeps REST_SECONDS after WORK_SECONDS of work, so that the event loop gets the GIL.
 WORK_SECONDS = 0.001
 REST_SECONDS = 0.000_05
 
-# What rendering takes, in characters that could be tokenized meanwhile.
+# The cost of rendering, in characters that could be tokenized in that time.
 MESSAGE_EFFORT = 40
 CHARACTERS_RENDERED = 256
 VALUE_EFFORT = 4
 
 
 class Encoder:
-    """Tokenizes for one event loop, in at most `threads` threads. They start when they are first needed.
+    """Tokenizes for one event loop, in at most `threads` threads, which start on first use.
 
-    Where the caller is cancelled, its work ends with the turn that is under way.
+    When a caller is cancelled, its work ends after the current turn.
     """
 
     def __init__(self, threads: int = THREADS) -> None:
@@ -64,14 +63,14 @@ class Encoder:
         return await self._in_thread(tokenizer.render_chat, prompt)
 
     async def run(self, steps: Steps[Result]) -> Result:
-        """The result of this work, done in threads, whichever is free."""
+        """The result of this work, done turn by turn in any free thread."""
         while True:
             ended: tuple[Result] | None = await self._in_thread(_take_turn, steps)
             if ended is not None:
                 return ended[0]
 
     def close(self) -> None:
-        """Does not wait: what is under way ends with its turn."""
+        """Does not wait. Running work ends after its current turn."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
@@ -79,7 +78,7 @@ class Encoder:
 
 
 def at_once(steps: Steps[Result]) -> Result:
-    """The result of work that is not worth a thread."""
+    """The result of work too short for a thread."""
     while True:
         try:
             next(steps)
@@ -89,7 +88,7 @@ def at_once(steps: Steps[Result]) -> Result:
 
 
 def _take_turn(steps: Steps[Result]) -> tuple[Result] | None:
-    """Some steps of the work; its result, once it has ended."""
+    """Runs steps for TURN_SECONDS. Returns the result once the work has ended."""
     now = time.monotonic()
     deadline, rest = now + TURN_SECONDS, now + WORK_SECONDS
     while now < deadline:
@@ -113,7 +112,7 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
 
 
 def _effort(prompt: ChatPrompt) -> int:
-    """How long it takes to render, at least, in characters; no further than it matters."""
+    """A lower bound for the cost of rendering, in characters. Stops counting above SHORT."""
     effort = len(prompt.messages) * MESSAGE_EFFORT
     for message in prompt.messages:
         effort += (len(message["content"]) + len(message.get("reasoning_content", ""))) // CHARACTERS_RENDERED
@@ -126,7 +125,7 @@ def _effort(prompt: ChatPrompt) -> int:
 
 
 def _effort_of(value: object, limit: int) -> int:
-    """Of values that become JSON, until it exceeds the limit."""
+    """The cost of values that become JSON. Stops counting above the limit."""
     effort = 0
     waiting: list[object] = [value]
     while waiting and effort <= limit:

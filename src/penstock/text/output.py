@@ -1,4 +1,4 @@
-"""What a model's text says: plain text, reasoning, and calls of tools."""
+"""The parts of an answer: text, reasoning, and tool calls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from msgspec import Struct
 
 
 class Reasoning(Struct, frozen=True, gc=False):
-    """A piece of what the model thought before it answered."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 class CallBegin(Struct, frozen=True, gc=False):
-    """A call of the tool `name` begins; calls are counted from 0. `id` is the one that the model itself wrote, where its format has ids."""
+    """A call of the tool `name` begins. Calls are numbered from 0. `id` is the one that the model wrote, if its format has ids."""
 
     index: int
     name: str
@@ -24,7 +24,7 @@ class CallBegin(Struct, frozen=True, gc=False):
 
 
 class CallArguments(Struct, frozen=True, gc=False):
-    """A piece of a call's arguments: all pieces of a call, joined, are a JSON object."""
+    """A piece of a call's arguments. All pieces of a call, joined, are a JSON object."""
 
     index: int
     text: str
@@ -37,7 +37,7 @@ class CallEnd(Struct, frozen=True, gc=False):
 
 
 class CallBroken(Struct, frozen=True, gc=False):
-    """What had begun as a call is none: `text` is all that the model wrote of it, from its beginning on. It is to be shown as text."""
+    """What began as a call is not one. `text` is all that the model wrote of it, from the start; it is shown as text."""
 
     index: int
     text: str
@@ -48,20 +48,20 @@ Part = str | Reasoning | CallBegin | CallArguments | CallEnd | CallBroken
 
 
 class OutputParser(Protocol):
-    """Text in, parts out; the same parts for any split of the same text, apart from where pieces of one kind are cut.
+    """Text in, parts out. For any split of the same text the parts are the same, once neighbours of one kind are joined.
 
-    Nothing is lost: what is no call after all comes back as text. It never raises, whatever the text.
+    Nothing is lost: what turns out not to be a call comes back as text. It never raises.
     """
 
     def feed(self, text: str) -> Sequence[Part]:
-        """The parts that this text completes. What could still become something else is held back."""
+        """The parts that this text completes. Text that may still become something else waits."""
 
     def finish(self) -> Sequence[Part]:
-        """The text has ended: what was held back."""
+        """The parts of what still waits, at the end of the text."""
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The parts with neighbouring pieces of one kind put together: the same for any chunking."""
+    """The parts with neighbouring pieces of one kind joined: the same for any split of the text."""
     whole: list[Part] = []
     for kind, pieces in groupby(parts, _kind):
         if kind is str:
@@ -76,5 +76,5 @@ def joined(parts: Iterable[Part]) -> list[Part]:
 
 
 def _kind(part: Part) -> type | int:
-    """What can be put together has the same: of arguments, those of one call."""
+    """Equal for parts that can be joined. Arguments are joined within one call."""
     return part.index if type(part) is CallArguments else type(part)

@@ -1,4 +1,4 @@
-"""A model's chat templates: Jinja in its immutable sandbox, with what templates written for Hugging Face's libraries expect."""
+"""A model's chat templates: Jinja in its immutable sandbox, with what templates for Hugging Face's libraries expect."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from penstock.wire.errors import ConfigError, PenstockError, RequestError
 
 TOOL_USE = "tool_use"
 
-MOST_CHARACTERS = 64 * 2**20
-"""A chat that a template makes longer than this is refused."""
+MAX_CHARACTERS = 64 * 2**20
+"""A longer rendered chat is refused."""
 
-LONGEST_REASON = 500
+MAX_REASON_CHARACTERS = 500
 
-# Put behind what is continued, to find it again. It is no character: UTF-8 has no bytes for it, so no message can contain it. The space
-# tells whether the template trims.
+# Put after the content to continue, to find its end again. UTF-8 has no bytes for a surrogate, so no message can contain it. The space
+# shows whether the template trims.
 _MARK = "\ud803"
 _MARK_AND_SPACE = f"{_MARK} "
 
@@ -34,10 +34,10 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_f
 
 
 class ChatTemplates:
-    """The templates of one model, by name; `default` is taken where a prompt names none, with tools `tool_use`, if there is one.
+    """The templates of one model, by name. A prompt that names none gets `default`; one with tools gets `tool_use` if there is one.
 
-    `source` is the one that a prompt with tools gets, `renders_tools` whether it does so by itself: otherwise they are described in
-    the system's message. Raises ConfigError for a template that is none.
+    `source` is the template for a prompt with tools. `renders_tools`: that template renders tools itself; otherwise they are described in
+    the system message. Raises ConfigError for a template with a syntax error.
     """
 
     def __init__(self, sources: Mapping[str, str], named_tokens: Mapping[str, str]) -> None:
@@ -48,14 +48,14 @@ class ChatTemplates:
         self.renders_tools = preferred is not None and preferred.renders_tools
 
     def render(self, prompt: ChatPrompt) -> str:
-        """Raises RequestError for whatever the template does not take: never anything else."""
+        """Raises RequestError if the template refuses the prompt, and no other error."""
         if not self._templates:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
         template = self._choose(prompt)
         for name in prompt.arguments:
             if name in _GIVEN or name in self._named_tokens:
                 field = f"chat_template_kwargs.{name}"
-                raise RequestError(f"`{field}` is not for the request to set: expected an argument of the template's own", param=field)
+                raise RequestError(f"`{field}` cannot be set by a request: expected an argument of the template itself", param=field)
         if prompt.continues:
             return _continued(template, prompt)
         return template.render(prompt)
@@ -72,7 +72,7 @@ class ChatTemplates:
 
 
 class ChatTemplate:
-    """One template, and which of tools and their calls it writes by itself; what it does not is made text of the messages."""
+    """One template. Tools and tool calls that it does not render itself are written into the messages as text."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         environment = _environment()
@@ -102,9 +102,9 @@ class ChatTemplate:
             return self._joined(values)
         except PenstockError:
             raise
-        # A template can raise anything, for any message that it was not written for.
+        # A template can raise anything for messages that it was not written for.
         except Exception as error:
-            reason = (str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}")[:LONGEST_REASON]
+            reason = (str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}")[:MAX_REASON_CHARACTERS]
             raise RequestError(f"the model's chat template refuses these messages: {reason}", param="messages") from error
 
     def _joined(self, values: Mapping[str, Any]) -> str:
@@ -113,8 +113,8 @@ class ChatTemplate:
         for piece in self._compiled.generate(values):
             pieces.append(piece)
             size += len(piece)
-            if size > MOST_CHARACTERS:
-                raise RequestError(f"`messages` become more than {MOST_CHARACTERS:,} characters of prompt", param="messages")
+            if size > MAX_CHARACTERS:
+                raise RequestError(f"`messages` become more than {MAX_CHARACTERS:,} characters of prompt", param="messages")
         return "".join(pieces)
 
     def _adapted(self, prompt: ChatPrompt) -> ChatPrompt:
@@ -126,7 +126,7 @@ class ChatTemplate:
         return prompt if messages is prompt.messages else replace(prompt, messages=messages)
 
     def _shows_system(self) -> bool:
-        """Whether a system's message becomes part of the prompt. Some templates refuse it, others leave it out."""
+        """Whether a system message becomes part of the prompt. Some templates refuse it, others leave it out."""
         messages = [ChatMessage(role="system", content=_MARK), ChatMessage(role="user", content="")]
         try:
             return _MARK in self.render(ChatPrompt(messages))
@@ -135,26 +135,26 @@ class ChatTemplate:
 
 
 def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
-    """Cut where the last message's content ends, whatever the template has put behind it."""
+    """The rendered text, cut where the content of the last message ends."""
     field = "continue_final_message"
     if prompt.begins_answer:
-        message = f"`{field}` and `add_generation_prompt` exclude each other: an answer is either continued or begun"
+        message = f"`{field}` and `add_generation_prompt` exclude each other: expected at most one of them"
         raise RequestError(message, param=field)
     if not prompt.messages:
-        raise RequestError(f"`{field}` is set, and `messages` has none to continue", param=field)
+        raise RequestError(f"`{field}` is set, but `messages` is empty", param=field)
     *before, last = prompt.messages
     marked = ChatMessage({**last, "content": last["content"] + _MARK_AND_SPACE})
     rendered = template.render(replace(prompt, messages=[*before, marked]))
     end = rendered.rfind(_MARK)
     text = rendered[:end] if rendered.startswith(_MARK_AND_SPACE, end) else rendered[:end].rstrip()
     if end < 0 or not text.rstrip().endswith(last["content"].strip()):
-        message = f"`{field}` is set, but the model's chat template does not render the last message's content as it stands"
+        message = f"`{field}` is set, but the model's chat template changes the content of the last message"
         raise RequestError(message, param=field)
     return text
 
 
 def _with_thinking(message: ChatMessage) -> Mapping[str, Any]:
-    # Some templates know the reasoning by this name.
+    # Some templates use this name for the reasoning.
     return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
 
 
@@ -169,7 +169,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training. Here it is only what stands between."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text, for training. Here only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012, an extension declares its tags so
 
@@ -198,6 +198,6 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _mentions(syntax: jinja2.nodes.Template, key: str) -> bool:
-    """Whether a template looks for this key, in any of the ways to write it."""
+    """Whether a template uses this key, as an attribute or as a string."""
     attributes = any(node.attr == key for node in syntax.find_all(jinja2.nodes.Getattr))
     return attributes or any(node.value == key for node in syntax.find_all(jinja2.nodes.Const))

@@ -1,6 +1,6 @@
-"""Tools and their calls as text, for models whose chat template knows nothing of them: in the way that most models have seen.
+"""Tools and tool calls as text, for models whose chat template does not render them. The format is the most common one: `hermes`.
 
-A call is `<tool_call>`, JSON with `name` and `arguments`, `</tool_call>`, as `penstock.text.formats` reads it under the name `hermes`.
+A call is `<tool_call>`, JSON with `name` and `arguments`, `</tool_call>`, as `penstock.text.formats` reads it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ The results will come in <tool_response> tags. Answer without a call where no to
 
 
 def describe_tools(tools: Iterable[Mapping[str, Any]]) -> str:
-    """What tools there are and how they are called, for the model to read."""
+    """Describes the tools, and how to call them, to the model."""
     return _BEFORE + "\n".join([_json(tool) for tool in tools]) + _AFTER
 
 
 def calls_text(calls: Iterable[ToolCall]) -> str:
-    """Calls as a model would write them."""
+    """Calls as the model writes them."""
     return "\n".join([f"<tool_call>\n{_call_json(call)}\n</tool_call>" for call in calls])
 
 
 def tools_in_system(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> Sequence[ChatMessage]:
-    """With the tools described at the end of the system's message, which is added where there is none."""
+    """The messages with the tools described at the end of the system message, which is added if it is missing."""
     described = describe_tools(tools)
     if messages and messages[0]["role"] == "system":
         first, *rest = messages
@@ -45,7 +45,7 @@ def tools_in_system(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str
 
 
 def tools_in_user(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> Sequence[ChatMessage]:
-    """For templates without a system's message: with the tools described at the beginning of the first of the user's."""
+    """The messages with the tools described at the start of the first user message, for templates without a system message."""
     described = describe_tools(tools)
     for place, message in enumerate(messages):
         if message["role"] == "user":
@@ -55,7 +55,7 @@ def tools_in_user(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, 
 
 
 def calls_as_text(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """With calls written out in the assistant's content, and what tools returned in messages of the user. The same where there are none."""
+    """The messages with calls as text in the assistant's content, and tool results in user messages."""
     if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
         return messages
     changed: list[ChatMessage] = []

@@ -1,4 +1,4 @@
-"""What was said in each session, as tokens: a turn tokenizes only what is new, and answers keep the tokens that the model generated."""
+"""The tokens of each session: a turn tokenizes only what is new, and answers keep the tokens that the model generated."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import NamedTuple
 from penstock.text.encoding import SHORT, Encoder, Steps, at_once
 from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
 
-MOST_BRANCHES = 8
-"""As many transcripts of one session are kept as differ in their ends: of overlapping turns, or of an edited history."""
+MAX_BRANCHES = 8
+"""Transcripts kept per session that differ in their ends, from overlapping turns or an edited history."""
 
 TOKEN_BYTES = 4
 
 ENDING = 256
-"""Characters of the rendered text's end that come with its tokens."""
+"""How many characters of the end of the rendered text are returned with its tokens."""
 
-# As many bytes of tokens are unpacked in a step: about a millisecond. So many take as long as one character to tokenize.
+# Bytes of tokens unpacked in one step: about 1 ms. BYTES_UNPACKED of them cost as much as tokenizing one character.
 STEP_BYTES = 1 << 18
 BYTES_UNPACKED = 128
 
-# More than the objects themselves take: the part, its list, its place among the leaves; the session, its place among the sessions.
+# Upper bounds for the objects: a part with its list and its place among the leaves; a session with its place among the sessions.
 PART_BYTES = 400
 SESSION_BYTES = 1000
 
 
 class _Part:
-    """A piece of rendered text that is tokenized on its own, and its tokens, packed. Those that may follow are its children."""
+    """A piece of rendered text that is tokenized on its own, with its packed tokens. Its children are the known pieces after it."""
 
     __slots__ = ("children", "packed", "parent", "size", "text")
 
@@ -45,7 +45,7 @@ class _Part:
 
 
 class _Session:
-    """A tree of parts: transcripts that begin alike share them. Of its leaves only the latest are kept."""
+    """A tree of parts: transcripts with the same beginning share parts. Only the latest leaves are kept."""
 
     def __init__(self, key: str, model: str, tokenizer: Tokenizer) -> None:
         self.model = model
@@ -56,7 +56,7 @@ class _Session:
         self.size = SESSION_BYTES + sys.getsizeof(key) + sys.getsizeof(model)
 
     def find(self, tokenizer: Tokenizer, text: str) -> list[_Part]:
-        """The known parts with which this text begins, none of them the last of its own."""
+        """The known parts at the start of this text. The text's own last part is never among them."""
         path: list[_Part] = []
         part = self.root
         position = 0
@@ -69,7 +69,7 @@ class _Session:
         return path
 
     def put(self, parent: _Part, text: str, packed: bytes) -> _Part:
-        """A child of `parent` with this text and these tokens, whichever it had."""
+        """The child of `parent` with this text. Its tokens become these."""
         for part in parent.children:
             if part.text == text:
                 growth = sys.getsizeof(packed) - sys.getsizeof(part.packed)
@@ -82,12 +82,12 @@ class _Session:
         self.size += part.size
         self.leaves.pop(parent, None)
         self.leaves[part] = None
-        if len(self.leaves) > MOST_BRANCHES:
+        if len(self.leaves) > MAX_BRANCHES:
             self._remove(next(iter(self.leaves)))
         return part
 
     def keep(self, parent: _Part, text: str, packed: bytes) -> _Part:
-        """A child of `parent` with this text: the one that it has, or one with these tokens."""
+        """The child of `parent` with this text. An existing one keeps its tokens."""
         known = next((part for part in parent.children if part.text == text), None)
         return self.put(parent, text, packed) if known is None else known
 
@@ -95,7 +95,7 @@ class _Session:
         return part is self.root or part.parent is not None
 
     def clear(self) -> None:
-        """Takes it apart, so that nothing of it waits for the garbage collector."""
+        """Breaks the reference cycles, so that the memory is freed at once."""
         while self.leaves:
             self._remove(next(iter(self.leaves)))
 
@@ -104,7 +104,7 @@ class _Session:
         self.leaves[leaf] = None
 
     def _remove(self, leaf: _Part) -> None:
-        """With those before it that lead nowhere else."""
+        """Removes a leaf, and the parts before it that lead nowhere else."""
         del self.leaves[leaf]
         part = leaf
         while not part.children and (parent := part.parent) is not None:
@@ -123,7 +123,7 @@ def _next(tokenizer: Tokenizer, part: _Part, text: str, position: int) -> _Part 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Where in its session a prompt ends: after `end` comes its last part, which the answer will continue."""
+    """Where a prompt ends in its session: after `end` comes its last part, which the answer continues."""
 
     key: str
     session: _Session
@@ -135,7 +135,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A chat as tokens, and how many of them were known. `ending` is the end of its text, `turn` is for `Transcripts.record`."""
+    """A chat as tokens. `reused_tokens` of them were known, `ending` is the end of its text, `turn` is for `Transcripts.record`."""
 
     token_ids: tuple[int, ...]
     reused_tokens: int = 0
@@ -144,19 +144,19 @@ class EncodedChat:
 
 
 class _Piece(NamedTuple):
-    """A part and its tokens, as they are remembered."""
+    """A part and its packed tokens."""
 
     text: str
     packed: bytes
 
 
 class Transcripts:
-    """The transcripts of many sessions, within `max_bytes` after every call: the least recently used sessions go first.
+    """The transcripts of many sessions. They take at most `max_bytes` after every call; the least recently used session goes first.
 
-    What `encode_chat` returns is what the tokenizer's own `encode_chat` returns, except in answers that were recorded: those have the
-    tokens with which they were generated, as long as the chat has the very text that they stand for. Both always decode to the same.
-    Nothing depends on what is remembered but the time it takes. For one event loop: long texts are tokenized by `encoder`, in threads,
-    but what is remembered is touched by none of them. Other calls may come meanwhile, for the same session, too.
+    `encode_chat` returns the tokens that the tokenizer makes of the rendered chat, except for recorded answers: those keep the tokens that
+    were generated, as long as the chat contains exactly their text. Both decode to the same text. What is remembered changes only the
+    time it takes. For one event loop: `encoder` tokenizes long texts in threads, which never touch what is remembered. Calls may overlap,
+    also for one session.
     """
 
     def __init__(self, max_bytes: int, encoder: Encoder | None = None) -> None:
@@ -164,7 +164,7 @@ class Transcripts:
         self.encoder = Encoder() if encoder is None else encoder
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self.bytes = 0
-        """What is remembered takes so much."""
+        """The size of what is remembered."""
         self.tokens_reused = 0
         self.tokens_encoded = 0
 
@@ -174,7 +174,7 @@ class Transcripts:
     async def encode_chat(self, key: str | None, model: str, tokenizer: Tokenizer, prompt: ChatPrompt) -> EncodedChat:
         """The tokens of a chat. Without a key, nothing is looked up or remembered.
 
-        Raises RequestError as the tokenizer does. Does not suspend where little is to be done.
+        Raises RequestError as the tokenizer does. Does not suspend when there is little to do.
         """
         text = await self.encoder.render_chat(tokenizer, prompt)
         session = None if key is None else self._open(key, model, tokenizer)
@@ -188,24 +188,24 @@ class Transcripts:
         self.tokens_reused += reused
         self.tokens_encoded += len(token_ids) - reused
         turn = None
-        # It may have been forgotten meanwhile, or made room for others.
+        # The session may have been forgotten or evicted meanwhile.
         if key is not None and session is not None and self._sessions.get(key) is session:
             end = self._remember(session, path, known, pieces[:-1])
             turn = _Turn(key, session, tokenizer, end, *pieces[-1])
         return EncodedChat(token_ids, reused, turn, text[-ENDING:])
 
     async def encode_text(self, tokenizer: Tokenizer, text: str) -> Sequence[int]:
-        """The tokens of a prompt that is no chat, of which nothing is remembered."""
+        """The tokens of a prompt that is not a chat. Nothing is remembered."""
         return await self.encoder.encode_text(tokenizer, text)
 
     async def encode_infill(self, tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int] | None:
-        """The tokens of a prompt to write what stands between the two; None where the model cannot."""
+        """The tokens of a prompt to write the text between the two. None if the model cannot do that."""
         return await self.encoder.encode_infill(tokenizer, prefix, suffix)
 
     def record(self, prompt: EncodedChat, token_ids: Sequence[int]) -> None:
-        """These tokens were generated after this prompt; the one that ended them may be the last. More than one answer may be recorded.
+        """Records an answer: the tokens generated after this prompt, with or without the end token. A prompt may have several answers.
 
-        Does nothing where the prompt is not remembered any more, or the tokens cannot stand for text in a chat.
+        Does nothing if the prompt is no longer remembered, or if the tokens cannot stand for text in a chat.
         """
         turn = prompt.turn
         if turn is None or self._sessions.get(turn.key) is not turn.session or not turn.session.holds(turn.end):
@@ -225,7 +225,7 @@ class Transcripts:
             session.clear()
 
     def check_integrity(self) -> None:
-        """Every part is counted, is where it says it is, and leads to a leaf."""
+        """Asserts that every part is counted, knows its parent, and leads to a leaf."""
         assert self.bytes == sum(session.size for session in self._sessions.values()) <= self._max_bytes
         for key, session in self._sessions.items():
             parts = [session.root]
@@ -234,7 +234,7 @@ class Transcripts:
                 assert len({child.text for child in part.children}) == len(part.children)
                 parts += part.children
             assert {part for part in parts[1:] if not part.children} == session.leaves.keys()
-            assert len(session.leaves) <= MOST_BRANCHES
+            assert len(session.leaves) <= MAX_BRANCHES
             base = SESSION_BYTES + sys.getsizeof(key) + sys.getsizeof(session.model)
             assert session.size == base + sum(part.size for part in parts[1:])
 
@@ -249,7 +249,7 @@ class Transcripts:
         return session
 
     def _remember(self, session: _Session, path: Sequence[_Part], known: Iterable[_Piece], new: Iterable[_Piece]) -> _Part:
-        """The pieces in their places: the new ones after the known path, or all of them, where that is gone. Returns the last."""
+        """Adds the new pieces after the known path, or all pieces if that path is gone. Returns the last part."""
         size = session.size
         end = path[-1] if path else session.root
         if not session.holds(end):
@@ -266,7 +266,7 @@ class Transcripts:
 
 
 def _encode(tokenizer: Tokenizer, known: Sequence[_Piece], text: str) -> Steps[tuple[list[_Piece], tuple[int, ...]]]:
-    """The parts of this text, and the tokens of all: of what is known, and of it."""
+    """The pieces of this text, and the tokens of the known pieces followed by its own."""
     pieces = []
     for part in tokenizer.parts(text):
         packed = []
@@ -285,7 +285,7 @@ def _encode(tokenizer: Tokenizer, known: Sequence[_Piece], text: str) -> Steps[t
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
-    # A quarter of what a tuple takes, or less.
+    # At most a quarter of the size of a tuple.
     return array("I", token_ids).tobytes()
 
 

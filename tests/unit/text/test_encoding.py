@@ -19,7 +19,7 @@ from penstock.text.tokenizers.cuts import CUT, SLICE, slices
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
-from penstock.text.transcript import MOST_BRANCHES, Transcripts
+from penstock.text.transcript import MAX_BRANCHES, Transcripts
 from penstock.wire.errors import RequestError
 from tokenizer_kinds import KINDS, byte_level, chat, smollm, tokenizer_of
 
@@ -321,7 +321,7 @@ async def test_its_branch_made_room_meanwhile() -> None:
     await transcripts.encode_chat("session", "model", tokenizer, chat("hello", "water", "and?"))
     async with Turn(transcripts, tokenizer, prompt):
         tokenizer.gate.set()
-        for number in range(2 * MOST_BRANCHES):
+        for number in range(2 * MAX_BRANCHES):
             drive(transcripts.encode_chat("session", "model", tokenizer, chat(f"another {number}", "x", "y")))
             transcripts.check_integrity()
     assert (await transcripts.encode_chat("session", "model", tokenizer, prompt)).reused_tokens > 1_000

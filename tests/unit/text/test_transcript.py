@@ -21,7 +21,7 @@ from penstock.text.tokenizers.cuts import separators
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
-from penstock.text.transcript import MOST_BRANCHES, EncodedChat, Transcripts
+from penstock.text.transcript import MAX_BRANCHES, EncodedChat, Transcripts
 from penstock.wire.errors import RequestError
 from tokenizer_kinds import CHAT_ML, KINDS, byte_level, chat, say, smollm, tokenizer_of
 
@@ -361,9 +361,9 @@ def test_every_branch_is_known_and_stored_once() -> None:
 
 def test_the_latest_branches_are_kept() -> None:
     checked = Checked(smollm())
-    for count in range(3 * MOST_BRANCHES):
+    for count in range(3 * MAX_BRANCHES):
         checked.encode(say("the same", "each time", f"but for {count}", "this", "and?"))
-    last = 3 * MOST_BRANCHES - 1
+    last = 3 * MAX_BRANCHES - 1
     reused = [checked.encode(say("the same", "each time", f"but for {count}", "this", "and?")).reused_tokens for count in (last, 0)]
     assert reused[0] > reused[1] > 0
 

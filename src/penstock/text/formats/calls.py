@@ -1,4 +1,4 @@
-"""Calls on their way out: begun, filled, ended; or given back as text when they turn out to be none."""
+"""The tool calls of one answer, as they are read: begun, filled and ended, or given back as text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from penstock.text.formats.source import Malformed, Source
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part
 
-LONGEST_NAME = 256
-LONGEST_ID = 256
+MAX_NAME_CHARACTERS = 256
+MAX_ID_CHARACTERS = 256
 
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f\ud800-\udfff\"'<>(){}\[\]|]+")
 
 
 class Calls:
-    """The calls of one answer. Exactly one is being read at a time, from `open` on.
+    """The calls of one answer. One at a time is read, from `open` on.
 
-    Where the notation has markers, any name that looks like one makes a call: whoever runs the tools knows best what to say about an
-    unknown one. Where it has none (`open(known_only=True)`), only a name among the tools does; all else is text.
+    In a format with markers, any valid name makes a call: the client that runs the tools decides about unknown ones. In a format without
+    markers (`open(known_only=True)`), only the name of a known tool does; everything else is text.
     """
 
     def __init__(self, source: Source, out: list[Part], tools: Mapping[str, Mapping[str, Any]]) -> None:
@@ -31,19 +31,19 @@ class Calls:
         self.known_only = False
 
     def open(self, prefix: str, known_only: bool = False) -> None:
-        """What comes is a call, and `prefix` was its beginning."""
+        """A call follows. `prefix` was its start."""
         self._source.mark(prefix)
         self.known_only = known_only
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        is_name = len(name) <= LONGEST_NAME and _NAME.fullmatch(name) is not None
+        is_name = len(name) <= MAX_NAME_CHARACTERS and _NAME.fullmatch(name) is not None
         if self._has_begun or not is_name or (self.known_only and name not in self._tools):
             raise Malformed
         self._has_begun = True
         self._out.append(CallBegin(self.count, name, call_id))
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """The schema of a tool's parameters; empty where nothing is known."""
+        """The schema of a tool's parameters; empty for an unknown tool."""
         return self._tools.get(name, {})
 
     def arguments(self, text: str) -> None:
@@ -56,17 +56,17 @@ class Calls:
         self._source.mark()
 
     def separated(self) -> None:
-        """What was read since the last call is only what separates it from the next one."""
+        """Forgets what was read since the last call: it only separates calls."""
         self._source.mark()
 
     def close(self) -> None:
-        """There are no more calls here, and what was read since the last is part of none."""
+        """There are no more calls here. Forgets what was read since the last one."""
         self._source.recorded()
 
     def give_up(self) -> str:
-        """What was being read is no call: what is to be shown of it as text. A call that has begun is broken.
+        """What was being read is not a call: returns it, to be shown as text. A call that has begun is reported as broken instead.
 
-        Where the text has ended, what was held back of it is part of that.
+        At the end of the text, what still waits is part of it.
         """
         if self._source.ended:
             self._source.at = len(self._source.text)

@@ -1,4 +1,4 @@
-"""Grammars that make a model call a tool, and that let it think before it says what a grammar demands."""
+"""Grammars that force a tool call, and grammars that allow reasoning before structured output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-MOST_CALLS = 16
-"""So many calls at most, where several are allowed: a small model that may always begin another never ends."""
+MAX_CALLS = 16
+"""The limit for parallel calls: a small model that may always begin another call never ends."""
 
 _ANY_TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"
@@ -29,37 +29,37 @@ _ANALYSIS_GOES_ON = f'{_ANY_TEXT} <|end|> <|start|> "assistant"'
 def tool_grammar(
     tool_format: str | None, tools: Schemas, parallel: bool, reasoning_format: str | None, inside_reasoning: bool
 ) -> tuple[str, Grammar]:
-    """What a model must write that is to call one of these tools, after its reasoning if it has any, and the format to read that with.
+    """A grammar that forces a call of one of these tools, after optional reasoning, and the name of the format to read it with.
 
-    That is its own format where the format's markers are text, and `json` where they are tokens that a grammar cannot name for every
-    vocabulary. It is one call, or, with `parallel`, several. Raises RequestError when there is too much of it.
+    The format is the model's own if its markers are text, and `json` if they are tokens that a grammar cannot name in every vocabulary.
+    One call, or several with `parallel`. Raises RequestError when the grammar is too long.
     """
     if HARMONY in (tool_format, reasoning_format):
-        # One message is one call, and the token after it ends the answer.
+        # A message is one call, and the token after it ends the answer.
         return HARMONY, _grammar([_start(HARMONY, inside_reasoning), *_harmony_calls(tools)], "tools")
     own = TOOL_FORMATS[tool_format].written if tool_format is not None else None
     name = tool_format if tool_format is not None and own is not None else JSON
     written = TOOL_FORMATS[name].written
     assert written is not None
-    rules = [_start(reasoning_format, inside_reasoning), *_calls(TOOL_FORMATS[name], written, tools, MOST_CALLS if parallel else 1)]
+    rules = [_start(reasoning_format, inside_reasoning), *_calls(TOOL_FORMATS[name], written, tools, MAX_CALLS if parallel else 1)]
     return name, _grammar(rules, "tools")
 
 
 def after_reasoning(grammar: Grammar, reasoning_format: str | None, inside_reasoning: bool) -> Grammar:
-    """The grammar with the model's reasoning before it: it must be closed where the prompt has begun it, and may be there where not.
+    """The grammar with the model's reasoning before it: required if the prompt has begun it, else optional.
 
-    Raises RequestError for a grammar in GBNF, to which nothing can be added, and when it gets too long.
+    Raises RequestError for a grammar in GBNF, which cannot be extended, and when the result is too long.
     """
     if reasoning_format is None:
         return grammar
     try:
         answer = _answer(grammar)
     except msgspec.DecodeError:
-        # The worker says what is wrong with it.
+        # The worker reports what is wrong with it.
         return grammar
     start = _start(reasoning_format, inside_reasoning)
     if reasoning_format == HARMONY:
-        # The answer stands first, so that the lines of a grammar keep their numbers in errors.
+        # The answer comes first, so that line numbers in errors stay the same.
         return _grammar([f"final: {answer}", 'answer: <|channel|> "final" <|message|> final', start], "grammar")
     return _grammar([f"answer: {answer}", start], "grammar")
 
@@ -73,7 +73,7 @@ def _grammar(rules: Iterable[str], field: str) -> Grammar:
 
 
 def _start(reasoning_format: str | None, inside: bool) -> str:
-    """The rule of the whole, which ends with the rule `answer`."""
+    """The start rule. It ends with the rule `answer`."""
     if reasoning_format is None:
         return "start: answer"
     if reasoning_format == HARMONY:
@@ -108,7 +108,7 @@ _HARMONY_BODY = '" " <|constrain|> "json" <|message|>'
 
 
 def _answer(grammar: Grammar) -> str:
-    """What a grammar says, as the body of a rule."""
+    """A grammar as the body of a rule."""
     match grammar.kind:
         case "json_schema":
             return f"%json {grammar.source}"
@@ -125,7 +125,7 @@ def _answer(grammar: Grammar) -> str:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    """The arguments of a call are an object, also where their schema does not say so."""
+    """Arguments are an object, even if their schema does not say so."""
     return "%json " + json.dumps({"type": "object", **schema}, ensure_ascii=False)
 
 
@@ -134,7 +134,7 @@ def _literal(text: str | list[str]) -> str:
 
 
 def _literals(text: str, tokens: frozenset[str]) -> str:
-    """A text in which these may be tokens."""
+    """A text in which these strings may be tokens."""
     pieces = re.split("|".join(["(?!)", *(f"({re.escape(token)})" for token in sorted(tokens))]), text)
     return " ".join(("%token " if piece in tokens else "") + _literal(piece) for piece in pieces if piece)
 

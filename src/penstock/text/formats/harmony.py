@@ -1,4 +1,4 @@
-"""Harmony, the notation of gpt-oss: an answer is a row of messages, each in a channel, some of them to a tool.
+"""Harmony, the format of gpt-oss: an answer is a sequence of messages, each in a channel, some of them to a tool.
 
 `<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>`
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.text.formats.calls import LONGEST_NAME, Calls
+from penstock.text.formats.calls import MAX_NAME_CHARACTERS, Calls
 from penstock.text.formats.json_calls import NO_ARGUMENTS, read_arguments
 from penstock.text.formats.parser import Flow, Schemas, SteppingParser
 from penstock.text.formats.source import Malformed, Markers, Steps
@@ -18,7 +18,7 @@ _HEADERS = Markers("<|start|>", "<|channel|>")
 _RECIPIENT_FIRST = Markers("to=")
 _STOPS = Markers("<|end|>", "<|call|>", "<|return|>")
 _ENDS = _STOPS | _HEADERS
-_LONGEST_HEADER = LONGEST_NAME + 128
+_MAX_HEADER_CHARACTERS = MAX_NAME_CHARACTERS + 128
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -27,9 +27,9 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyParser(SteppingParser):
-    """Messages in the channel `analysis` are reasoning, those to a recipient are calls, all others are text, to the character.
+    """Messages in the channel `analysis` are reasoning, messages to a recipient are calls, all others are text, unchanged.
 
-    Without tools a message to a recipient is text. What stands outside of messages is text, too, apart from whitespace.
+    Without tools, a message to a recipient is text. Text outside of messages is text; whitespace there is dropped.
     """
 
     def __init__(self, schemas: Schemas, inside_reasoning: bool) -> None:
@@ -63,7 +63,7 @@ class HarmonyParser(SteppingParser):
     def _message(self, begun: str) -> Steps[None]:
         self._calls.open(begun)
         try:
-            header, _ = yield from self._source.field(_MESSAGE, _LONGEST_HEADER)
+            header, _ = yield from self._source.field(_MESSAGE, _MAX_HEADER_CHARACTERS)
             header = begun + header
             recipient = _RECIPIENT.search(header)
             if recipient and self._schemas:

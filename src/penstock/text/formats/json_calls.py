@@ -1,30 +1,31 @@
-"""Calls whose arguments are JSON: an object that names the tool, or a name and then the arguments."""
+"""Calls whose arguments are JSON: an object that names the tool, or a name followed by the arguments."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.text.formats.calls import LONGEST_ID, LONGEST_NAME, Calls
+from penstock.text.formats.calls import MAX_ID_CHARACTERS, MAX_NAME_CHARACTERS, Calls
 from penstock.text.formats.json_scanner import checked, read_string, read_value
 from penstock.text.formats.source import NO_MARKERS, Malformed, Markers, Sink, Source, Steps
 
 NO_ARGUMENTS = "{}"
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
-# What else an object has that is a call, in the notations that have no markers.
+# The keys of a call in formats without markers.
 _KEYS = ("name", "type", "id", *_ARGUMENT_KEYS)
 _OPENING_FENCES = Markers("```json", "```\n")
 _CLOSING_FENCE = Markers("```")
 _NEWLINE = Markers("\n")
-_LONGEST_HEADER = LONGEST_NAME + LONGEST_ID + 64
+_MAX_HEADER_CHARACTERS = MAX_NAME_CHARACTERS + MAX_ID_CHARACTERS + 64
 
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """Objects `{"name": …, "arguments": …}`, in a list or one after the other, with `parameters` for `arguments` and any order.
+    """Objects `{"name": …, "arguments": …}`, in a list or one after the other. Keys have any order; `parameters` is also accepted.
 
-    A call ends with its object. Other keys are ignored, unless the notation has no markers.
+    A call ends with its object. Other keys are ignored, except in formats without markers.
     """
 
     closes: Markers = NO_MARKERS
@@ -67,10 +68,10 @@ class JsonCalls:
 
 @dataclass(frozen=True)
 class NamedCalls:
-    """A header with the name, then the arguments: `opens` header `separates` arguments `closes`, as often as there are calls.
+    """A header with the name, then the arguments: `opens` header `separates` arguments `closes`, repeated for each call.
 
-    `header` has a group `name`, and may have one `id`. Where the header is only the word `kind`, the name follows it in a line of its own,
-    and the arguments in a fence. Without `opens` there is one call.
+    `header` has a group `name`, and may have a group `id`. If the header is just the word `kind`, the name follows on its own line, and the
+    arguments are in a fence. Without `opens` there is one call.
     """
 
     separates: Markers
@@ -81,28 +82,20 @@ class NamedCalls:
     kind: str | None = None
 
     def read(self, source: Source, calls: Calls) -> Steps[None]:
-        if not self.opens.strings:
+        if self.opens.strings:
+            yield from read_each(source, calls, self.opens, self._call)
+        else:
             yield from self._call(source, calls)
-            yield from close(source, calls, self.section_closes)
-            return
-        yield from source.spaces()
-        if not (yield from source.take(self.opens)):
-            raise Malformed
-        while True:
-            yield from self._call(source, calls)
-            yield from source.spaces()
-            if not (yield from source.take(self.opens)):
-                break
         yield from close(source, calls, self.section_closes)
 
     def _call(self, source: Source, calls: Calls) -> Steps[None]:
-        header, separator = yield from source.field(self.separates, _LONGEST_HEADER)
+        header, separator = yield from source.field(self.separates, _MAX_HEADER_CHARACTERS)
         if separator == "{":
             source.give_back(1)
         yield from source.spaces()
         is_fenced = header.strip() == self.kind and (yield from source.peek()) != "{"
         if is_fenced:
-            header, _ = yield from source.field(_NEWLINE, LONGEST_NAME)
+            header, _ = yield from source.field(_NEWLINE, MAX_NAME_CHARACTERS)
         fields = self.header.fullmatch(header.strip())
         if not fields:
             raise Malformed
@@ -125,7 +118,7 @@ class NamedCalls:
             raise Malformed
 
     def _after(self, source: Source, calls: Calls, is_fenced: bool) -> Steps[None]:
-        """What ends a call, which may be missing."""
+        """Reads the end of a call, which may be missing."""
         yield from source.spaces()
         if is_fenced and (yield from source.take_end(_CLOSING_FENCE)):
             yield from source.spaces()
@@ -136,7 +129,7 @@ class NamedCalls:
 
 @dataclass(frozen=True)
 class NamedOrListed:
-    """Either of the two, told apart by the first character."""
+    """One of the two formats, told apart by the first character."""
 
     named: NamedCalls
     listed: JsonCalls
@@ -147,8 +140,20 @@ class NamedOrListed:
         yield from (self.listed if is_listed else self.named).read(source, calls)
 
 
+def read_each(source: Source, calls: Calls, opens: Markers, read_call: Callable[[Source, Calls], Steps[None]]) -> Steps[None]:
+    """Reads calls as long as each begins with one of these markers. There must be at least one."""
+    yield from source.spaces()
+    if not (yield from source.take(opens)):
+        raise Malformed
+    while True:
+        yield from read_call(source, calls)
+        yield from source.spaces()
+        if not (yield from source.take(opens)):
+            return
+
+
 def read_object(source: Source, calls: Calls) -> Steps[None]:
-    """One call that is an object, from its brace to its brace."""
+    """Reads one call that is an object."""
     yield from source.expect("{")
     has_begun = has_arguments = False
     held: list[str] = []
@@ -179,7 +184,7 @@ def read_object(source: Source, calls: Calls) -> Steps[None]:
 
 
 def read_arguments(source: Source, sink: Sink) -> Steps[None]:
-    """Arguments as they come: an object; a string that holds one, as some write it; `null` for none."""
+    """Reads arguments as they come: an object, a string that contains one, or `null` for no arguments."""
     beginning = yield from source.peek()
     if beginning == "{":
         yield from read_value(source, sink)
@@ -199,7 +204,7 @@ def read_arguments(source: Source, sink: Sink) -> Steps[None]:
 
 
 def close(source: Source, calls: Calls, closes: Markers) -> Steps[None]:
-    """What ends a section of calls, where it is there; what is there instead is text."""
+    """Reads the end of a section of calls, if it is there. Malformed if something else follows."""
     yield from source.spaces()
     if (yield from source.take_end(closes)) is None and not source.is_used_up:
         raise Malformed
@@ -207,7 +212,7 @@ def close(source: Source, calls: Calls, closes: Markers) -> Steps[None]:
 
 
 def _is_more_after(source: Source) -> Steps[bool]:
-    """Reads a separator and what space follows it: whether there is anything after it."""
+    """Reads a separator and the whitespace after it. Returns whether anything follows."""
     source.at += 1
     yield from source.spaces()
     return not source.is_used_up

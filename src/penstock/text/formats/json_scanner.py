@@ -1,4 +1,4 @@
-"""JSON as it comes: checked to the last character that is certainly right."""
+"""JSON that comes in pieces, checked as far as it is certainly valid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from penstock.text.formats.source import Malformed, Sink, Source, Steps
 
 MAX_DEPTH = 128
-LONGEST_SCALAR = 400
+MAX_SCALAR_CHARACTERS = 400
 
 _SPACE = re.compile(r"[ \t\n\r]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -25,8 +25,8 @@ _KEY_BEGINS = (_FIRST_KEY, _KEY)
 class JsonScanner:
     """Follows one JSON value through a text that comes in pieces.
 
-    It goes as far as the text is certainly right: the rest of a number, a word or an escape is waited for. Control characters in strings,
-    which models write and JSON forbids, become their escapes. Depth is limited.
+    It stops where the text is not certainly valid: it waits for the rest of a number, a word or an escape. Control characters in strings,
+    which models write and JSON forbids, become escapes. Depth is limited.
     """
 
     __slots__ = ("_closers", "_expected", "_in_string", "is_broken", "is_done")
@@ -39,8 +39,8 @@ class JsonScanner:
         self._in_string = False
 
     def scan(self, text: str, at: int, out: list[str]) -> int:
-        """How far the text is right from here. What is new goes to `out`. Where it stops before the text's end, it is done, broken or
-        waits for more."""
+        """Returns how far the text is valid, and appends that part to `out`. If it stops before the end of the text, the value is done or
+        broken, or it waits for more."""
         while at < len(text) and not self.is_done:
             end = self._string(text, at, out) if self._in_string else self._token(text, at, out)
             if end == at:
@@ -82,9 +82,9 @@ class JsonScanner:
     def _scalar(self, text: str, at: int, out: list[str]) -> int:
         found = _RUN.match(text, at)
         assert found is not None
-        if len(found[0]) <= LONGEST_SCALAR and found.end() == len(text):
+        if len(found[0]) <= MAX_SCALAR_CHARACTERS and found.end() == len(text):
             return at
-        if len(found[0]) > LONGEST_SCALAR or not _SCALAR.fullmatch(found[0]):
+        if len(found[0]) > MAX_SCALAR_CHARACTERS or not _SCALAR.fullmatch(found[0]):
             self.is_broken = True
             return at
         out.append(found[0])
@@ -92,7 +92,7 @@ class JsonScanner:
         return found.end()
 
     def _advance(self, character: str) -> bool:
-        """Whether this character may come here, outside of strings and scalars."""
+        """Whether this character is allowed here, outside of strings and scalars."""
         expected = self._expected
         if character == '"' and (expected in _VALUE_BEGINS or expected in _KEY_BEGINS):
             self._in_string = True
@@ -122,7 +122,7 @@ class JsonScanner:
 
 
 def read_value(source: Source, sink: Sink) -> Steps[None]:
-    """Reads one value, which begins here, and gives it to the sink as it comes. Malformed where it is none or does not end."""
+    """Reads one value and gives it to the sink as it comes. Malformed if it is not JSON or does not end."""
     scanner = JsonScanner()
     while True:
         out: list[str] = []
@@ -136,7 +136,7 @@ def read_value(source: Source, sink: Sink) -> Steps[None]:
 
 
 def read_string(source: Source) -> Steps[str]:
-    """What a string, which begins here, says."""
+    """Reads a string and returns its content."""
     pieces: list[str] = []
     if (yield from source.peek()) != '"':
         raise Malformed
@@ -145,24 +145,24 @@ def read_string(source: Source) -> Steps[str]:
 
 
 def checked(text: str) -> str | None:
-    """The text as JSON, when it is one whole value; with surrogates that lack their other half it is none."""
+    """The text as JSON if it is one complete value, else None. Unpaired surrogates are not valid."""
+    # The space ends a number or a word.
     text = text.strip() + " "
     scanner = JsonScanner()
     out: list[str] = []
     end = scanner.scan(text, 0, out)
     if not scanner.is_done:
-        # A number or word at the top is done by the space after it.
         return None
     return "".join(out) if end == len(text) - 1 and is_text(text) else None
 
 
 def escaped(text: str) -> str:
-    """As it stands within a JSON string."""
+    """The text as the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8."""
+    """Whether it can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""What the rest of the program calls: a parser for an answer, and what has to be known before it begins.
+"""What the rest of the program calls.
 
-`make_parser` for one answer; `opens_reasoning` for its prompt; `visible_tokens` for the detokenizer; `detect` and `check_formats` when a
-model is loaded. `grammars.py` has the grammars.
+`make_parser` for one answer, `opens_reasoning` for its prompt, `visible_tokens` for the detokenizer, `detect` and `check_formats` when a
+model is loaded. `grammar.py` has the grammars.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from penstock.wire.errors import ConfigError
 
 
 def make_parser(tool_format: str | None, reasoning_format: str | None, tools: Schemas, inside_reasoning: bool) -> OutputParser | None:
-    """A fresh parser for one answer; None when there is nothing to look for.
+    """A fresh parser for one answer. None if there is nothing to look for.
 
-    `tools` are the schemas of the tools' parameters by name. Without any, no calls are looked for, and their markers are text. Only
-    harmony's channels are always read. `inside_reasoning` says that the prompt ended within the model's reasoning.
+    `tools` are the schemas of the tools' parameters by name. Without tools, the markers of calls are text; only Harmony's channels are
+    always read. `inside_reasoning`: the prompt ends inside the model's reasoning.
     """
     if HARMONY in (tool_format, reasoning_format) and tool_format != JSON:
         return HarmonyParser(tools if tool_format == HARMONY else {}, inside_reasoning)
@@ -29,7 +29,7 @@ def make_parser(tool_format: str | None, reasoning_format: str | None, tools: Sc
 
 
 def opens_reasoning(reasoning_format: str, prompt_ending: str) -> bool:
-    """Whether a prompt that ends like this leaves the model inside its reasoning."""
+    """Whether a prompt with this ending leaves the model inside its reasoning."""
     reasoning = REASONING_FORMATS[reasoning_format]
     ending = prompt_ending.rstrip()
     if reasoning.is_implied:
@@ -38,7 +38,7 @@ def opens_reasoning(reasoning_format: str, prompt_ending: str) -> bool:
 
 
 def visible_tokens(tool_format: str | None, reasoning_format: str | None) -> frozenset[str]:
-    """What a detokenizer must show as text where it is a special token; it need not be one."""
+    """The strings that a detokenizer must show as text, even if they are special tokens."""
     visible: set[str] = set()
     if tool_format is not None:
         tools = TOOL_FORMATS[tool_format]
@@ -64,7 +64,7 @@ def check_formats(tool_format: str | None, reasoning_format: str | None) -> None
         )
 
 
-# In the order in which they are tried: what only one model family writes comes before what several do. All of the strings must be there.
+# Tried in this order: formats of one model family before those of several. All strings of an entry must be in the template.
 _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>", "<|message|>")),
     ("deepseek_v32", ("｜DSML｜",)),
@@ -96,7 +96,7 @@ _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def detect(template: str) -> tuple[str | None, str | None]:
-    """The formats of calls and of reasoning. None for what the template does not show; without `tools` in it there are no calls."""
+    """The formats of tool calls and reasoning that a chat template uses, None if it uses none. Without `tools` in it there are no calls."""
     tool = next((name for name, signs in _TOOL_SIGNS if all(sign in template for sign in signs)), None)
     reasoning = next((name for name, sign in _REASONING_SIGNS if sign in template), None)
     return (tool if "tools" in template or tool == HARMONY else None), reasoning

@@ -1,4 +1,4 @@
-"""Text on its way out. Whitespace at its end waits until it is known what follows."""
+"""The one incremental parser: text in, parts out. Formats are tables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from penstock.text.output import OutputParser, Part, Reasoning
 
 
 class Flow:
-    """One kind of text, up to one of some markers.
+    """Text or reasoning on its way out, up to one of some markers.
 
-    With `trims`, whitespace at its beginning is dropped. With `holds`, whitespace at its end is held back: `spaces` has it. With
-    `after_call`, whitespace that is all of it is dropped.
+    With `trims`, whitespace at its start is dropped. With `holds`, whitespace at its end waits in `spaces` until it is known what follows.
+    With `after_call`, a text of whitespace only is dropped.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Flow:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held back, and text in which nothing is remarkable would go out as it is."""
+        """Whether nothing waits, so that plain text goes out unchanged."""
         return self.has_begun and not self.spaces
 
     def straight(self, text: str) -> Part | None:
-        """Of an idle flow: this text as a part; None where something in it asks for a closer look. It is what most tokens cost."""
+        """For an idle flow: plain text as a part. None if it may contain a marker, or must wait. Most tokens take only this path."""
         if self._find_first(text) or (self._holds and text[-1].isspace()):
             return None
         return self._kind(text)
@@ -65,7 +65,7 @@ class Flow:
         return spaces
 
     def end(self) -> None:
-        """Nothing follows: what was held back is part of it, unless it is to be dropped."""
+        """Nothing follows: whitespace that waits goes out, unless it is dropped."""
         spaces = self.take_spaces()
         if self.has_begun or not (self._trims or self._after_call):
             self._show(spaces)
@@ -80,7 +80,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class SteppingParser(OutputParser):
-    """Feeds a reader. Text in which nothing is remarkable goes straight through."""
+    """Feeds a reader. Plain text goes straight through."""
 
     def __init__(self) -> None:
         self._source = Source()
@@ -108,11 +108,11 @@ class SteppingParser(OutputParser):
         return self._taken()
 
     def _read(self) -> Steps[None]:
-        """Everything, up to the end; it yields at least once."""
+        """Reads everything, up to the end. Yields at least once."""
         raise NotImplementedError
 
     def _pass(self, flow: Flow) -> Steps[str | None]:
-        """Lets text flow up to one of its markers, which is returned; None at the end."""
+        """Lets text flow up to one of the flow's markers, and returns that. None at the end."""
         self._flow = flow
         marker = yield from self._source.until(flow.markers, flow.write)
         self._flow = None
@@ -125,10 +125,10 @@ class SteppingParser(OutputParser):
 
 
 class FormatParser(SteppingParser):
-    """Reasoning at the beginning, where the model has it, then text with calls in it.
+    """Reasoning at the start, if the model has it, then text with calls in it.
 
-    Whitespace before a call, between calls and after the last at the end is dropped, and so is whitespace around reasoning. What begins
-    as a call and is none comes back with the whitespace before it.
+    Whitespace is dropped before a call, between calls, after the last call at the end, and around reasoning. What begins as a call and is
+    not one comes back as text, with the whitespace before it.
     """
 
     def __init__(self, tools: ToolFormat | None, reasoning: ReasoningFormat | None, schemas: Schemas, inside_reasoning: bool) -> None:
@@ -158,7 +158,7 @@ class FormatParser(SteppingParser):
         self._text = Flow(self._out, str, self._markers, trims=trims, holds=bool(self._openings), after_call=after_call)
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Steps[bool]:
-        """All reasoning that there is at the beginning: whether there was any."""
+        """Reads all reasoning at the start. Returns whether there was any."""
         is_inside = has_reasoned = self._begins_inside
         while True:
             self._source.mark()
@@ -167,7 +167,7 @@ class FormatParser(SteppingParser):
                 is_inside = has_reasoned = True
             spaces = self._source.recorded()
             if not is_inside:
-                # They are text, if text follows.
+                # They belong to the text that follows.
                 self._source.unread(spaces)
                 return has_reasoned
             flow = Flow(self._out, Reasoning, reasoning.closes | self._interrupts, trims=True)
@@ -180,7 +180,7 @@ class FormatParser(SteppingParser):
             is_inside = False
 
     def _read_bare(self) -> Steps[None]:
-        """Calls without a marker, which only the beginning of the answer can be."""
+        """Reads calls without a marker. They can only be at the start of the answer."""
         if not self._bare:
             return
         self._source.mark()

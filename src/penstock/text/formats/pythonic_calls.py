@@ -1,18 +1,18 @@
-"""Values in the notation of Python, or in that of Gemma, made JSON as they come."""
+"""Calls in Python's notation, or in Gemma's. Their values become JSON as they come."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from penstock.text.formats.calls import LONGEST_NAME, Calls
+from penstock.text.formats.calls import MAX_NAME_CHARACTERS, Calls
 from penstock.text.formats.json_calls import close
-from penstock.text.formats.json_scanner import LONGEST_SCALAR, checked, escaped
+from penstock.text.formats.json_scanner import MAX_SCALAR_CHARACTERS, checked, escaped
 from penstock.text.formats.source import NO_MARKERS, Malformed, Markers, Sink, Source, Steps
 from penstock.text.formats.tagged_calls import quoted
 
 MAX_DEPTH = 64
-LONGEST_KEY = 256
+MAX_KEY_CHARACTERS = 256
 
 _SCALAR = re.compile(r"[-+.\w]*", re.ASCII)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -26,13 +26,13 @@ _BACKSLASH = "\\"
 
 @dataclass(frozen=True)
 class Notation:
-    """How values are written: what stands around strings, if not quotes, and whether keys stand for themselves."""
+    """How values are written: what delimits strings, if not quotes, and whether keys need no quotes."""
 
     around_strings: Markers = NO_MARKERS
     has_bare_keys: bool = False
 
     def value(self, source: Source, sink: Sink, depth: int = 0) -> Steps[None]:
-        """Reads one value and gives the sink its JSON, all of which is certain. Malformed where it is none."""
+        """Reads one value and gives its JSON to the sink. Malformed if it is not a value."""
         if depth > MAX_DEPTH:
             raise Malformed
         yield from source.spaces()
@@ -42,7 +42,7 @@ class Notation:
         elif (yield from self._is_string(source)):
             yield from self._string(source, sink)
         else:
-            sink(_scalar((yield from source.run(_SCALAR, LONGEST_SCALAR))))
+            sink(_scalar((yield from source.run(_SCALAR, MAX_SCALAR_CHARACTERS))))
 
     def _items(self, source: Source, sink: Sink, depth: int) -> Steps[None]:
         opening = source.text[source.at]
@@ -71,7 +71,7 @@ class Notation:
         if (yield from self._is_string(source)):
             yield from self._string(source, sink)
         else:
-            key = yield from source.run(_BARE_KEY, LONGEST_KEY)
+            key = yield from source.run(_BARE_KEY, MAX_KEY_CHARACTERS)
             if not key or not self.has_bare_keys:
                 raise Malformed
             sink(quoted(key))
@@ -80,7 +80,7 @@ class Notation:
         sink(": ")
 
     def _is_string(self, source: Source) -> Steps[bool]:
-        """Whether one begins here; its delimiter is read where it is a marker, and not where it is a quote."""
+        """Whether a string begins here. Reads its delimiter if that is a marker, but not a quote."""
         if self.around_strings.strings:
             return (yield from source.take(self.around_strings)) is not None
         return (yield from source.peek()) in ("'", '"')
@@ -121,7 +121,7 @@ def _quoted_string(source: Source, sink: Sink) -> Steps[None]:
 
 
 def _escape(source: Source) -> Steps[str]:
-    """The JSON of an escape of Python's; a backslash before anything else stands for itself, as there."""
+    """The JSON of a Python escape. A backslash before any other character stands for itself, as in Python."""
     while len(source.text) - source.at < _escape_size(source.text[source.at + 1 : source.at + 2]) and not source.ended:
         yield from source.wait()
     found = _ESCAPE.match(source.text, source.at)
@@ -138,12 +138,12 @@ def _escape(source: Source) -> Steps[str]:
     code = int(said[1:], 16)
     if code > 0xFFFF:
         return escaped(chr(code)) if code <= 0x10FFFF else escaped(found[0])
-    # Halves of a surrogate pair stay escapes: only together they are a character.
+    # The halves of a surrogate pair stay escapes: only together they are a character.
     return f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else escaped(chr(code))
 
 
 def _escape_size(kind: str) -> int:
-    """How many characters an escape has at most."""
+    """The maximum length of an escape."""
     return _SIZES.get(kind, 4 if kind.isdecimal() else 2)
 
 
@@ -157,7 +157,7 @@ _BRACE = Markers("{")
 
 @dataclass(frozen=True)
 class PythonicCalls:
-    """Calls with keyword arguments, in a list; or, where `needs_list` is not set, one after the other, too."""
+    """Calls with keyword arguments, in a list. Without `needs_list`, also one after the other."""
 
     closes: Markers = NO_MARKERS
     needs_list: bool = True
@@ -177,7 +177,7 @@ class PythonicCalls:
         yield from close(source, calls, self.closes)
 
     def _call(self, source: Source, calls: Calls) -> Steps[None]:
-        name = yield from source.run(_NAME, LONGEST_NAME)
+        name = yield from source.run(_NAME, MAX_NAME_CHARACTERS)
         yield from source.expect("(")
         calls.begin(name)
         before = "{"
@@ -186,7 +186,7 @@ class PythonicCalls:
             if (yield from source.peek()) == ")":
                 source.at += 1
                 break
-            key = yield from source.run(_KEYWORD, LONGEST_KEY)
+            key = yield from source.run(_KEYWORD, MAX_KEY_CHARACTERS)
             yield from source.spaces()
             yield from source.expect("=")
             if not key:
@@ -206,7 +206,7 @@ class PythonicCalls:
 
 @dataclass(frozen=True)
 class GemmaCalls:
-    """`call:name{key:value,…}`, where strings stand between `<escape>` and `<escape>`."""
+    """`call:name{key:value,…}`, with strings between `<escape>` and `<escape>`."""
 
     closes: Markers
 
@@ -214,7 +214,7 @@ class GemmaCalls:
         yield from source.spaces()
         if not (yield from source.take(_CALL)):
             raise Malformed
-        name, _ = yield from source.field(_BRACE, LONGEST_NAME)
+        name, _ = yield from source.field(_BRACE, MAX_NAME_CHARACTERS)
         calls.begin(name.strip())
         source.give_back(1)
         yield from _GEMMA.value(source, calls.arguments)

@@ -1,18 +1,17 @@
-"""The text as it comes, and the few ways to read it. Readers are generators that stop where the text does, and go on when there is more.
+"""Text that comes in pieces, and the ways to read it. Readers are generators: they pause at the end of the text and resume when more comes.
 
-Whatever is decided here is decided by characters alone, never by where the text was cut.
+Every decision depends on the characters only, never on where the text was cut.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
-from functools import reduce
 from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A reader: it yields whenever it has used up the text so far."""
+"""A reader. It yields when it has read all text so far."""
 
 Sink = Callable[[str], object]
 
@@ -21,11 +20,11 @@ _NEVER = "(?!)"
 
 
 class Malformed(Exception):
-    """What is being read is not what it began as."""
+    """The text is not in the expected format."""
 
 
 class Markers:
-    """Strings to look for. None of them may end within another: then which of them is found does not depend on how a text is cut."""
+    """Strings to look for. None of them may end within another, so that the result does not depend on how a text is cut."""
 
     __slots__ = ("_beginnings", "_firsts", "_pattern", "longest", "strings")
 
@@ -41,7 +40,7 @@ class Markers:
 
     @property
     def first_characters(self) -> str:
-        """A regex for any character that begins one."""
+        """A regex for any character that starts a marker."""
         firsts = "".join(dict.fromkeys(re.escape(string[0]) for string in self.strings))
         return f"[{firsts}]" if firsts else _NEVER
 
@@ -52,11 +51,11 @@ class Markers:
         return self._pattern.match(text, at)
 
     def may_begin(self, text: str) -> bool:
-        """Whether more text could make one of this."""
+        """Whether this can become a marker with more text."""
         return not text or text in self._beginnings
 
     def held_from(self, text: str, at: int) -> int:
-        """From where on a text without a marker could still become one."""
+        """The position from which the end of a text without markers may still become one."""
         for first in self._firsts.finditer(text, max(at, len(text) - self.longest + 1)):
             if text[first.start() :] in self._beginnings:
                 return first.start()
@@ -66,13 +65,8 @@ class Markers:
 NO_MARKERS = Markers()
 
 
-def all_of(sets: list[Markers]) -> Markers:
-    """Every marker of these."""
-    return reduce(Markers.__or__, sets, NO_MARKERS)
-
-
 class Source:
-    """What has come of a text and has not been read. It remembers what was read since `mark`, at a cost that grows only with the text."""
+    """The text that has come and is not read yet. Records what is read after `mark`, in linear time."""
 
     __slots__ = ("_marked_at", "_recorded", "at", "ended", "text")
 
@@ -95,33 +89,33 @@ class Source:
         return self.at == len(self.text)
 
     def mark(self, prefix: str = "") -> None:
-        """Begins to record: this prefix, and what is read from here on."""
+        """Starts recording: this prefix, and what is read from here."""
         self._recorded = [prefix]
         self._marked_at = self.at
 
     def recorded(self) -> str:
-        """What was read since the mark. Recording ends."""
+        """What was read since the mark. Stops recording."""
         assert self._marked_at is not None
         recorded = "".join(self._recorded) + self.text[self._marked_at : self.at]
         self._recorded, self._marked_at = [], None
         return recorded
 
     def wait(self) -> Steps[bool]:
-        """Whether there was more text."""
+        """Waits for more text. False at the end."""
         if self.ended:
             return False
         yield
         return not self.ended
 
     def peek(self) -> Steps[str]:
-        """The next character; empty at the end."""
+        """The next character, not read yet; empty at the end."""
         while self.at == len(self.text):
             if not (yield from self.wait()):
                 return ""
         return self.text[self.at]
 
     def spaces(self) -> Steps[None]:
-        """Reads over whitespace."""
+        """Skips whitespace."""
         while True:
             found = _SPACES.match(self.text, self.at)
             assert found is not None
@@ -135,7 +129,7 @@ class Source:
         self.at += 1
 
     def take(self, markers: Markers) -> Steps[str | None]:
-        """The marker that stands here; None, with nothing read, where none does."""
+        """Reads the marker at this position. None, and nothing is read, if there is none."""
         while True:
             found = markers.match(self.text, self.at)
             if found:
@@ -147,14 +141,14 @@ class Source:
                 return None
 
     def take_end(self, markers: Markers) -> Steps[str | None]:
-        """As `take`; what is the beginning of a marker at the very end of the text is read, too."""
+        """As `take`, but also reads the start of a marker at the very end of the text."""
         found = yield from self.take(markers)
         if found is None and self.ended and markers.may_begin(self.text[self.at :]):
             self.at = len(self.text)
         return found
 
     def until(self, markers: Markers, sink: Sink) -> Steps[str | None]:
-        """Reads up to the next marker and over it, and gives the sink what comes before, piece by piece. None when the text ends first."""
+        """Reads up to and including the next marker. The sink gets the text before it, piece by piece. None if the text ends first."""
         while True:
             found = markers.search(self.text, self.at)
             end = found.start() if found else markers.held_from(self.text, self.at)
@@ -169,7 +163,7 @@ class Source:
                 return None
 
     def field(self, markers: Markers, longest: int) -> Steps[tuple[str, str]]:
-        """The text before the next marker, and that marker, which is read, too. Malformed where it does not come in so many characters."""
+        """Reads the text before the next marker, and the marker. Malformed if it does not come within `longest` characters."""
         pieces: list[str] = []
         room = longest
         while True:
@@ -189,7 +183,7 @@ class Source:
                 raise Malformed
 
     def run(self, pattern: re.Pattern[str], longest: int) -> Steps[str]:
-        """The characters from here that the pattern, a character class with `*`, matches. Malformed where they are more than so many."""
+        """Reads the characters that match the pattern, a character class with `*`. Malformed if there are more than `longest`."""
         while True:
             found = pattern.match(self.text, self.at)
             assert found is not None
@@ -200,11 +194,11 @@ class Source:
                 return found[0]
 
     def give_back(self, count: int) -> None:
-        """Unreads what was read last: the end of a marker."""
+        """Unreads the last `count` characters: the end of a marker."""
         self.at -= count
 
     def unread(self, text: str) -> None:
-        """Puts back what was read."""
+        """Puts text back before what is not read yet."""
         self.text = text + self.text[self.at :]
         self.at = 0
 

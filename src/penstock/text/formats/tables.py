@@ -1,4 +1,4 @@
-"""The notations, as tables: what a model's calls and its reasoning look like."""
+"""The formats, as tables: what a model's tool calls and reasoning look like."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ JSON = "json"
 
 
 class Body(Protocol):
-    """How the calls are written that an opening announces."""
+    """How the calls after an opening are written."""
 
     def read(self, source: Source, calls: Calls) -> Steps[None]:
-        """Reads them all, and what ends them. Malformed where they are none, or where something else comes after them."""
+        """Reads all calls and what ends them. Malformed if they are not calls, or if something else follows."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A marker that announces calls. The last `given_back` of its characters are part of the first of them already.
+    """A marker that starts calls. Its last `given_back` characters are also part of the first call.
 
-    A bare one is a single character that announces calls only where the answer begins, and only of tools that are known.
+    A bare opening is a single character. It starts calls only at the start of the answer, and only of known tools.
     """
 
     marker: str
@@ -39,7 +39,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Written:
-    """How calls are to be written when a grammar makes them be: each as an object, with something before, between and after them."""
+    """How calls are written under a grammar: each is an object, with text before, between and after them."""
 
     before: str
     between: str
@@ -49,8 +49,7 @@ class Written:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model calls tools. `tokens` are special tokens in it besides the openings. With `ends_reasoning`,
-    a call ends reasoning that was not closed."""
+    """How a model calls tools. `tokens` are its special tokens besides the openings. With `ends_reasoning`, a call ends open reasoning."""
 
     openings: tuple[Opening, ...]
     tokens: frozenset[str] = frozenset()
@@ -60,7 +59,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a model marks its reasoning. With `is_implied`, it begins inside it, whatever the prompt says, unless that has closed it."""
+    """How a model marks its reasoning. With `is_implied`, an answer begins inside reasoning unless the prompt has closed it."""
 
     opens: Markers
     closes: Markers
@@ -197,7 +196,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         (Opening("<|tool_call|>", _GRANITE), Opening("<tool_call>", _GRANITE)),
         frozenset({"</tool_call>", "<|/tool_call|>"}),
     ),
-    # What a model is made to write when a call is required and its own notation cannot be put into a grammar.
+    # For a required call, if the model's own format cannot be put into a grammar.
     JSON: ToolFormat((Opening("[", _JSON_LIST, given_back=1, is_bare=True),), written=Written("[", ", ", "]", arguments="parameters")),
 }
 

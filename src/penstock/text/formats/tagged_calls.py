@@ -1,4 +1,4 @@
-"""What a parameter may be, by its tool's schema, and the JSON of a value that a model wrote as bare text."""
+"""Calls with each parameter as text in a tag of its own. The tool's schema says what JSON it becomes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.text.formats.calls import LONGEST_NAME, Calls
-from penstock.text.formats.json_calls import close
+from penstock.text.formats.calls import MAX_NAME_CHARACTERS, Calls
+from penstock.text.formats.json_calls import close, read_each
 from penstock.text.formats.json_scanner import checked, escaped
 from penstock.text.formats.source import NO_MARKERS, Malformed, Markers, Source, Steps
 
 STRING = frozenset({"string"})
 NO_STRING = frozenset({"number", "boolean", "null", "object", "array"})
 ANYTHING: frozenset[str] = frozenset()
-"""The schema says nothing."""
+"""The schema does not say."""
 
 MAX_STEPS = 64
 
@@ -31,17 +31,17 @@ _TYPES: Mapping[type, str] = {
 
 
 def types_of_parameter(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that a parameter may have, `number` for every number; `ANYTHING` where that is not said."""
+    """The JSON types that a parameter may have; `integer` counts as `number`. `ANYTHING` if the schema does not say."""
     properties = schema.get("properties")
     described = properties.get(name) if isinstance(properties, Mapping) else None
     return _types(schema, described)
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value that stands for itself in the text.
+    """The JSON of a value that is written as plain text.
 
-    Where it may be a string or anything: JSON of one of the other types is that, and all else is a string, quotes included. Where it
-    may be no string: any JSON is that, a word such as `True` or `None` is what it means, and only what is no JSON is a string.
+    If it may be a string: JSON of another allowed type stays JSON, everything else is a string, quotes included. If it may not be a
+    string: any JSON stays JSON, a word such as `True` or `None` is converted, and only the rest is a string.
     """
     value = checked(text)
     if types and "string" not in types:
@@ -60,7 +60,7 @@ def _type_of(value: str) -> str:
 
 
 def _types(root: Mapping[str, Any], described: object) -> frozenset[str]:
-    """Follows references and alternatives, so many of them at most."""
+    """Follows at most MAX_STEPS references and alternatives."""
     found: set[str] = set()
     waiting = [described]
     for _ in range(MAX_STEPS):
@@ -78,7 +78,7 @@ def _types(root: Mapping[str, Any], described: object) -> frozenset[str]:
 
 
 def _said(root: Mapping[str, Any], schema: Mapping[str, Any]) -> tuple[set[str], list[object]]:
-    """The types that a schema names itself, and the schemas that say the rest."""
+    """The types that a schema names, and the schemas that it refers to."""
     named = schema.get("type")
     if named is not None:
         names = named if isinstance(named, list) else [named]
@@ -102,16 +102,16 @@ def _referred(root: Mapping[str, Any], reference: str) -> object:
     return value
 
 
-LONGEST_KEY = 256
+MAX_KEY_CHARACTERS = 256
 
 
 @dataclass(frozen=True)
 class TaggedCalls:
     """`opens` name `name_ends`, then for each parameter `key_opens` key `key_ends` (`value_opens`) value `value_closes`, then `closes`.
 
-    Without `opens` there is one call. A `name_ends` of `given_back` belongs to what follows it. `kinds` are those of `key_ends` that say
-    themselves whether the value is a string. With `trims`, a newline at each end of a value is not part of it. Strings flow as they
-    come; other values when they are complete.
+    Without `opens` there is one call. A `name_ends` in `given_back` is also the start of what follows. `kinds` are those of `key_ends` that
+    say whether the value is a string. With `trims`, a newline at each end of a value is dropped. Strings go out as they come, other values
+    when they are complete.
     """
 
     name_ends: Markers
@@ -131,19 +131,12 @@ class TaggedCalls:
             yield from self._call(source, calls)
             calls.close()
             return
-        yield from source.spaces()
-        if not (yield from source.take(self.opens)):
-            raise Malformed
-        while True:
-            yield from self._call(source, calls)
-            yield from source.spaces()
-            if not (yield from source.take(self.opens)):
-                break
+        yield from read_each(source, calls, self.opens, self._call)
         yield from close(source, calls, self.section_closes)
 
     def _call(self, source: Source, calls: Calls) -> Steps[None]:
         yield from source.spaces()
-        name, end = yield from source.field(self.name_ends, LONGEST_NAME)
+        name, end = yield from source.field(self.name_ends, MAX_NAME_CHARACTERS)
         if end in self.given_back:
             source.give_back(len(end))
         name = name.strip()
@@ -162,7 +155,7 @@ class TaggedCalls:
             if marker in self.closes.strings:
                 calls.arguments("{}" if before == "{" else "}")
                 return
-            key, end = yield from source.field(self.key_ends, LONGEST_KEY)
+            key, end = yield from source.field(self.key_ends, MAX_KEY_CHARACTERS)
             if self.value_opens.strings:
                 yield from source.spaces()
                 if not (yield from source.take(self.value_opens)):
@@ -180,7 +173,7 @@ class TaggedCalls:
 
 
 class _Value:
-    """A value on its way: written as it comes when it is a string, and held until it is complete when it is not."""
+    """A value on its way out. A string goes out as it comes, any other value when it is complete."""
 
     def __init__(self, calls: Calls, trims: bool, types: frozenset[str]) -> None:
         self._calls = calls
@@ -205,7 +198,7 @@ class _Value:
         self._calls.arguments('"' if self._flows else as_json("".join(self._pieces), self._types))
 
     def _trimmed(self, text: str) -> str:
-        """Without the first newline; the last waits until there is something after it."""
+        """The text without the first newline. The last newline waits until something follows."""
         if not self._is_begun:
             self._is_begun = True
             text = text.removeprefix("\n")

@@ -1,8 +1,12 @@
-"""Special tokens at which text may be cut: tokenizing the parts one by one gives what tokenizing the whole gives.
+"""Where a text can be cut so that its parts, tokenized one by one, give the tokens of the whole.
 
-The `tokenizers` library looks for the added tokens first, from left to right and the longest first, in the text as it was written. What
-lies between them is tokenized piece by piece, and no piece depends on another. It only matters whether a piece begins the text, which
-one behind a special token never does. So it is enough that such a token is found wherever its text stands, whatever stands before it.
+At special tokens: the `tokenizers` library first looks for added tokens, from left to right, the longest first. It tokenizes the pieces
+between them independently; only the first piece of a text is special. So a text can be cut before a special token that is always found,
+whatever stands before it.
+
+At the ends of words, in a long text without special tokens: byte-level BPE never joins what its regular expressions split, and those
+split from left to right and look ahead at most. They are sure to split after a letter that precedes a space and a letter, a digit, or a
+punctuation mark. This is checked for each tokenizer.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from penstock.text.tokenizers.vocabulary import is_byte_level_bpe, only_cuts
 
 
 def separators(added: Collection[AddedToken]) -> tuple[str, ...]:
-    """Those of the special tokens that are always found, and leave alone what stands before them."""
+    """The special tokens that are always found and do not change what stands before them."""
     contents = [token.content for token in added]
     endings = {content[start:] for content in contents for start in range(1, len(content))}
     together = "\0".join(contents)
@@ -28,21 +32,21 @@ def _separates(token: AddedToken, endings: Collection[str], together: str) -> bo
     content = token.content
     if not content or not token.special or token.normalized or token.lstrip or token.single_word:
         return False
-    # A token before it may take spaces to its right, or ask that no word follows.
+    # A token before it may take spaces to its right, or require that no word follows.
     if content[0].isspace() or content[0].isalnum() or content[0] == "_":
         return False
-    # Another one that contains it, or ends as it begins, could be found in its place.
+    # Another token that contains it, or whose end is its start, could be found in its place.
     return together.count(content) == 1 and not any(content[:length] in endings for length in range(1, len(content) + 1))
 
 
 def find_all(patterns: Iterable[re.Pattern[str]], text: str) -> list[int]:
-    """Where the separators stand that `by_first_letter` has patterns for, but for one at the very beginning."""
+    """Where the separators stand that `by_first_letter` made patterns for. One at the very start does not count."""
     return sorted([found.start() for pattern in patterns for found in pattern.finditer(text, 1)])
 
 
 def by_first_letter(separators: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    """Together they find what one pattern for all would, for separators never overlap; but each knows a letter to look for, which is
-    ten times as fast in a long text."""
+    """Patterns that together find all separators, which never overlap. Each starts with a fixed letter: ten times as fast as one pattern
+    for all in a long text."""
     letters: dict[str, list[str]] = {}
     for separator in separators:
         letters.setdefault(separator[0], []).append(separator)
@@ -50,18 +54,18 @@ def by_first_letter(separators: Iterable[str]) -> tuple[re.Pattern[str], ...]:
 
 
 def any_of(contents: Iterable[str]) -> re.Pattern[str]:
-    """Finds them from left to right, the longest first, and nothing if there are none."""
+    """Finds them from left to right, the longest first. Without contents it finds nothing."""
     longest_first = sorted(filter(None, contents), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 SLICE = 16_384
-"""Characters of a slice, at least: some milliseconds of work."""
+"""Minimum characters per slice: some milliseconds of work."""
 
 _LETTERS = "A-Za-z\u0430-\u044f\u0410-\u042f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
 CUT = re.compile(rf"[{_LETTERS}](?= [{_LETTERS}]|[0-9,.;:!?\u3002\uff0c\u3001\uff1b\uff1a\uff01\uff1f])")
 
-# What looks back, or asks where it is, could see a cut.
+# A pattern that looks back, or depends on its position, could notice a cut.
 _LOOKS_BACK = re.compile(r"\(\?<|\\[bBAGK]|(?<!\[)\^")
 
 # A token of several words, in the alphabet of byte-level vocabularies.
@@ -84,11 +88,11 @@ _RIGHT = (" water", " Water flows", " I'm", " \u6c34", ", and", ".\n\nAnd", ".5"
 
 
 def slices(text: str) -> Iterator[str]:
-    """A text, cut into slices that are tokenized one by one. Only for tokenizers that `can_slice`."""
+    """A text, cut into slices to tokenize one by one. Only for tokenizers that `can_slice`."""
     start = 0
     position = SLICE
     while position < len(text):
-        # A piece at a time, so that no search takes long.
+        # Searches a limited range at a time, so that no search takes long.
         found = CUT.search(text, position, position + SLICE)
         if found is None:
             position += SLICE - 2
@@ -100,16 +104,14 @@ def slices(text: str) -> Iterator[str]:
 
 
 def can_slice(described: Mapping[str, Any], encode: Callable[[str], Sequence[int]]) -> bool:
-    """Whether the tokenizer so described makes the same tokens of slices as of the whole."""
+    """Whether this tokenizer makes the same tokens of the slices as of the whole."""
     if not is_byte_level_bpe(described) or described["model"].get("dropout"):
         return False
     if described["normalizer"] not in (None, {"type": "NFC"}) or not only_cuts(described["pre_tokenizer"]):
         return False
     if any(_LOOKS_BACK.search(pattern) for pattern in _patterns(described["pre_tokenizer"])):
         return False
-    if any(_is_cut_or_sees_cuts(token) for token in described["added_tokens"]) or _SEVERAL_WORDS.search(
-        "\n".join(described["model"]["vocab"])
-    ):
+    if any(map(_is_cut_or_sees_cuts, described["added_tokens"])) or _SEVERAL_WORDS.search("\n".join(described["model"]["vocab"])):
         return False
     return all([*encode(left), *encode(right)] == list(encode(left + right)) for left in _LEFT for right in _RIGHT)
 
@@ -118,7 +120,7 @@ def _patterns(pre_tokenizer: Mapping[str, Any]) -> Iterator[str]:
     for part in pre_tokenizer.get("pretokenizers", ()):
         yield from _patterns(part)
     if pre_tokenizer["type"] == "Split":
-        # A plain string could contain a cut, and is not needed for the tokenizers there are.
+        # A plain string could contain a cut. No known tokenizer has one, so it is refused.
         yield pre_tokenizer["pattern"].get("Regex", "^")
 
 

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its metadata and where its tensors lie. The tensors themselves are not touched.
+"""The header of a GGUF file: its metadata, and where its tensors are. Reads no tensor.
 
-The gguf library reads the same, but makes numpy objects of every string: seconds for a vocabulary, where this takes a tenth.
+The gguf library makes a numpy object of every string. That takes seconds for a vocabulary; this takes a tenth.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from penstock.wire.errors import ConfigError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
-MOST_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
 
-# The format's numbers for the types of metadata.
+# The type numbers of GGUF metadata.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
@@ -27,7 +27,7 @@ _ARRAY = 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies. `dimensions` are in the file's order, the fastest first; `kind` is the format's number for its type."""
+    """Where a tensor is. `dimensions` are in the file's order, the fastest first. `kind` is GGUF's number for its type."""
 
     name: str
     dimensions: tuple[int, ...]
@@ -37,7 +37,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the header says; offsets of tensors count from the beginning of the file."""
+    """The header. Tensor offsets count from the start of the file."""
 
     path: Path
     metadata: ModelSettings
@@ -45,7 +45,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Raises ConfigError for a file that cannot be read, or is no GGUF that this reader knows."""
+    """Raises ConfigError for a file that cannot be read or is not a known GGUF version."""
     try:
         if path.stat().st_size == 0:
             raise ConfigError(f"--model {path}: the file is empty: expected a GGUF model")
@@ -73,7 +73,7 @@ def _header(path: Path, cursor: _Cursor) -> GgufFile:
 
 
 class _Cursor:
-    """Reads on from where it stands, never beyond the end of the file."""
+    """Reads from a moving position, never beyond the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -116,8 +116,8 @@ class _Cursor:
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()
         rank = self.number("I")
-        if rank > MOST_DIMENSIONS:
-            self.fail(f"tensor {name!r} has {rank} dimensions: expected at most {MOST_DIMENSIONS}")
+        if rank > MAX_DIMENSIONS:
+            self.fail(f"tensor {name!r} has {rank} dimensions: expected at most {MAX_DIMENSIONS}")
         return name, self.numbers("Q", rank), self.number("I"), self.number("Q")
 
     def _value(self, key: str, kind: int) -> Any:

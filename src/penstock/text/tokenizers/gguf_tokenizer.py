@@ -1,4 +1,4 @@
-"""The tokenizer and chat template that a GGUF file carries in its metadata."""
+"""The tokenizer and chat templates in the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from penstock.wire.errors import ConfigError
 KEY = "tokenizer.ggml"
 SPACE = "\u2581"
 
-# How Llama 3 and Qwen 2 cut text into words: contractions, letters, digits, punctuation, line ends, spaces.
+# How Llama 3 and Qwen 2 split text into words: contractions, letters, digits, punctuation, line ends, spaces.
 # They differ in how many digits make a word.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class TokenKind(IntEnum):
-    """The format's numbers for what a token is."""
+    """GGUF's numbers for the kinds of tokens."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -36,15 +36,15 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True)
 class ByteLevelStyle:
-    """What distinguishes byte-level tokenizers from each other."""
+    """How a byte-level tokenizer differs from others."""
 
     words: Callable[[], pre_tokenizers.PreTokenizer]
     whole_words_first: bool = False
-    """A word that is a token is that token, whatever the merges would make of it."""
+    """A word that is in the vocabulary becomes that token, without merges."""
     composed: bool = False
-    """Text is brought into Unicode's composed form."""
+    """Text is normalized to NFC."""
     begins: bool = False
-    """Whether the model expects its first token, if the file does not say."""
+    """Whether a prompt starts with the BOS token, if the file does not say."""
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
@@ -80,7 +80,7 @@ STYLES: Mapping[str, ByteLevelStyle] = {
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerSource:
-    """Reads the file's header only. Raises ConfigError when it carries no tokenizer that is known here."""
+    """Reads only the header. Raises ConfigError when it has no known tokenizer."""
     metadata = read_gguf(path).metadata
     tokens = metadata.strings(f"{KEY}.tokens")
     definition = _tokenizer(metadata, tokens).to_str()
@@ -88,7 +88,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerSource:
 
 
 def _templates(metadata: ModelSettings) -> dict[str, str]:
-    """The one that the file has, and those that it has by name."""
+    """The default template, and the named ones."""
     key = "tokenizer.chat_template"
     names = metadata.strings("tokenizer.chat_templates") if metadata.has("tokenizer.chat_templates") else []
     named = {name: metadata.text(f"{key}.{name}") for name in names}
@@ -97,7 +97,7 @@ def _templates(metadata: ModelSettings) -> dict[str, str]:
 
 def _tokenizer(metadata: ModelSettings, tokens: Sequence[str]) -> Tokenizer:
     kinds = _kinds(metadata, tokens)
-    # Unused tokens only fill the model's vocabulary up: no text becomes one.
+    # Unused tokens only fill up the vocabulary: no text becomes one.
     vocabulary = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenKind.UNUSED}
     match metadata.text(f"{KEY}.model"):
         case "gpt2":
@@ -172,7 +172,7 @@ def _sentence_piece(metadata: ModelSettings, vocabulary: dict[str, int], pieces:
 
 
 def _merges(vocabulary: Mapping[str, int], best_first: Iterable[str]) -> list[tuple[str, str]]:
-    """SentencePiece joins whatever two pieces make the piece of the best score; `tokenizers` wants those pairs in order."""
+    """The merges in order. SentencePiece joins the two pieces that make the piece with the best score."""
     merges = []
     for piece in best_first:
         pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]

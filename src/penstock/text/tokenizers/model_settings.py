@@ -1,4 +1,4 @@
-"""A model's own settings, read with their types: what is missing or of another type is a ConfigError that names it."""
+"""The settings in a model's files, read with their types. A missing or wrong value is a ConfigError that names it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.wire.errors import ConfigError
 
 
 class ModelSettings:
-    """Values by key, as a config file or a GGUF file has them; null counts as missing. `source` names the file in errors."""
+    """The values of a config file or GGUF header, by key. Null counts as missing. `source` names the file in errors."""
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self.source = source
@@ -90,7 +90,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_settings(path: Path) -> ModelSettings:
-    """Raises ConfigError when the file cannot be read, or is no object."""
+    """Raises ConfigError when the file cannot be read or is not a JSON object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -103,7 +103,7 @@ def read_settings(path: Path) -> ModelSettings:
 
 
 def read_end_ids(directory: Path) -> frozenset[int]:
-    """The tokens with which the model ends its text; none where the files name none."""
+    """The tokens that end the model's text; empty if the files name none."""
     end_ids = _end_ids(read_settings(directory / CONFIG))
     if (directory / GENERATION_CONFIG).exists():
         end_ids |= _end_ids(read_settings(directory / GENERATION_CONFIG))
@@ -111,7 +111,7 @@ def read_end_ids(directory: Path) -> frozenset[int]:
 
 
 def read_vocab_size(directory: Path) -> int | None:
-    """How many rows the model's scores have; models for text and images have it in a part of their own."""
+    """How many logits the model has. Models for text and images have the number in `text_config`."""
     settings = read_settings(directory / CONFIG)
     if not settings.has("vocab_size") and isinstance(settings.values.get("text_config"), dict):
         settings = ModelSettings(f"{settings.source}: text_config", settings.values["text_config"])

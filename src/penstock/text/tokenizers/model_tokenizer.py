@@ -1,4 +1,4 @@
-"""A model's own tokenizer and chat template, wherever they were read from."""
+"""A model's own tokenizer and chat templates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.wire.errors import ConfigError
 
 PROBE = "water"
 
-# Stands for itself, whatever comes after it.
+# A character whose token does not depend on what follows.
 BARRIER = "\u263a"
 
 
@@ -31,10 +31,10 @@ def read_definition(definition: str) -> tokenizers.Tokenizer:
 
 
 class ModelTokenizer:
-    """Text by the `tokenizers` library, the chat template rendered in Jinja's immutable sandbox.
+    """Tokenizes with the `tokenizers` library and renders chats with the model's templates.
 
-    `named_tokens` are those that the template may use by name; `eos_token` must be one of them. `size` is that of the model's
-    vocabulary, where it is known: ids beyond the tokenizer's own are holes.
+    Templates may use `named_tokens` by name; `eos_token` must be one of them. `size` is the size of the model's vocabulary, if known: ids
+    beyond the tokenizer's own are holes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ModelTokenizer:
         special = {description.content: token for token, description in added.items() if description.special}
         self._special = frozenset(special.values())
         self._special_texts = any_of(special)
-        # With a fixed length, or special tokens taken for text, the whole is more than its parts.
+        # With a fixed length, or with special tokens read as text, a text cannot be cut.
         whole_only = tokenizer.truncation is not None or tokenizer.padding is not None or tokenizer.encode_special_tokens
         self._separators = () if whole_only else separators(added.values())
         self._cuts = by_first_letter(self._separators)
@@ -112,12 +112,12 @@ class ModelTokenizer:
         return [*self._leading, *self._infill.join(self.encode_part(prefix), self._encode_bare(suffix))]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Not `encode`: that one keeps the interpreter for itself as long as it takes, and finds where each token stands.
+        # Not `encode`: it holds the GIL all the time, and computes offsets that nobody needs.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def _encode_bare(self, text: str) -> list[int]:
-        """Without the space that SentencePiece puts before a text."""
+        """The tokens without the space that SentencePiece puts before a text."""
         if not self._is_sentence_piece:
             return self.encode_part(text)
         before, whole = self.encode_part(BARRIER), self.encode_part(BARRIER + text)
@@ -132,7 +132,7 @@ class ModelTokenizer:
             text = b"".join([self._pieces[token_id] for token_id in token_ids]).decode()
         except UnicodeDecodeError:
             return None
-        # What prepends a space to a part would prepend it to this one, too.
+        # A tokenizer that adds a space before a part adds one here, too.
         for candidate in dict.fromkeys((text, text.removeprefix(" "))):
             if self._is_answer(before, candidate, token_ids):
                 return Answer(candidate, token_ids)
@@ -166,7 +166,7 @@ class ModelTokenizer:
         return StepDetokenizer(self._tokenizer, self._tables.shown(visible, skip_special_tokens))
 
     def _find_around(self) -> tuple[Sequence[int], Sequence[int]]:
-        """What `encode` puts before and after the tokens of a text."""
+        """The tokens that `encode` puts before and after those of a text."""
         whole, bare = self.encode(PROBE), self.encode_part(PROBE)
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:

@@ -1,4 +1,4 @@
-"""What the front end asks of a tokenizer."""
+"""What the front end needs from a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ DEFAULT_TEMPLATE = "default"
 
 
 class ToolFunction(TypedDict):
-    """The function that a call names. Its arguments are what their JSON says, or the JSON itself where it is no object."""
+    """The function that a call names. Its arguments are the decoded JSON object, or the text itself if it is not one."""
 
     name: str
     arguments: dict[str, Any] | str
 
 
 class ToolCall(TypedDict):
-    """A call that the assistant made, as chat templates expect it."""
+    """A tool call of the assistant, as chat templates expect it."""
 
     id: str
     type: Literal["function"]
@@ -28,7 +28,7 @@ class ToolCall(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """A message of a chat, with its content as plain text. Only an assistant's has reasoning and calls, only a tool's a call's id."""
+    """A message of a chat, with its content as plain text. Only the assistant's has reasoning and calls, only a tool's has a call id."""
 
     role: str
     content: str
@@ -40,10 +40,10 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """All that a chat template is rendered with.
+    """Everything that a chat template gets.
 
-    `tools` are OpenAI's: `{"type": "function", "function": {"name", "description", "parameters"}}`. `template` names one of several that a
-    model has. `continues` goes on with the last message instead of beginning another. `arguments` are the template's own, such as
+    `tools` are OpenAI's: `{"type": "function", "function": {"name", "description", "parameters"}}`. `template` names one of the model's
+    templates. `continues`: continue the last message instead of starting another. `arguments` are for the template itself, such as
     `enable_thinking`.
     """
 
@@ -57,82 +57,79 @@ class ChatPrompt:
 
 
 class Answer(NamedTuple):
-    """What a model generated: the text as a chat template would have to write it, and its tokens without the one that ended it."""
+    """What a model generated: the text as a chat template must write it, and its tokens without the end token."""
 
     text: str
     token_ids: Sequence[int]
 
 
 class Tokenizer(Protocol):
-    """One model's way between text and tokens."""
+    """Converts between text and the tokens of one model."""
 
     vocab_size: int
-    """Ids run from 0 to below this."""
+    """Ids are below this."""
 
     ordinary_ids: Sequence[int]
-    """Those that are text: neither special nor holes in the vocabulary. (Of the built-in tokenizer, the words.)"""
+    """The ids that are text: not special and not holes in the vocabulary. For the built-in tokenizer, the words."""
 
     end_id: int
-    """The one with which a model ends its text."""
+    """The token that ends the model's text."""
 
     max_token_bytes: int
-    """The UTF-8 length of its longest token: a text of more than n times that has more than n tokens."""
+    """The UTF-8 length of the longest token. A text of more than n times this length has more than n tokens."""
 
     definition: str | None
-    """The text of its `tokenizer.json`, which a grammar is compiled for; None where there is no such thing."""
+    """The text of its `tokenizer.json`, for compiling grammars. None for the built-in tokenizer."""
 
     chat_template: str | None
-    """The source of the template that a chat with tools gets; None where there is none."""
+    """The source of the template for a chat with tools. None if the model has none."""
 
     renders_tools: bool
-    """Whether that template writes tools by itself. Where it does not, they are described in the format `hermes`."""
+    """Whether that template renders tools itself. Otherwise they are described in the format `hermes`."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with whatever the model expects at its beginning."""
+        """The tokens of a prompt, with the tokens that the model expects at its start."""
 
     def encode_steps(self, text: str) -> Iterator[Sequence[int]]:
-        """What `encode` returns, piece by piece: of a long text each takes some milliseconds only, if the tokenizer can do that."""
+        """What `encode` returns, piece by piece. Each piece of a long text takes a few milliseconds, if the tokenizer can be cut."""
 
     def encode_infill(self, prefix: str, suffix: str) -> list[int] | None:
-        """The tokens of a prompt to write what stands between the two; None where the vocabulary has no tokens for that."""
+        """The tokens of a prompt to write the text between the two. None if the vocabulary has no tokens for that."""
 
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:
-        """The tokens of a chat: those of the parts of its rendered text, one after the other."""
+        """The tokens of a chat: those of the parts of its rendered text, in order."""
 
     def render_chat(self, prompt: ChatPrompt) -> str:
-        """The text of a chat, special tokens included. Raises RequestError where it is none that the model's template takes.
-
-        May be called from any thread.
-        """
+        """The text of a chat, special tokens included. Raises RequestError if the model's template refuses it. Thread-safe."""
 
     def parts(self, rendered: str) -> list[str]:
-        """A rendered text, cut wherever a part can be tokenized without the others. Joined they are the text; there is at least one."""
+        """A rendered text, cut into parts that can be tokenized separately. Joined they are the text; there is at least one."""
 
     def begins_part(self, rendered: str, position: int) -> bool:
-        """Whether `parts` of any text that goes on like this from here would cut here, whatever stands before."""
+        """Whether `parts` cuts here, whatever stands before this position."""
 
     def encode_part(self, part: str) -> list[int]:
-        """The tokens of one of the parts. May be called from any thread."""
+        """The tokens of one part. Thread-safe."""
 
     def encode_part_steps(self, part: str) -> Iterator[Sequence[int]]:
         """What `encode_part` returns, piece by piece, as `encode_steps` does."""
 
     def read_answer(self, before: str, token_ids: Sequence[int]) -> Answer | None:
-        """What was generated after the part `before`, the last of a chat.
+        """The answer that was generated after `before`, the last part of a chat.
 
-        `before` and the answer's text are one part then, and its tokens, together with those of `before`, decode to what the tokens
-        of that part decode to. None where this is not certain: special tokens within, characters that are incomplete.
+        `before` and the answer's text are one part, and the tokens of `before` and of the answer decode to that part's text. None if this
+        is not certain: the answer contains special tokens or incomplete characters.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The whole text of these tokens, special ones left out."""
+        """The text of these tokens, without special ones."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What this token adds to the text, which need not be whole characters."""
+        """The bytes that this token adds to the text. They may be part of a character."""
 
     def detokenizer(self, visible: frozenset[str] = frozenset(), skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one generation.
 
-        Special tokens are left out, but for those whose text is in `visible`. With `skip_special_tokens=False` all of them are shown,
-        the one that ended the generation included, if it is fed.
+        Special tokens are left out, except those whose text is in `visible`. With `skip_special_tokens=False` all are shown, also the end
+        token if it is fed.
         """

@@ -1,4 +1,4 @@
-"""What the description of a tokenizer says of its tokens: the bytes that they stand for, and how text becomes them."""
+"""Facts about a vocabulary: the bytes of its tokens, how text becomes tokens, and its tokens for filling in the middle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-# How a vocabulary without the byte-level alphabet writes single bytes.
+# Single bytes in a vocabulary without the byte-level alphabet.
 BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -21,7 +21,7 @@ def is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
 
 
 def is_sentence_piece(decoder: Mapping[str, Any] | None) -> bool:
-    """Whether decoding is no more than to join the tokens' bytes, and to strip a space."""
+    """Whether decoding only joins the tokens' bytes and strips a space."""
     known = (
         {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
         {"type": "ByteFallback"},
@@ -32,9 +32,9 @@ def is_sentence_piece(decoder: Mapping[str, Any] | None) -> bool:
 
 
 def lost_bytes(described: Mapping[str, Any]) -> bytes | None:
-    """Text without special tokens is decoded to itself, but for these bytes, which the vocabulary lacks. None where this is not certain.
+    """The bytes that the vocabulary lacks. All other text without special tokens decodes to itself. None if this is not certain.
 
-    It is certain of byte-level BPE that only cuts text into words.
+    It is certain for byte-level BPE that only splits text into words.
     """
     if not is_byte_level_bpe(described) or described["normalizer"] is not None or not only_cuts(described["pre_tokenizer"]):
         return None
@@ -52,7 +52,7 @@ def is_byte_level_bpe(described: Mapping[str, Any]) -> bool:
 
 
 def only_cuts(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Whether it cuts text into words and changes nothing else."""
+    """Whether it splits text into words and changes nothing else."""
     match pre_tokenizer:
         case {"type": "Sequence", "pretokenizers": [*first, last]}:
             return all(_loses_nothing(part) for part in first) and only_cuts(last)
@@ -71,7 +71,7 @@ def _loses_nothing(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 
 def byte_pieces(tokenizer: tokenizers.Tokenizer, size: int, byte_level: bool) -> list[bytes]:
-    """The bytes of every id; added tokens stand for their own text."""
+    """The bytes of every id. Added tokens stand for their own text."""
     added = tokenizer.get_added_tokens_decoder()
     undo = _byte_level_bytes(_byte_level_alphabet()) if byte_level else _sentence_piece_bytes
     pieces = [b""] * size
@@ -97,14 +97,14 @@ def _is_byte_fallback(token: str) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies."""
+    """The byte for each printable character of byte-level vocabularies."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
 
 
 class InfillStyle(NamedTuple):
-    """Three tokens, or two, and which text comes first. `middle` stands where the model begins to write, if it has a token for that."""
+    """The tokens before prefix and suffix, and which text comes first. `middle` comes last, if the model has such a token."""
 
     prefix: int
     suffix: int
@@ -140,7 +140,7 @@ _KNOWN = (
 
 
 def find_infill_style(token_id: Callable[[str], int | None]) -> InfillStyle | None:
-    """The first known one whose tokens the vocabulary has, all of them."""
+    """The first known style whose tokens are all in the vocabulary."""
     for known in _KNOWN:
         prefix, suffix = token_id(known.prefix), token_id(known.suffix)
         middle = None if known.middle is None else token_id(known.middle)

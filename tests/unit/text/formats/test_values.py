@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.text.formats.json_scanner import LONGEST_SCALAR, MAX_DEPTH, JsonScanner
+from penstock.text.formats.json_scanner import MAX_DEPTH, MAX_SCALAR_CHARACTERS, JsonScanner
 from penstock.text.formats.pythonic_calls import Notation
 from penstock.text.formats.source import Malformed, Source
 from penstock.text.formats.tagged_calls import ANYTHING, NO_STRING, STRING, as_json, types_of_parameter
@@ -69,8 +69,8 @@ def test_json_has_limits() -> None:
     deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
     assert scanned([deep])[1]
     assert scanned(["[" + deep + "]"]) == ("[" * MAX_DEPTH, False, True)
-    assert scanned(["[" + "1" * LONGEST_SCALAR + "]"])[1]
-    assert scanned(["[" + "1" * (LONGEST_SCALAR + 1)]) == ("[", False, True)
+    assert scanned(["[" + "1" * MAX_SCALAR_CHARACTERS + "]"])[1]
+    assert scanned(["[" + "1" * (MAX_SCALAR_CHARACTERS + 1)]) == ("[", False, True)
 
 
 def literal(text: str, size: int) -> str | None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from penstock.text.detokenizer import MOST_TABLES, ByteDetokenizer, ByteTables, PieceDetokenizer, StepDetokenizer
+from penstock.text.detokenizer import MAX_TABLES, ByteDetokenizer, ByteTables, PieceDetokenizer, StepDetokenizer
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
@@ -92,9 +92,9 @@ def test_tables_are_made_once_and_few_are_kept() -> None:
     assert tables.find(frozenset({"<y>"}), True) is tables.find(frozenset({"<y>"}), True)
     assert list(tables.find(frozenset({"<y>"}), True)) == [b"a", b"", b"<y>"]
     assert list(tables.find(NONE, False)) == [b"a", b"<x>", b"<y>"]
-    for number in range(5 * MOST_TABLES):
+    for number in range(5 * MAX_TABLES):
         assert tables.find(frozenset({f"{number}"}), True) is tables.plain
-    assert len(tables._tables) == MOST_TABLES
+    assert len(tables._tables) == MAX_TABLES
 
 
 # Filling in the middle.
