@@ -1,4 +1,4 @@
-"""Which status the faults of workers and engines have."""
+"""The HTTP status of faults of workers and engines."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ from penstock.wire.messages import Fault
         ("stream_breach", 500),
     ],
 )
-def test_a_fault_is_the_clients_the_moments_or_ours(code: str, status: int) -> None:
+def test_the_status_of_a_fault(code: str, status: int) -> None:
     assert fault_status(Fault(code, "why")) == status

@@ -137,7 +137,7 @@ async def test_delete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-async def test_another_keys_session_is_as_absent_as_nobodys(method: str, tmp_path: Path) -> None:
+async def test_a_session_of_another_key_does_not_exist(method: str, tmp_path: Path) -> None:
     async with serving(tmp_path) as client:
         status, theirs = await client.ask(method, "/v1/sessions/theirs")
         assert status == 404

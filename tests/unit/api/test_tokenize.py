@@ -1,4 +1,4 @@
-"""What a prompt is in tokens, and what tokens are as text; and one model by its name."""
+"""/tokenize and /detokenize, and one model by its name."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ async def refused(path: str, **fields: object) -> tuple[int, str, str, str]:
     return status, error["code"], error["param"], error["message"]
 
 
-async def test_a_prompt_is_tokenized_as_a_completion_would_be() -> None:
+async def test_a_prompt_is_tokenized_like_a_completion() -> None:
     status, answer = await ask("/tokenize", model="m", prompt="a water wheel")
     assert status == 200
     assert answer == {"count": len(answer["tokens"]), "max_model_len": MODEL.context_length, "tokens": WORDS.encode("a water wheel")}
 
 
-async def test_the_text_of_every_token_is_told_if_asked_for() -> None:
+async def test_token_strings_on_request() -> None:
     _, answer = await ask("/tokenize", model="m", prompt="a water é", return_token_strs=True)
     assert answer["token_strs"] == ["a", " water", " ", "\ufffd", "\ufffd"]
     assert len(answer["tokens"]) == answer["count"] == 5
 
 
-async def test_a_prompt_may_do_without_special_tokens() -> None:
+async def test_a_prompt_without_special_tokens() -> None:
     _, answer = await ask("/tokenize", model="m", prompt="a water wheel", add_special_tokens=False)
     assert answer["tokens"] == WORDS.encode_part("a water wheel")
 
 
-async def test_messages_are_tokenized_as_a_chat_would_be() -> None:
+async def test_messages_are_tokenized_like_a_chat() -> None:
     _, answer = await ask("/tokenize", model="m", messages=MESSAGES)
     rendered = WORDS.render_chat(ChatPrompt([{"role": one["role"], "content": one["content"]} for one in MESSAGES]))
     assert WORDS.decode(answer["tokens"]) == WORDS.decode([token for part in WORDS.parts(rendered) for token in WORDS.encode_part(part)])
@@ -51,7 +51,7 @@ async def test_messages_are_tokenized_as_a_chat_would_be() -> None:
     assert 0 < without["count"] < answer["count"]
 
 
-async def test_what_a_chat_counts_is_what_its_answer_says() -> None:
+async def test_the_count_equals_the_usage_of_the_chat() -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     body = {"model": "m", "messages": MESSAGES, "tools": tools}
     front_end = FrontEnd(says("x"), path="/v1/chat/completions")
@@ -66,12 +66,12 @@ async def test_tokens_become_text_again() -> None:
     assert await ask("/detokenize", model="m", tokens=[]) == (200, {"prompt": ""})
 
 
-async def test_the_model_may_be_left_out_where_there_is_one() -> None:
+async def test_the_model_is_optional_when_there_is_one() -> None:
     assert (await ask("/tokenize", prompt="x"))[0] == 200
     assert (await ask("/detokenize", tokens=[65]))[1] == {"prompt": "A"}
 
 
-async def test_the_model_may_not_be_left_out_where_there_are_two() -> None:
+async def test_the_model_is_required_when_there_are_two() -> None:
     front_end = FrontEnd(says("x"))
     other = type(MODEL)("other", *(getattr(MODEL, name) for name in MODEL.__struct_fields__[1:]))
     front_end.models.observe(lambda: [MODEL, other])
@@ -82,7 +82,7 @@ async def test_the_model_may_not_be_left_out_where_there_are_two() -> None:
     assert front_end.json == {"prompt": "A"}
 
 
-async def test_without_any_worker_it_is_the_server_that_is_not_ready() -> None:
+async def test_without_a_worker_the_status_is_503() -> None:
     front_end = FrontEnd(says("x"))
     front_end.models.observe(tuple)
     await front_end.send("POST", "/tokenize", b'{"prompt": "x"}')
@@ -105,7 +105,7 @@ async def test_without_any_worker_it_is_the_server_that_is_not_ready() -> None:
         ({"prompt": "x", "unheard": 1}, "unheard", "unknown field `unheard`"),
     ],
 )
-async def test_what_cannot_be_tokenized_is_refused(fields: dict[str, Any], param: str, expected: str) -> None:
+async def test_wrong_requests_are_refused(fields: dict[str, Any], param: str, expected: str) -> None:
     status, _, found, message = await refused("/tokenize", model="m", **fields)
     assert (status, found) == (400, param)
     assert expected in message
@@ -121,18 +121,18 @@ async def test_what_cannot_be_tokenized_is_refused(fields: dict[str, Any], param
         (None, "tokens", "expected `array`"),
     ],
 )
-async def test_what_are_no_tokens_are_refused(tokens: object, param: str, expected: str) -> None:
+async def test_wrong_tokens_are_refused(tokens: object, param: str, expected: str) -> None:
     status, _, found, message = await refused("/detokenize", model="m", tokens=tokens)
     assert (status, found) == (400, param)
     assert expected in message
 
 
-async def test_a_model_that_is_not_served_is_not_found() -> None:
+async def test_an_unknown_model() -> None:
     for path, fields in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         assert (await refused(path, model="other", **fields))[:3] == (404, "model_not_found", "model")
 
 
-async def test_a_model_is_told_of_by_its_name() -> None:
+async def test_get_a_model_by_name() -> None:
     front_end = FrontEnd(says("x"))
     slashed = type(MODEL)("org/name", *(getattr(MODEL, name) for name in MODEL.__struct_fields__[1:]))
     front_end.models.observe(lambda: [MODEL, slashed, slashed])

@@ -1,4 +1,4 @@
-"""The page that people read: whole, escaped, and in need of nothing else."""
+"""The page for people: complete, escaped, and without other files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_lists_every_route_with_its_fields_limits_and_an_example() -> None:
     assert page.text.count("curl http://localhost:8000/") == len(ROUTES)
 
 
-def test_its_links_lead_somewhere_and_nothing_is_loaded() -> None:
+def test_links_have_targets_and_nothing_is_loaded() -> None:
     page = Page(ApiDocument(ROUTES).page.body.decode())
     assert len(set(page.ids)) == len(page.ids)
     assert {link for link in page.links if not link.startswith("#")} == {"/openapi.json"}
@@ -67,7 +67,7 @@ def test_its_links_lead_somewhere_and_nothing_is_loaded() -> None:
     assert not {name for name in page.attributes if name.startswith("on") or name == "style"}
 
 
-def test_whatever_the_document_says_is_text() -> None:
+def test_all_text_is_escaped() -> None:
     evil = "</p><script>alert('`x`\"&')</script>"
     route = Route("POST", "/<b>", evil, evil, description=f"`{evil}` `odd", example={"a": evil}, body=dict[str, Any])
     document = make_document([route])
@@ -100,7 +100,7 @@ def test_whatever_the_document_says_is_text() -> None:
     assert page.text.count("alert(") >= 4
 
 
-async def test_it_is_served_with_a_policy_that_allows_its_style_alone() -> None:
+async def test_the_policy_allows_only_the_style() -> None:
     front_end = FrontEnd(says("x"))
     await front_end.send("GET", "/docs")
     headers = {name.decode(): value.decode() for name, value in front_end.sent[0]["headers"]}

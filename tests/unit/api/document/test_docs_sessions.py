@@ -67,7 +67,7 @@ def test_every_header_is_named() -> None:
     assert set(POLICIES) <= WORDS
 
 
-def test_headers_are_named_in_the_order_in_which_they_count() -> None:
+def test_headers_are_named_in_order_of_precedence() -> None:
     table = PROSE[PROSE.index("| 2 | `x-session-id`") : PROSE.index("### Affinity alone")]
     places = [table.index(f"`{names.session.decode()}`") for names in SESSION_HEADERS]
     assert places == sorted(places)
@@ -89,12 +89,12 @@ def test_every_choice_is_named() -> None:
     assert {choice for path in paths for choice in CHOICES[path]} - {"implicit"} <= WORDS
 
 
-def test_what_is_refused_is_named_as_refused() -> None:
+def test_refused_fields_are_named() -> None:
     refused = PROSE[PROSE.index("Refused, because") : PROSE.index("Unknown fields are refused")]
     assert {f"nvext.{name}" for name in re.findall(r"`(\w+)`", refused)} == UNSUPPORTED_NVEXT
 
 
-def test_examples_are_programs_that_can_be_pointed_anywhere() -> None:
+def test_examples_are_programs_for_any_server() -> None:
     assert len(PYTHON) == 2
     assert len(BASH) == 1
     for source in PYTHON:

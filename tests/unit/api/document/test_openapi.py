@@ -62,7 +62,7 @@ async def test_a_path_that_no_route_has() -> None:
         assert path in front_end.json["error"]["message"]
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_has_a_target(document: dict[str, Any]) -> None:
     references = set(strings_at(document, "$ref"))
     assert len(references) > 50
     names = {reference.removeprefix("#/components/schemas/") for reference in references}
@@ -90,14 +90,14 @@ def test_a_fuzzer_can_read_it(document: dict[str, Any]) -> None:
     assert {result.ok().label for result in schema.get_all_operations()} == {f"{one.method} {one.documented_path}" for one in ROUTES}
 
 
-def test_it_says_the_limits_that_the_decoder_has(document: dict[str, Any]) -> None:
+def test_it_has_the_limits_of_the_decoder(document: dict[str, Any]) -> None:
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"type": "integer", "minimum": 1, "maximum": 128} in fields["n"]["anyOf"]
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
     assert document["components"]["schemas"]["ChatRequest"]["required"] == ["model", "messages"]
 
 
-def test_it_says_what_the_elements_of_lists_may_be_that_are_read_one_by_one(document: dict[str, Any]) -> None:
+def test_it_has_the_types_of_list_elements(document: dict[str, Any]) -> None:
     for name in ("ResponseRequest", "Asked"):
         fields = document["components"]["schemas"][name]["properties"]
         kinds = {one for field in ("input", "tools") for one in strings_at(fields[field], "$ref")}
@@ -106,12 +106,12 @@ def test_it_says_what_the_elements_of_lists_may_be_that_are_read_one_by_one(docu
         } <= kinds
 
 
-def test_every_schema_is_one(document: dict[str, Any]) -> None:
+def test_every_schema_is_valid(document: dict[str, Any]) -> None:
     for schema in document["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
 
 
-def test_what_needs_no_key_says_so(document: dict[str, Any]) -> None:
+def test_routes_without_a_key_say_so(document: dict[str, Any]) -> None:
     assert document["paths"]["/live"]["get"]["security"] == []
     assert "401" not in document["paths"]["/live"]["get"]["responses"]
     chat = document["paths"]["/v1/chat/completions"]["post"]
@@ -121,7 +121,7 @@ def test_what_needs_no_key_says_so(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("route", WITH_EXAMPLES, ids=lambda route: route.name)
-def test_its_examples_are_right(document: dict[str, Any], route: Route) -> None:
+def test_examples_are_valid(document: dict[str, Any], route: Route) -> None:
     msgspec.convert(route.example, route.body)
     content = document["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
     Draft202012Validator({**content["schema"], "components": document["components"]}).validate(content["example"])
@@ -132,11 +132,11 @@ def test_every_body_has_an_example() -> None:
 
 
 OPEN = ("AnyItem", "MessageEvent", "ResponseEvent")
-"""What else these have depends on their type."""
+"""Their other members depend on their type."""
 
 
 def exact(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
-    """Allows nothing that the document does not tell of."""
+    """Allows no member that the document does not describe."""
     components = copy.deepcopy(document["components"])
     for name, described in components["schemas"].items():
         if "properties" in described and name not in OPEN:
@@ -162,7 +162,7 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "text"), BODIES)
-async def test_answers_are_as_it_says(document: dict[str, Any], path: str, body: dict[str, Any], text: str) -> None:
+async def test_answers_match_the_document(document: dict[str, Any], path: str, body: dict[str, Any], text: str) -> None:
     front_end = FrontEnd(says(text), tool_parser="hermes")
     await front_end.send("POST", path, json.dumps({"model": "m", **body}).encode())
     assert front_end.status == 200, front_end.body
@@ -178,7 +178,7 @@ async def test_answers_are_as_it_says(document: dict[str, Any], path: str, body:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m", "/v1/sessions", "/live", "/ready"])
-async def test_what_can_be_got_is_as_it_says(document: dict[str, Any], path: str) -> None:
+async def test_simple_answers_match_the_document(document: dict[str, Any], path: str) -> None:
     front_end = FrontEnd(says("x"))
     await front_end.send("GET", path)
     assert front_end.status == 200
@@ -186,7 +186,7 @@ async def test_what_can_be_got_is_as_it_says(document: dict[str, Any], path: str
     exact(document, described["responses"]["200"]["content"]["application/json"]["schema"]).validate(front_end.json)
 
 
-async def test_conversations_are_as_it_says(document: dict[str, Any], tmp_path: Path) -> None:
+async def test_conversations_match_the_document(document: dict[str, Any], tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "responses") as store:
         front_end = FrontEnd(says("x"), responses=store)
 
@@ -214,7 +214,7 @@ async def test_conversations_are_as_it_says(document: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("path", [route.path for route in WITH_EXAMPLES])
-async def test_errors_are_as_it_says(document: dict[str, Any], path: str, tmp_path: Path) -> None:
+async def test_errors_match_the_document(document: dict[str, Any], path: str, tmp_path: Path) -> None:
     front_end = FrontEnd(says("x"), responses=SqliteStore(tmp_path / "responses"))
     await front_end.send("POST", path.replace("{id}", "x"), b'{"unheard_of": 1}')
     assert 400 <= front_end.status < 500

@@ -25,13 +25,13 @@ def test_figures() -> None:
     assert stated(r"`--resume-grace` \((\d+) seconds\)") == ResumeLimits().grace
 
 
-def test_what_is_refused_is_named() -> None:
+def test_refused_fields_are_named() -> None:
     for field in ("prompt", "moderation", "context_management", "text.verbosity"):
         assert field in UNSUPPORTED_RESPONSE
         assert f"`{field}`" in TEXT
 
 
-def test_examples_are_programs_that_can_be_pointed_anywhere() -> None:
+def test_examples_are_programs_for_any_server() -> None:
     assert len(PYTHON) == 5
     for source in PYTHON:
         compile(source, "docs/guides/responses.md", "exec")

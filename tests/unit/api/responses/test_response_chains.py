@@ -1,4 +1,4 @@
-"""Requests that go on from something said before: what they find of it, which session they are a turn of, and what is refused."""
+"""Requests that continue a response or a conversation: their context, their session, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def never_ends(_: Submit, mailbox: Mailbox) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_chain_is_one_session_that_begins_where_its_first_response_was(tmp_path: Path) -> None:
+async def test_a_chain_is_a_session_on_the_worker_of_its_first_response(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says("hello"), responses=store)
         first = await create(front_end)
@@ -60,7 +60,7 @@ async def test_a_conversation_is_a_session(tmp_path: Path) -> None:
         assert [item["role"] for item in front_end.json["data"]] == ["user", "assistant"]
 
 
-async def test_a_chain_of_which_a_part_was_deleted_is_refused(tmp_path: Path) -> None:
+async def test_a_chain_with_a_deleted_response_is_refused(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says("hello"), responses=store)
         first = await create(front_end)
@@ -81,14 +81,14 @@ async def test_a_chain_of_which_a_part_was_deleted_is_refused(tmp_path: Path) ->
         ({"stream_options": {}}, "stream_options"),
     ],
 )
-async def test_what_contradicts_itself_is_refused(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
+async def test_contradictory_fields_are_refused(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says("hello"), responses=store)
         refused = await create(front_end, **fields)
         assert (front_end.status, refused["error"]["param"]) == (400, param)
 
 
-async def test_one_that_another_front_end_makes_is_cancelled_there(tmp_path: Path) -> None:
+async def test_a_response_of_another_front_end_cannot_be_cancelled_here(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as mine, SqliteStore(tmp_path / "r.db") as theirs:
         made = FrontEnd(never_ends, responses=theirs)
         response_id = (await create(made, background=True))["id"]

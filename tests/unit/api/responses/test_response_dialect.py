@@ -1,4 +1,4 @@
-"""Parts become items and numbered events, the same for any chunking."""
+"""Parts of an answer become items and numbered events, the same for any chunking."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_dialect(**rest: Any) -> ResponseDialect:
 
 
 def events_of(rendered: bytes) -> list[dict[str, Any]]:
-    """What a client reads; its number is checked to be that of its place."""
+    """The events as a client reads them, with their numbers checked."""
     found = []
     for text in rendered.split(b"\n\n")[:-1]:
         event, data = text.split(b"\n")
@@ -54,7 +54,7 @@ def names(events: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def structure(events: Sequence[dict[str, Any]]) -> list[tuple[str, object]]:
-    """The events without deltas, and where each belongs."""
+    """The events without deltas, each with its output index."""
     return [(name, event.get("output_index")) for name, event in zip(names(events), events, strict=True) if not name.endswith("delta")]
 
 
@@ -147,7 +147,7 @@ def test_reasoning_text_and_two_calls() -> None:
     assert events[-1]["response"]["status"] == "completed"
 
 
-def test_a_call_that_is_none() -> None:
+def test_a_broken_call_becomes_text() -> None:
     parts: list[Part] = [CallBegin(0, "look"), CallArguments(0, '{"a'), CallBroken(0, '<call>{"a oops'), " and more"]
     events = stream([parts])
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -159,7 +159,7 @@ def test_a_call_that_is_none() -> None:
     assert without_ids(whole["output"]) == without_ids([message])
 
 
-def test_in_a_whole_answer_a_call_that_is_none_does_not_break_the_text() -> None:
+def test_in_a_whole_answer_a_broken_call_does_not_split_the_message() -> None:
     parts: list[Part] = ["See: ", CallBegin(0, "look"), CallArguments(0, '{"a'), CallBroken(0, '<call>{"a'), " oops"]
     (message,) = msgspec.json.decode(make_dialect().body([Answer(parts, [], STOP)], USAGE, None))["output"]
     assert message["content"][0]["text"] == 'See: <call>{"a oops'
@@ -183,7 +183,7 @@ def test_length() -> None:
     )
 
 
-def test_a_fault_in_mid_stream() -> None:
+def test_a_fault_in_the_middle_of_a_stream() -> None:
     dialect = make_dialect()
     rendered = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["Hel"])) + dialect.fault(Fault("worker_lost", "it is gone"))
     events = events_of(rendered)
@@ -194,13 +194,13 @@ def test_a_fault_in_mid_stream() -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, "rate_limit_exceeded"), (400, "invalid_prompt"), (503, "server_error")])
-def test_why_it_failed(status: int, code: str) -> None:
+def test_the_error_of_a_failed_response(status: int, code: str) -> None:
     dialect = make_dialect()
     dialect.fail(RequestError("no", code="why", status=status))
     assert dialect.snapshot().error == ResponseFailure(code, "why: no")
 
 
-def test_one_that_nobody_waits_for() -> None:
+def test_a_background_response_starts_queued() -> None:
     dialect = make_dialect()
     assert dialect.snapshot().status == "queued"
     rendered = dialect.queue() + dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["Hel"]))
@@ -214,7 +214,7 @@ def test_one_that_nobody_waits_for() -> None:
     assert dialect.is_over
 
 
-def test_an_end_that_could_not_be_stored() -> None:
+def test_an_end_that_cannot_be_stored_becomes_a_failure() -> None:
     dialect = make_dialect()
     begun = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["Hel"], ending=STOP))
     last = dialect.event(0, ChoiceDelta(["lo"])) + dialect.end(USAGE)
@@ -223,7 +223,7 @@ def test_an_end_that_could_not_be_stored() -> None:
     assert "completed" not in names(events)
 
 
-def test_what_the_answer_says_beyond_the_api() -> None:
+def test_nvext() -> None:
     dialect = make_dialect()
     dialect.begin(USAGE)
     dialect.event(0, ChoiceDelta(["a"], ending=STOP, nvext={"session": 1}))
@@ -248,7 +248,7 @@ def test_logprobs() -> None:
     assert events["response.completed"]["response"]["output"][0]["content"][0]["logprobs"] == logprobs
 
 
-def test_of_a_whole_answer_each_message_has_its_own_logprobs() -> None:
+def test_each_message_of_a_whole_answer_has_its_own_logprobs() -> None:
     dialect = make_dialect()
     delta = Delta(0, (1, 2, 3), logprobs=(TokenLogprob(-1.0, ()),) * 3)
     answer = Answer([Reasoning("<1>"), "<2>"], [dialect.logprobs(0, delta, 3)], STOP)
@@ -256,7 +256,7 @@ def test_of_a_whole_answer_each_message_has_its_own_logprobs() -> None:
     assert [entry["token"] for entry in whole["output"][1]["content"][0]["logprobs"]] == ["<2>"]
 
 
-def test_logprobs_are_those_of_the_text_even_where_it_was_thought_before() -> None:
+def test_logprobs_of_a_text_that_the_reasoning_contains_too() -> None:
     parts: list[Part] = [Reasoning("<1>"), CallBegin(0, "look"), CallArguments(0, "<1>"), CallEnd(0), "<1>"]
     delta = Delta(0, (1, 1, 7, 1), logprobs=tuple(TokenLogprob(-float(place), ()) for place in range(4)))
     for cuts in ([0, 4], [0, 1, 2, 3, 4], [0, 3, 4], [0, 1, 4]):
@@ -282,7 +282,7 @@ def dialect_body(parts: Sequence[Part], delta: Delta) -> bytes:
 
 
 @pytest.mark.parametrize("held_back", [1, 2])
-def test_logprobs_of_text_that_was_held_back_come_with_it(held_back: int) -> None:
+def test_logprobs_of_delayed_text_arrive_with_it(held_back: int) -> None:
     dialect = make_dialect()
     delta = Delta(0, (1, 2, 3), logprobs=tuple(TokenLogprob(-float(place), ()) for place in range(3)))
     shown = dialect.logprobs(0, delta, 3)
@@ -297,7 +297,7 @@ def test_logprobs_of_text_that_was_held_back_come_with_it(held_back: int) -> Non
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == shown
 
 
-def test_an_end_that_could_not_be_stored_whatever_it_says() -> None:
+def test_an_end_that_looks_like_an_event_becomes_a_failure() -> None:
     dialect = make_dialect()
     begun = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["event: response.completed"], ending=STOP))
     events = events_of(begun + dialect.fail_instead(dialect.end(USAGE), RequestError("full", status=503)))
@@ -330,7 +330,7 @@ def answers(draw: st.DrawFn) -> list[Part]:
 
 @st.composite
 def chunked(draw: st.DrawFn) -> tuple[list[Part], list[list[Part]]]:
-    """An answer, and the same cut into pieces and additions."""
+    """An answer, and the same answer in random pieces."""
     parts = draw(answers())
     additions: list[list[Part]] = [[]]
     for part in parts:
@@ -352,7 +352,7 @@ def chunked(draw: st.DrawFn) -> tuple[list[Part], list[list[Part]]]:
 
 
 @given(chunked())
-def test_any_chunking_is_the_same_answer(case: tuple[list[Part], list[list[Part]]]) -> None:
+def test_any_chunking_gives_the_same_answer(case: tuple[list[Part], list[list[Part]]]) -> None:
     parts, additions = case
     whole, pieces = stream([parts]), stream(additions)
     assert structure(whole) == structure(pieces)
@@ -382,7 +382,7 @@ def _texts(output: Sequence[dict[str, Any]]) -> str:
     return "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"]).strip()
 
 
-def test_the_fault_of_a_generation_is_told_like_that_of_a_request() -> None:
+def test_a_fault_and_a_request_error_have_the_same_form() -> None:
     dialect = make_dialect()
     dialect.fail(GenerationFault(Fault("queue_full", "wait")))
     assert dialect.snapshot().error == ResponseFailure("rate_limit_exceeded", "queue_full: wait")

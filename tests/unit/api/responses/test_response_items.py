@@ -1,4 +1,4 @@
-"""What comes in as items, and what the model gets to see of them."""
+"""Items of a request, and the messages that the model sees."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_a_string_is_a_message_of_the_user() -> None:
 
 @pytest.mark.parametrize("kind", [None, "message"])
 @pytest.mark.parametrize(("role", "spoken"), [("user", "input_text"), ("assistant", "output_text"), ("developer", "input_text")])
-def test_easy_messages_get_the_full_form(kind: str | None, role: str, spoken: str) -> None:
+def test_short_messages_get_the_full_form(kind: str | None, role: str, spoken: str) -> None:
     given = {"role": role, "content": "Hi", **({} if kind is None else {"type": kind})}
     (item,) = read_items("input", [given])
     assert item["content"][0]["type"] == spoken
     assert item["content"][0]["text"] == "Hi"
 
 
-def test_what_an_answer_had_comes_back_as_it_was() -> None:
+def test_items_of_an_answer_can_be_sent_back() -> None:
     answer = {
         "id": "msg_1",
         "type": "message",
@@ -79,12 +79,12 @@ def test_one_answer_is_one_message() -> None:
     assert last == {"role": "user", "content": "Well?"}
 
 
-def test_what_follows_a_call_is_another_message() -> None:
+def test_text_after_a_call_is_a_new_message() -> None:
     roles = [message["role"] for message in messages(CALL, {"role": "assistant", "content": "Done."})]
     assert roles == ["assistant", "assistant"]
 
 
-def test_encrypted_reasoning_says_nothing() -> None:
+def test_encrypted_reasoning_is_ignored() -> None:
     assert messages({"type": "reasoning", "summary": [], "encrypted_content": "x"}, {"role": "user", "content": "a"}) == [
         {"role": "user", "content": "a"}
     ]
@@ -116,7 +116,7 @@ def test_the_parts_of_an_output_are_joined() -> None:
         ({"role": "user", "content": "", "id": "x" * 300}, "input[0].id", "length <= 256"),
     ],
 )
-def test_what_is_wrong_is_named(item: dict[str, Any], param: str | None, says: str) -> None:
+def test_errors_name_the_field(item: dict[str, Any], param: str | None, says: str) -> None:
     if param is None:
         assert read_items("input", [item])[0]["content"] == [{"type": "input_text", "text": ""}]
         return

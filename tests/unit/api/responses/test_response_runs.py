@@ -1,4 +1,4 @@
-"""Responses that are made beside their connection: what is stored of them is what was streamed, whenever they are stopped."""
+"""Responses that do not depend on their connection: the store has what was streamed, whenever they are stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWNER = "nobody"
 
 
 class HeldStore(SqliteStore):
-    """A store in which the chosen writes wait until they may."""
+    """A store whose chosen writes wait until the test lets them go."""
 
     def __init__(self, path: Path, held: str) -> None:
         super().__init__(path)
@@ -49,7 +49,7 @@ class HeldStore(SqliteStore):
 
 
 class FullStore(SqliteStore):
-    """A store that can be read."""
+    """A store that can only be read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -83,7 +83,7 @@ def names(front_end: FrontEnd) -> list[str]:
     return [event["type"].removeprefix("response.") for event in front_end.events]
 
 
-async def test_what_is_stored_of_a_stream_is_what_was_streamed(tmp_path: Path) -> None:
+async def test_the_stored_response_equals_the_streamed_one(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says("hello ", "wor", "ld"), responses=store)
         await create(front_end, stream=True)
@@ -107,7 +107,7 @@ async def test_the_answer_repeats_the_tool_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-async def test_one_that_is_stopped_while_its_end_is_stored(tmp_path: Path, how: str) -> None:
+async def test_a_response_stopped_while_its_end_is_stored(tmp_path: Path, how: str) -> None:
     async with HeldStore(tmp_path / "r.db", "end") as store:
         front_end = FrontEnd(says("hello"), responses=store)
         await create(front_end, background=True)
@@ -132,7 +132,7 @@ async def test_one_that_is_stopped_while_its_end_is_stored(tmp_path: Path, how: 
             assert front_end.status == 404
 
 
-async def test_its_end_is_not_shown_before_it_is_stored(tmp_path: Path) -> None:
+async def test_the_end_is_not_shown_before_it_is_stored(tmp_path: Path) -> None:
     async with HeldStore(tmp_path / "r.db", "end") as store:
         front_end = FrontEnd(says("hello"), responses=store)
         await create(front_end, background=True)
@@ -148,7 +148,7 @@ async def test_its_end_is_not_shown_before_it_is_stored(tmp_path: Path) -> None:
         assert front_end.json["status"] == "completed"
 
 
-async def test_one_whose_reader_leaves_while_its_beginning_is_stored(tmp_path: Path) -> None:
+async def test_the_reader_leaves_while_the_start_is_stored(tmp_path: Path) -> None:
     async with HeldStore(tmp_path / "r.db", "begin") as store:
         front_end = FrontEnd(never_ends, responses=store, resume=ResumeLimits(grace=0.0))
         connection = asyncio.create_task(create(front_end, stream=True))
@@ -167,7 +167,7 @@ async def test_one_whose_reader_leaves_while_its_beginning_is_stored(tmp_path: P
         assert (front_end.detached.bytes, len(front_end.detached)) == (0, 0)
 
 
-async def test_a_stream_whose_beginning_cannot_be_stored_asks_once(tmp_path: Path) -> None:
+async def test_a_stream_whose_start_cannot_be_stored_tries_once(tmp_path: Path) -> None:
     async with FullStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says(*"hello"), responses=store)
         await create(front_end, stream=True)
@@ -177,7 +177,7 @@ async def test_a_stream_whose_beginning_cannot_be_stored_asks_once(tmp_path: Pat
         await front_end.detached.close()
 
 
-async def test_a_stream_whose_beginning_could_not_be_stored_is_told_of_the_end_of_the_server(tmp_path: Path) -> None:
+async def test_a_stream_whose_start_could_not_be_stored_sees_the_shutdown(tmp_path: Path) -> None:
     async with FullStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(never_ends, responses=store)
         connection = asyncio.create_task(create(front_end, stream=True))
@@ -188,7 +188,7 @@ async def test_a_stream_whose_beginning_could_not_be_stored_is_told_of_the_end_o
         assert names(front_end)[-1] == "failed"
 
 
-async def test_one_that_is_not_admitted_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_response_that_is_not_admitted_is_not_stored(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says("x"), limits=Limits(max_generations=0), responses=store)
         for fields in ({"background": True}, {"background": True, "stream": True}, {"stream": True}, {}):
@@ -198,7 +198,7 @@ async def test_one_that_is_not_admitted_leaves_nothing_behind(tmp_path: Path) ->
         assert await store._database.run(lambda connection: connection.execute("SELECT COUNT(*) FROM responses").fetchone()) == (0,)
 
 
-async def test_one_whose_creator_is_cancelled_does_not_go_on(tmp_path: Path) -> None:
+async def test_a_background_response_stops_when_its_creator_is_cancelled(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
     async def produce(submit: Submit, mailbox: Mailbox) -> None:
@@ -219,7 +219,7 @@ async def test_one_whose_creator_is_cancelled_does_not_go_on(tmp_path: Path) -> 
         assert (await store._database.run(lambda connection: connection.execute("SELECT id FROM responses").fetchall())) == []
 
 
-async def test_what_runs_in_the_background_needs_no_reader(tmp_path: Path) -> None:
+async def test_a_background_response_needs_no_reader(tmp_path: Path) -> None:
     begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def produce(_: Submit, mailbox: Mailbox) -> None:
@@ -248,7 +248,7 @@ async def lost(_: Submit, mailbox: Mailbox) -> None:
     raise GenerationFault(Fault("worker_lost", "the worker is gone"))
 
 
-async def test_a_fault_before_the_first_event_is_a_status_and_nothing_is_kept(tmp_path: Path) -> None:
+async def test_a_fault_before_the_first_event_is_a_status_and_nothing_is_stored(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(lost, responses=store)
         await create(front_end, stream=True)
@@ -256,7 +256,7 @@ async def test_a_fault_before_the_first_event_is_a_status_and_nothing_is_kept(tm
         assert await store._database.run(lambda connection: connection.execute("SELECT COUNT(*) FROM responses").fetchone()) == (0,)
 
 
-async def test_a_fault_in_the_background_is_kept(tmp_path: Path) -> None:
+async def test_a_fault_in_the_background_is_stored(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(lost, responses=store)
         await create(front_end, background=True)
@@ -272,7 +272,7 @@ async def test_a_fault_in_the_background_is_kept(tmp_path: Path) -> None:
         assert names(front_end) == ["created", "queued", "failed"]
 
 
-async def test_an_end_that_could_not_be_stored_is_a_failure_whenever_it_is_asked_for(tmp_path: Path) -> None:
+async def test_a_response_whose_end_could_not_be_stored_has_failed(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         may_end = asyncio.Event()
 
@@ -299,7 +299,7 @@ async def test_an_end_that_could_not_be_stored_is_a_failure_whenever_it_is_asked
         assert front_end.status == 400
 
 
-async def test_only_what_runs_in_the_background_can_be_cancelled(tmp_path: Path) -> None:
+async def test_only_background_responses_can_be_cancelled(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says("hello"), responses=store)
         await create(front_end)

@@ -1,4 +1,4 @@
-"""Nobody sees the end of a response before it is in the store."""
+"""No client sees the end of a response before it is stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESPONSE = NewResponse(id="resp_1", owner="ann", root="resp_1", input=[])
 
 
 class HeldStore(SqliteStore):
-    """A store whose writes wait until they may."""
+    """A store whose writes wait until the test lets them go."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -78,7 +78,7 @@ async def test_events_wait_for_the_store_at_both_ends(tmp_path: Path) -> None:
         assert await store.events("ann", "resp_1") == wire.recording.events
 
 
-async def test_a_stream_that_comes_at_once_is_put_at_once(tmp_path: Path) -> None:
+async def test_a_stream_of_one_write_is_stored_once(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         wire = Wire(store)
         whole = wire.dialect.begin(USAGE) + wire.dialect.event(0, ChoiceDelta(["Hi"], ending=Ending("stop"))) + wire.dialect.end(USAGE)
@@ -87,7 +87,7 @@ async def test_a_stream_that_comes_at_once_is_put_at_once(tmp_path: Path) -> Non
         assert wire.sink.is_stored
 
 
-async def test_an_end_that_cannot_be_stored_is_none(tmp_path: Path) -> None:
+async def test_an_end_that_cannot_be_stored_is_sent_as_a_failure(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         wire = Wire(store)
         await wire.send(wire.dialect.begin(USAGE))
@@ -114,7 +114,7 @@ async def test_a_whole_answer_that_cannot_be_stored_is_refused(tmp_path: Path) -
         assert found.body == wire.dialect.snapshot()
 
 
-async def test_what_nobody_has_seen_is_not_kept(tmp_path: Path) -> None:
+async def test_a_response_that_no_client_has_seen_is_not_stored(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         wire = Wire(store)
         await wire.sink.cancel()
@@ -123,7 +123,7 @@ async def test_what_nobody_has_seen_is_not_kept(tmp_path: Path) -> None:
         assert await store.get("ann", "resp_1") is None
 
 
-async def test_what_is_over_is_not_ended_again(tmp_path: Path) -> None:
+async def test_a_finished_response_is_not_ended_again(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         wire = Wire(store)
         await wire.send(wire.dialect.begin(USAGE))

@@ -1,4 +1,4 @@
-"""The store in a real SQLite file: what is kept, for whom, for how long, and what a crash leaves."""
+"""The store in a real SQLite file: owners, limits, and what a crash leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def answered(text: str = "", status: ResponseStatus = "completed", events: bytes
 RUNNING = answered(status="in_progress")
 
 
-async def test_what_was_put_is_there(tmp_path: Path) -> None:
+async def test_put_and_get(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "deep" / "r.db") as store:
         state = answered("Hello!")
         await store.put(asked("r1", "Hi"), state)
@@ -72,7 +72,7 @@ async def test_what_was_put_is_there(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "deep" / "r.db").stat().st_mode) == 0o600
 
 
-async def test_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+async def test_begin_and_finish(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         response = asked("r1", "Hi", is_background=True)
         await store.begin(response, RUNNING)
@@ -86,7 +86,7 @@ async def test_from_its_beginning_to_its_end(tmp_path: Path) -> None:
         assert await store.events("ann", "r1") == [b"event: a\ndata: {}\n\n", b"event: b\ndata: {}\n\n"]
 
 
-async def test_what_is_deleted_does_not_come_back(tmp_path: Path) -> None:
+async def test_a_deleted_response_does_not_come_back(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         response = asked("r1", "Hi")
         await store.begin(response, RUNNING)
@@ -162,7 +162,7 @@ async def test_a_chain_does_not_lead_to_another_owner(tmp_path: Path) -> None:
         assert chain.missing == "r1"
 
 
-async def test_chains_have_an_end(tmp_path: Path) -> None:
+async def test_chains_have_a_limit(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
 
         def grow(connection: Any) -> None:
@@ -213,8 +213,8 @@ async def test_conversations(tmp_path: Path) -> None:
         assert await store.find_items("ann", [added[0]["id"]]) == {}
 
 
-async def test_turns_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Two front ends, and of each many turns at once."""
+async def test_concurrent_turns_lose_nothing(tmp_path: Path) -> None:
+    """Two front ends, each with many turns at once."""
     async with SqliteStore(tmp_path / "r.db") as one, SqliteStore(tmp_path / "r.db") as other:
         conversation = (await one.create_conversation("ann", {}, [])).id
 
@@ -230,14 +230,14 @@ async def test_turns_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "count"), [("completed", 2), ("incomplete", 2), ("failed", 0), ("cancelled", 0)])
-async def test_only_what_was_said_is_in_the_conversation(tmp_path: Path, status: ResponseStatus, count: int) -> None:
+async def test_failed_responses_are_not_added_to_the_conversation(tmp_path: Path, status: ResponseStatus, count: int) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         conversation = (await store.create_conversation("ann", {}, [])).id
         await store.put(asked("r1", "Hi", conversation=conversation), answered("Hello!", status))
         assert len(await store.conversation_items("ann", conversation) or ()) == count
 
 
-async def test_responses_grow_old(tmp_path: Path) -> None:
+async def test_old_responses_are_deleted(tmp_path: Path) -> None:
     clock = Clock()
     async with SqliteStore(tmp_path / "r.db", StoreLimits(seconds=100), clock) as store:
         await store.put(asked("r1", "Hi"), answered("Hello!", events=EVENTS))
@@ -262,7 +262,7 @@ async def test_responses_grow_old(tmp_path: Path) -> None:
         assert store.size <= before, "what is old is removed, not only hidden"
 
 
-async def test_the_oldest_make_room(tmp_path: Path) -> None:
+async def test_the_oldest_are_deleted_when_the_store_is_full(tmp_path: Path) -> None:
     limit = 2**20
     async with SqliteStore(tmp_path / "r.db", StoreLimits(bytes=limit), Clock()) as store:
         running = asked("running", "Hi")
@@ -281,7 +281,7 @@ async def test_the_oldest_make_room(tmp_path: Path) -> None:
     assert (tmp_path / "r.db").stat().st_size < 5 * limit
 
 
-async def test_another_process_finds_all_that_was_stored(tmp_path: Path) -> None:
+async def test_another_process_reads_the_same_store(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         await store.put(asked("r1", "Hi"), answered("Hello!", events=EVENTS))
     async with SqliteStore(tmp_path / "r.db") as store:
@@ -292,7 +292,7 @@ async def test_another_process_finds_all_that_was_stored(tmp_path: Path) -> None
     assert marks(tmp_path) == 0
 
 
-async def test_what_a_closed_store_had_not_finished_has_failed(tmp_path: Path) -> None:
+async def test_unfinished_responses_of_a_closed_store_have_failed(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as other:
         async with SqliteStore(tmp_path / "r.db") as store:
             await store.begin(asked("r1", "Hi"), RUNNING)
@@ -328,12 +328,12 @@ def start_process(path: Path) -> subprocess.Popen[bytes]:
 
 
 def marks(folder: Path) -> int:
-    """How many processes are marked as alive."""
+    """The number of processes that are marked as alive."""
     return len(list(folder.glob("*-runner-*")))
 
 
-async def test_what_a_dead_process_was_making_has_failed(tmp_path: Path) -> None:
-    """Killed outright: for whoever is there already, and for whoever comes later."""
+async def test_unfinished_responses_of_a_dead_process_have_failed(tmp_path: Path) -> None:
+    """After SIGKILL, both a store that is open and one that is opened later notice."""
     path = tmp_path / "r.db"
     async with SqliteStore(path) as there:
         process = start_process(path)
@@ -371,7 +371,7 @@ def test_liveness(tmp_path: Path) -> None:
     one.close()
 
 
-async def test_a_file_that_is_none(tmp_path: Path) -> None:
+async def test_a_path_that_cannot_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "r.db").write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match=r"--response-store .*r\.db"):
         await SqliteStore(tmp_path / "r.db").__aenter__()
@@ -387,7 +387,7 @@ async def test_a_file_of_another_version(tmp_path: Path) -> None:
         await SqliteStore(tmp_path / "r.db").__aenter__()
 
 
-async def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_failed_transaction_changes_nothing(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         conversation = (await store.create_conversation("ann", {}, [])).id
         with pytest.raises(KeyError):
@@ -395,7 +395,7 @@ async def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         assert await store.conversation_items("ann", conversation) == []
 
 
-async def test_a_store_that_fails_at_its_end_is_closed_all_the_same(tmp_path: Path) -> None:
+async def test_a_store_that_fails_while_closing_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "r.db"
     async with SqliteStore(path) as store:
         await store.begin(asked("r1", "Hi"), RUNNING)
@@ -409,7 +409,7 @@ async def test_a_store_that_fails_at_its_end_is_closed_all_the_same(tmp_path: Pa
         assert found.body.status == "failed"
 
 
-async def test_trouble_is_told_and_passes(tmp_path: Path) -> None:
+async def test_a_failure_is_reported_and_the_store_recovers(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         await store._database.run(lambda connection: connection.execute("ALTER TABLE responses RENAME TO hidden"))
         with pytest.raises(RequestError) as caught:

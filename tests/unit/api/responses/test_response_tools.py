@@ -1,4 +1,4 @@
-"""Which tools the model is told of, and which it must call."""
+"""Which tools the model sees, and which it must call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_functions_and_custom_tools() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(HOSTED_TOOLS))
-def test_hosted_tools_are_left_out_unless_one_is_forced(kind: str) -> None:
+def test_hosted_tools_are_dropped_unless_one_is_forced(kind: str) -> None:
     tools = read_tools([{"type": kind, "search_context_size": "low"}, LOOK], "auto")
     assert names(tools) == ["look"]
     assert [tool["name"] for tool in tools.shown] == ["look"]
@@ -82,7 +82,7 @@ def test_allowed_tools() -> None:
         ([LOOK], {"type": "allowed_tools", "mode": "none", "tools": []}, "tool_choice.mode"),
     ],
 )
-def test_what_is_wrong_is_named(tools: list[dict[str, Any]], choice: Any, param: str) -> None:
+def test_errors_name_the_field(tools: list[dict[str, Any]], choice: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_tools(tools, choice)
     assert caught.value.param == param
