@@ -163,7 +163,7 @@ def test_a_chain(server: Server) -> None:
     own: list[Any] = server.client.responses.input_items.list(second.id).data
     assert [item.content[0].text for item in own] == ["And now?"]
     server.client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError, match="is there no more"):
+    with pytest.raises(openai.NotFoundError, match="was deleted"):
         create(server, previous_response_id=second.id)
 
 

@@ -1,10 +1,9 @@
-"""POST /v1/responses."""
+"""POST /v1/responses: makes a response and stores it. No client sees its end before it is stored."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -12,34 +11,31 @@ from starlette.types import Receive
 
 from penstock.api.pipeline.detached import DetachedRun, DetachedRuns, Recorder
 from penstock.api.pipeline.request import Incoming
-from penstock.api.pipeline.response import Response
+from penstock.api.pipeline.response import Response, Sink
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.dialect import ResponseDialect
-from penstock.api.responses.reading import ParsedResponse, Reader
+from penstock.api.responses.parse import ParsedResponse, ResponseParser
 from penstock.api.responses.rows import NewResponse, ResponseState
-from penstock.api.responses.saving import SavingSink
 from penstock.api.responses.store import SqliteStore
-from penstock.stream.fanin import ReaderLeft
+from penstock.stream.fanin import ReaderLeft, all_done
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Fault
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CreateResponse:
     """Answers POST /v1/responses.
 
-    Streams that are kept, and what runs in the background, do not depend on the connection. The rest is made on it.
+    Stored streams and background responses run detached from the connection. Other responses run on it.
     """
 
-    reader: Reader
+    parser: ResponseParser
     runner: Runner
     detached: DetachedRuns
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
-        parsed = await self.reader.read(incoming)
-        kept, store = parsed.kept, self.reader.store
+        parsed = await self.parser.parse(incoming)
+        kept, store = parsed.kept, self.parser.store
         if kept is None or store is None:
             return await self.runner.run(parsed.plan, parsed.dialect, receive, response)
         if parsed.is_background:
@@ -83,7 +79,7 @@ class ResponseRun(DetachedRun):
 
 
 class _Work:
-    """Makes a response beside the connections that read it. However that ends, the store knows."""
+    """Makes a detached response. The store gets its end, whatever it is."""
 
     def __init__(self, runner: Runner, detached: DetachedRuns, store: SqliteStore, parsed: ParsedResponse, kept: NewResponse) -> None:
         self._runner = runner
@@ -92,12 +88,12 @@ class _Work:
         self._parsed = parsed
         self._kept = kept
         self._settled = asyncio.Event()
-        """It was admitted, or refused."""
+        """Set when the response is admitted or refused."""
         self._is_admitted = False
         self._refusal: Exception | None = None
 
     async def until_admitted(self) -> None:
-        """Raises what it was refused with."""
+        """Raises the error that refused the response."""
         await self._settled.wait()
         if self._refusal is not None:
             raise self._refusal
@@ -106,7 +102,6 @@ class _Work:
         try:
             return await self._keep(receive, inner)
         finally:
-            # However it ended: nobody waits for more.
             self._settled.set()
 
     async def _keep(self, receive: Receive, inner: Recorder) -> str:
@@ -116,7 +111,7 @@ class _Work:
             await sink.send_events(dialect.queue())
         outcome = await self._run(receive, sink)
         if sink.is_stored:
-            # From now on the store has its events. Those who read it now go on.
+            # The store has its events now. Readers that have the recording continue with it.
             self._detached.forget(kept.id)
         return outcome
 
@@ -125,7 +120,7 @@ class _Work:
             return await self._runner.run(self._parsed.plan, self._parsed.dialect, receive, sink, self._admitted)
         except (RequestError, GenerationFault) as error:
             if not self._is_admitted or not sink.has_begun:
-                # Its client is still there to be told.
+                # The client gets it as a status.
                 self._settle(error)
                 raise
             await sink.fail(error)
@@ -136,7 +131,7 @@ class _Work:
             return "cancelled"
         except asyncio.CancelledError:
             self._settle(None)
-            await _shielded(sink.fail(GenerationFault(Fault("shutting_down", "the server is shutting down"))))
+            await sink.fail(GenerationFault(Fault("shutting_down", "the server is shutting down")))
             raise
         except Exception as error:
             self._settle(error)
@@ -152,7 +147,98 @@ class _Work:
         self._settled.set()
 
 
-async def _shielded(last: Awaitable[None]) -> None:
-    task = asyncio.ensure_future(last)
-    await asyncio.wait([task])
-    task.result()
+class SavingSink:
+    """A sink that stores a response before its client sees it: its start before the first event, its end before the last.
+
+    When the start cannot be stored, the stream continues. When the end cannot be stored, a stream ends as failed, and a whole answer
+    raises RequestError. If the sender is cancelled, a write that has begun is completed and its events are sent. `sent` has the events so
+    far.
+    """
+
+    def __init__(
+        self,
+        inner: Sink,
+        store: SqliteStore,
+        response: NewResponse,
+        dialect: ResponseDialect,
+        sent: Iterable[bytes] = (),
+        begun: bool = False,
+    ) -> None:
+        self._inner = inner
+        self._store = store
+        self._response = response
+        self._dialect = dialect
+        self._sent = sent
+        self._is_known = begun
+        """The store has its start."""
+        self._storing: asyncio.Task[None] | None = None
+        self.has_begun = begun
+        """A client may have seen it."""
+        self.is_stored = False
+        """The store has its end."""
+
+    @property
+    def sending_since(self) -> float | None:
+        return self._inner.sending_since
+
+    @sending_since.setter
+    def sending_since(self, value: float | None) -> None:
+        self._inner.sending_since = value
+
+    @property
+    def stalled(self) -> bool:
+        return self._inner.stalled
+
+    @stalled.setter
+    def stalled(self, value: bool) -> None:
+        self._inner.stalled = value
+
+    async def send_whole(self, status: int, body: bytes) -> None:
+        await self._finish(None)
+        await self._inner.send_whole(status, body)
+
+    def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
+        if self.has_begun and not last:
+            return self._inner.send_events(events)
+        return self._store_and_send(events, last)
+
+    async def fail(self, error: GenerationFault | RequestError) -> None:
+        """Ends the response with this error. A response that no client has seen is not stored."""
+        await self._end(lambda: self._dialect.fail(error))
+
+    async def cancel(self) -> None:
+        """Ends the response as cancelled. A response that no client has seen is not stored."""
+        await self._end(self._dialect.cancel)
+
+    async def _end(self, render: Callable[[], bytes]) -> None:
+        if self._storing is not None:
+            await all_done([self._storing])
+        if self.has_begun and not self._dialect.is_over:
+            await self._store_and_send(render(), last=True)
+
+    async def _store_and_send(self, events: bytes, last: bool) -> None:
+        # In its own task: after a cancelled write, nobody knows whether it was done.
+        self._storing = asyncio.create_task(self._store_then_send(events, last))
+        await all_done([self._storing])
+        self._storing.result()
+
+    async def _store_then_send(self, events: bytes, last: bool) -> None:
+        try:
+            if last:
+                await self._finish(b"".join([*self._sent, events]))
+            else:
+                await self._begin()
+        except RequestError as error:
+            if last:
+                events = self._dialect.fail_instead(events, error)
+        self.has_begun = True
+        await self._inner.send_events(events, last)
+
+    async def _begin(self) -> None:
+        await self._store.begin(self._response, ResponseState(body=self._dialect.snapshot()))
+        self._is_known = True
+
+    async def _finish(self, events: bytes | None) -> None:
+        state = ResponseState(body=self._dialect.snapshot(), events=events)
+        await (self._store.finish if self._is_known else self._store.put)(self._response, state)
+        self.is_stored = True

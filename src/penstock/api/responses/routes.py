@@ -13,7 +13,7 @@ from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Response
 from penstock.api.responses import answers
 from penstock.api.responses.create import CreateResponse
-from penstock.api.responses.reading import Reader
+from penstock.api.responses.parse import ResponseParser
 from penstock.api.responses.schema import (
     ITEMS,
     Asked,
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def _create(services: Services) -> Answer:
-    return CreateResponse(_reader(services), services.runner, services.detached)
+    return CreateResponse(_parser(services), services.runner, services.detached)
 
 
 async def _count_tokens(services: Services, incoming: Incoming) -> answers.ResponseTokenCount:
-    return answers.ResponseTokenCount(input_tokens=await _reader(services).count(incoming))
+    return answers.ResponseTokenCount(input_tokens=await _parser(services).count(incoming))
 
 
 def _get(services: Services) -> Answer:
@@ -48,8 +48,8 @@ def _get(services: Services) -> Answer:
     return get
 
 
-def _reader(services: Services) -> Reader:
-    return Reader(services.context, services.responses)
+def _parser(services: Services) -> ResponseParser:
+    return ResponseParser(services.context, services.responses)
 
 
 def _stored(services: Services) -> StoredResponses:

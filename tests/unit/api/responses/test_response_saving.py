@@ -10,9 +10,9 @@ import pytest
 from penstock.api.pipeline.detached import Recorder, Recording
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
 from penstock.api.responses.answers import ResponseObject
+from penstock.api.responses.create import SavingSink
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.rows import NewResponse, ResponseState
-from penstock.api.responses.saving import SavingSink
 from penstock.api.responses.store import SqliteStore
 from penstock.wire.errors import RequestError
 

@@ -1,11 +1,11 @@
-"""From the body of a POST to what is to be run, and kept."""
+"""Parses POST /v1/responses: from the body, and what was said before, to a plan."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from msgspec import structs
@@ -15,11 +15,18 @@ from penstock.api.pipeline.hints import read_hints
 from penstock.api.pipeline.plan import Chat, Plan, count_tokens, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.answers import ResponseObject
-from penstock.api.responses.context import Context, read_context
 from penstock.api.responses.dialect import ResponseDialect
-from penstock.api.responses.items import Messages, Tools, check_depth, cuts, marked_parts, read_tools
+from penstock.api.responses.items import Item, Messages, Tools, check_depth, check_outputs, cuts, marked_parts, read_items, read_tools
 from penstock.api.responses.rows import NewResponse
-from penstock.api.responses.schema import RESPONSE_CHOICES, UNSUPPORTED_RESPONSE, Asked, PromptRequest, ResponseRequest, TextFormat
+from penstock.api.responses.schema import (
+    MAX_ITEMS,
+    RESPONSE_CHOICES,
+    UNSUPPORTED_RESPONSE,
+    Asked,
+    PromptRequest,
+    ResponseRequest,
+    TextFormat,
+)
 from penstock.api.responses.store import SqliteStore
 from penstock.router.policy import Hints, SessionWish
 from penstock.text.tokenizers.tokenizer import ChatPrompt
@@ -38,7 +45,7 @@ _SHARED = tuple(
 
 @dataclass(frozen=True)
 class ParsedResponse:
-    """One request, read: its plan, how its answer looks, and what is kept of it, if it is."""
+    """A parsed request: what to run, how to render it, and what to store, if anything."""
 
     plan: Plan
     dialect: ResponseDialect
@@ -48,14 +55,14 @@ class ParsedResponse:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads requests. Without a store nothing is kept, and nothing can be referred to."""
+class ResponseParser:
+    """Parses requests. Without a store nothing is stored, and no request can continue another."""
 
-    library: PromptContext
+    prompts: PromptContext
     store: SqliteStore | None
 
-    async def read(self, incoming: Incoming) -> ParsedResponse:
-        """Raises RequestError that names the field, its value and what would be right."""
+    async def parse(self, incoming: Incoming) -> ParsedResponse:
+        """Raises RequestError that names the field, its value and what is expected."""
         request = decode_body(incoming.body, _DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
         is_kept = self._is_kept(request)
         context = await read_context(request, incoming.owner, self.store)
@@ -65,7 +72,7 @@ class Reader:
         hints = _tied(read_hints(common, incoming.headers), context, response_id if is_kept else None)
 
         async def plan(chat: Chat) -> Plan:
-            return await plan_chat(common, chat, hints, incoming.tenant, self.library)
+            return await plan_chat(common, chat, hints, incoming.tenant, self.prompts)
 
         made = await _fitted(_chat(request, context, tools), request.truncation == "auto", plan)
         kept = _kept(request, context, response_id, incoming.owner) if is_kept else None
@@ -73,11 +80,11 @@ class Reader:
         return ParsedResponse(made, dialect, kept, bool(request.stream), bool(request.background))
 
     async def count(self, incoming: Incoming) -> int:
-        """How many tokens the prompt of such a request has."""
+        """The number of tokens of the prompt."""
         asked = decode_body(incoming.body, _COUNT_DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
         context = await read_context(asked, incoming.owner, self.store)
-        model = self.library.models.find(asked.model)
-        return await count_tokens(model, _base_chat(asked, context, read_tools(asked.tools, asked.tool_choice)), self.library)
+        model = self.prompts.models.find(asked.model)
+        return await count_tokens(model, _base_chat(asked, context, read_tools(asked.tools, asked.tool_choice)), self.prompts)
 
     def _is_kept(self, request: ResponseRequest) -> bool:
         if request.stream_options is not None and not request.stream:
@@ -94,12 +101,12 @@ class Reader:
 
 def _common(request: ResponseRequest) -> PromptRequest:
     shared = {name: getattr(request, name) for name in _SHARED}
-    # What runs in the background is made as a stream, whoever may come to read it.
+    # A background response runs as a stream, because a reader may come later.
     return PromptRequest(**shared, stream=bool(request.stream or request.background), marked=marked_parts(request.input))
 
 
 def _tied(hints: Hints, context: Context, kept_id: str | None) -> Hints:
-    """The request as a turn of the session that its chain or its conversation is, unless the client names another."""
+    """Makes the request a turn of its chain's or conversation's session, unless the client names another one."""
     session = hints.session
     if session is None and context.session is not None:
         session = SessionWish(context.session)
@@ -120,7 +127,7 @@ def _kept(request: ResponseRequest, context: Context, response_id: str, owner: s
 
 
 async def _fitted(chat: Chat, may_drop: bool, plan: Callable[[Chat], Awaitable[Plan]]) -> Plan:
-    """The plan of the chat; if it may, without as many of its oldest messages as do not fit."""
+    """The plan of the chat. With `may_drop`, as many of its oldest messages are dropped as necessary."""
     whole = await _planned(chat, plan, must_fit=not may_drop)
     if whole is not None:
         return whole
@@ -144,7 +151,7 @@ def _without(chat: Chat, left_out: slice) -> Chat:
 
 
 async def _planned(chat: Chat, plan: Callable[[Chat], Awaitable[Plan]], must_fit: bool) -> Plan | None:
-    """None where it does not fit, unless it must."""
+    """None when the chat is too long, unless it must fit."""
     try:
         return await plan(chat)
     except RequestError as error:
@@ -154,7 +161,7 @@ async def _planned(chat: Chat, plan: Callable[[Chat], Awaitable[Plan]], must_fit
 
 
 def _chat(request: ResponseRequest, context: Context, tools: Tools) -> Chat:
-    field, grammar = _grammar(request)
+    grammar_field, grammar = _grammar(request)
     return structs.replace(
         _base_chat(request, context, tools),
         max_tokens=request.max_output_tokens,
@@ -162,7 +169,7 @@ def _chat(request: ResponseRequest, context: Context, tools: Tools) -> Chat:
         tool_choice=tools.choice,
         parallel_calls=request.parallel_tool_calls is not False,
         grammar=grammar,
-        grammar_field=field,
+        grammar_field=grammar_field,
     )
 
 
@@ -170,9 +177,7 @@ def _base_chat(asked: Asked, context: Context, tools: Tools) -> Chat:
     chat = Messages(asked.instructions)
     chat.add(context.items, context.fields)
     if not chat.messages:
-        raise RequestError(
-            "`input` has nothing to answer: expected a text, or at least one item with one", param="input", code="empty_prompt"
-        )
+        raise RequestError("`input` has no text: expected a string, or at least one item with text", param="input", code="empty_prompt")
     arguments = dict(asked.chat_template_kwargs or {})
     effort = None if asked.reasoning is None else asked.reasoning.effort
     if effort is not None:
@@ -194,7 +199,7 @@ def _grammar(request: ResponseRequest) -> tuple[str | None, Grammar | None]:
 
 
 def _response_format(wanted: TextFormat) -> ResponseFormat:
-    """The same format as the chat endpoint has it."""
+    """The format in the form of the chat endpoint."""
     if wanted.type != "json_schema":
         if wanted.schema is not None:
             raise RequestError("`text.format.schema` needs `text.format.type` json_schema", param="text.format.schema")
@@ -239,3 +244,88 @@ def _response_object(response_id: str, request: ResponseRequest, tools: Tools, i
         truncation=request.truncation or "disabled",
         user=request.user,
     )
+
+
+@dataclass(frozen=True)
+class Context:
+    """The items of a prompt: `before` from earlier turns, `input` from this one. `root` is the first response of the chain.
+
+    `session` is the session that chain or conversation make; None for a first response.
+    """
+
+    input: list[Item]
+    before: list[Item] = field(default_factory=list)
+    before_field: str = "input"
+    session: str | None = None
+    root: str | None = None
+
+    @property
+    def items(self) -> list[Item]:
+        return [*self.before, *self.input]
+
+    @property
+    def fields(self) -> list[str]:
+        """The field of the request that each item comes from."""
+        return [*[self.before_field] * len(self.before), *(f"input[{index}]" for index in range(len(self.input)))]
+
+
+async def read_context(asked: Asked, owner: str, store: SqliteStore | None) -> Context:
+    """Raises RequestError: 404 for a response, conversation or item that the owner does not have."""
+    if asked.previous_response_id is not None and asked.conversation is not None:
+        message = "`previous_response_id` and `conversation` exclude each other"
+        raise RequestError(message, param="previous_response_id", code="mutually_exclusive")
+    given = [] if asked.input is None else read_items("input", asked.input)
+    added = await _resolved(given, owner, store)
+    if asked.previous_response_id is not None:
+        context = await _chain(asked.previous_response_id, added, owner, store)
+    elif asked.conversation_id is not None:
+        context = await _conversation(asked.conversation_id, added, owner, store)
+    else:
+        context = Context(added)
+    if not context.items and asked.instructions is None:
+        raise RequestError("`input` is required", param="input", code="missing_field")
+    if len(context.items) > MAX_ITEMS:
+        message = f"`input` and the earlier turns have {len(context.items):,} items: the limit is {MAX_ITEMS:,}"
+        raise RequestError(message, param="input", code="too_long")
+    check_outputs(context.items, context.fields)
+    return context
+
+
+async def _resolved(given: Sequence[Item], owner: str, store: SqliteStore | None) -> list[Item]:
+    """The items, with each reference replaced by its item."""
+    wanted = [item["id"] for item in given if item["type"] == "item_reference"]
+    if not wanted:
+        return list(given)
+    found = {} if store is None else await store.find_items(owner, wanted)
+    resolved: list[Item] = []
+    for index, item in enumerate(given):
+        if item["type"] == "item_reference" and item["id"] not in found:
+            message = f"`input[{index}].id` is {item['id'][:80]!r}: there is no such item"
+            raise RequestError(message, param=f"input[{index}].id", code="item_not_found", status=404)
+        resolved.append(found[item["id"]] if item["type"] == "item_reference" else item)
+    return resolved
+
+
+async def _chain(previous: str, added: list[Item], owner: str, store: SqliteStore | None) -> Context:
+    chain = None if store is None else await store.chain(owner, previous)
+    if chain is None:
+        raise _not_found("previous_response_id", "response", previous, "previous_response_not_found")
+    if chain.missing is not None:
+        message = f"`previous_response_id` {previous!r} follows {chain.missing!r}, which was deleted"
+        raise RequestError(message, param="previous_response_id", code="previous_response_not_found", status=404)
+    if chain.status not in ("completed", "incomplete"):
+        message = f"`previous_response_id` {previous!r} is {chain.status}: expected one that is completed or incomplete"
+        raise RequestError(message, param="previous_response_id", code="previous_response_not_over")
+    return Context(added, chain.items, "previous_response_id", chain.root, chain.root)
+
+
+async def _conversation(conversation: str, added: list[Item], owner: str, store: SqliteStore | None) -> Context:
+    items = None if store is None else await store.conversation_items(owner, conversation)
+    if items is None:
+        raise _not_found("conversation", "conversation", conversation, "conversation_not_found")
+    return Context(added, items, "conversation", conversation)
+
+
+def _not_found(name: str, kind: str, given: str, code: str) -> RequestError:
+    """The same answer whether another key has it or nobody does: ids cannot be guessed."""
+    return RequestError(f"`{name}` is {given!r}: there is no such {kind}", param=name, code=code, status=404)
