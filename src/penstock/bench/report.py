@@ -223,9 +223,9 @@ def _findings(report: Report) -> list[Text]:
             counts = f"{checked.lost:,} tokens lost, {checked.repeated:,} repeated, {checked.reordered:,} reordered"
             lines.append(Text(f"{wrong}: {counts}; {checked.usage_mismatch:,} with wrong usage", style="bold red"))
         else:
-            told = f"{checked.streams:,} streams verified: no token lost, repeated or reordered; every usage right"
+            verified = f"{checked.streams:,} streams verified: no token lost, repeated or reordered; every usage right"
             part = f" ({checked.incomplete:,} were incomplete: verified as far as they came)" if checked.incomplete else ""
-            lines.append(Text(told + part, style="bold yellow" if part else "bold green"))
+            lines.append(Text(verified + part, style="bold yellow" if part else "bold green"))
     for message, count in list(report.errors.items())[:MAX_ERRORS]:
         lines.append(Text(f"{count:,} × {message}", style="red"))
     if (more := len(report.errors) - MAX_ERRORS) > 0:

@@ -128,8 +128,8 @@ def make_verifier(engine: str | None, tokenizer: str, model: Path | None = None)
     Raises ConfigError when the text cannot be known here.
     """
     if engine != "simulator":
-        told = "does not name its engine" if engine is None else f"has the engine {engine!r}"
-        raise ConfigError(f"--verify needs Penstock's simulator, whose text is known in advance; this server {told}")
+        reason = "does not name its engine" if engine is None else f"has the engine {engine!r}"
+        raise ConfigError(f"--verify needs Penstock's simulator, whose text is known in advance; this server {reason}")
     packed = TokenizerCache(default_directory(), model).find(tokenizer)
     if packed is None:
         raise ConfigError("--verify needs the server's tokenizer: give its model directory or GGUF file as --tokenizer")

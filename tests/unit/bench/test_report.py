@@ -1,4 +1,4 @@
-"""The figures: percentiles, and tokens shared out over time."""
+"""The figures: percentiles, and token rates over time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_percentiles_are_ordered(values: list[float]) -> None:
     assert shares == pytest.approx(sorted(shares))
 
 
-def test_nothing_has_no_spread() -> None:
+def test_no_values_have_no_percentiles() -> None:
     assert spread([]) is None
 
 
@@ -46,7 +46,7 @@ def test_waits_and_gaps() -> None:
     assert gaps(streams) == [0.25, 1.0]
 
 
-def test_every_token_has_its_time() -> None:
+def test_token_rates_count_every_token() -> None:
     streams = [stream(0, [(0.05, 10), (0.95, 30)], 8), stream(0, [(1.0, 4)], None)]
     edges, rates = token_rates(streams, 0.0, 1.0)
     assert edges == pytest.approx([index / 10 for index in range(11)])

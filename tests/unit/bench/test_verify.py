@@ -56,13 +56,13 @@ def test_repeats_are_counted(seed: int, start: int, count: int) -> None:
 
 
 @given(st.permutations(range(TOKENS)), st.integers(0, TOKENS - 2))
-def test_neighbours_that_changed_places_are_one_reordered(tokens: list[int], place: int) -> None:
+def test_swapped_neighbours_count_as_one_reordered(tokens: list[int], place: int) -> None:
     swapped = [*tokens[:place], tokens[place + 1], tokens[place], *tokens[place + 2 :]]
     assert classify(tokens, swapped) == Verdict(reordered=1)
 
 
 @given(st.permutations(range(TOKENS)), st.integers(0, TOKENS - 3), st.data())
-def test_others_that_changed_places_are_two_reordered(tokens: list[int], first: int, data: st.DataObject) -> None:
+def test_swapped_distant_tokens_count_as_two_reordered(tokens: list[int], first: int, data: st.DataObject) -> None:
     second = data.draw(st.integers(first + 2, TOKENS - 1))
     swapped = [*tokens]
     swapped[first], swapped[second] = swapped[second], swapped[first]
@@ -70,13 +70,13 @@ def test_others_that_changed_places_are_two_reordered(tokens: list[int], first: 
 
 
 @given(st.permutations(range(TOKENS)), st.integers(0, 20), st.integers(1, 20), st.integers(1, 20))
-def test_chunks_that_changed_places_are_as_many_as_the_shorter_has(tokens: list[int], start: int, first: int, second: int) -> None:
+def test_swapped_chunks_count_as_the_shorter_one(tokens: list[int], start: int, first: int, second: int) -> None:
     middle, end = start + first, start + first + second
     swapped = tokens[:start] + tokens[middle:end] + tokens[start:middle] + tokens[end:]
     assert classify(tokens, swapped) == Verdict(reordered=min(first, second))
 
 
-def test_each_kind_is_told_from_the_others() -> None:
+def test_the_kinds_are_counted_separately() -> None:
     #         1 moved behind 3     4 is lost      6 comes twice
     assert classify([1, 2, 3, 4, 5, 6, 7], [2, 3, 1, 5, 6, 6, 7]) == Verdict(lost=1, repeated=1, reordered=1)
 
@@ -117,7 +117,7 @@ def test_a_stream_that_failed_has_no_usage_to_be_wrong() -> None:
         ("simulator", "0" * 64, "give its model directory or GGUF file as --tokenizer"),
     ],
 )
-def test_what_cannot_be_verified_is_refused(engine: str | None, tokenizer: str, message: str) -> None:
+def test_other_servers_cannot_be_verified(engine: str | None, tokenizer: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_verifier(engine, tokenizer)
 

@@ -56,19 +56,19 @@ class VllmDialect(Dialect):
 
 
 class CompletionsDialect(Dialect):
-    """`/v1/completions` of a server that sends token ids with its text: vLLM or Penstock. `tells_ids`: also with logprobs.
+    """`/v1/completions` of a server that sends token ids with its text: vLLM or Penstock. `has_logprob_ids`: also with logprobs.
     `grammar_prefix` is what the server needs before a grammar."""
 
     path = "/v1/completions"
 
-    def __init__(self, model: str, tells_ids: bool, has_grammar: bool = False, grammar_prefix: str = FOR_LLGUIDANCE) -> None:
+    def __init__(self, model: str, has_logprob_ids: bool, has_grammar: bool = False, grammar_prefix: str = FOR_LLGUIDANCE) -> None:
         self._model = model
-        self._tells_ids = tells_ids
+        self._has_logprob_ids = has_logprob_ids
         self._has_grammar = has_grammar
         self._grammar_prefix = grammar_prefix
 
     def body(self, request: EngineRequest) -> Body:
-        if (request.logprobs is not None or request.prompt_logprobs) and not self._tells_ids:
+        if (request.logprobs is not None or request.prompt_logprobs) and not self._has_logprob_ids:
             raise unsupported("logprobs; the server sends them without token ids")
         params = _common(request) | {"return_token_ids": True}
         if request.logprobs is not None:
@@ -158,30 +158,30 @@ class CompletionReader(Reader):
     """Reads answers in the format of completions, which vLLM's token route shares."""
 
     def read(self, event: bytes) -> Chunk | None:
-        told = self._decode(event)
-        if told.error is not None:
-            raise_error(told.error)
-        details = None if told.usage is None else told.usage.prompt_tokens_details
+        answer = self._decode(event)
+        if answer.error is not None:
+            raise_error(answer.error)
+        details = None if answer.usage is None else answer.usage.prompt_tokens_details
         if details is not None and details.cached_tokens is not None:
             self._cached_tokens = details.cached_tokens
-        if not told.choices:
+        if not answer.choices:
             return None
-        self.is_over = told.choices[0].finish_reason is not None
-        return self._hold_last(self._chunk(told, told.choices[0]))
+        self.is_over = answer.choices[0].finish_reason is not None
+        return self._hold_last(self._chunk(answer, answer.choices[0]))
 
     def _decode(self, event: bytes) -> CompletionEvent:
         return read_event(event)
 
     @abstractmethod
-    def _chunk(self, told: CompletionEvent, choice: Choice) -> Chunk: ...
+    def _chunk(self, answer: CompletionEvent, choice: Choice) -> Chunk: ...
 
 
 class _TokensReader(CompletionReader):
-    def _chunk(self, told: CompletionEvent, choice: Choice) -> Chunk:
+    def _chunk(self, answer: CompletionEvent, choice: Choice) -> Chunk:
         if choice.token_ids is None and choice.text:
             raise lost("the server sent text without its token ids")
         request = self._request
-        prompt_logprobs = told.prompt_logprobs if choice.prompt_logprobs is None else choice.prompt_logprobs
+        prompt_logprobs = answer.prompt_logprobs if choice.prompt_logprobs is None else choice.prompt_logprobs
         return Chunk(
             tuple(choice.token_ids or ()),
             None if request.logprobs is None else _read_logprobs(choice.logprobs, request.logprobs),
@@ -202,16 +202,18 @@ def finish_of(reason: str | None) -> FinishReason | None:
             return "stop"
 
 
-def _read_logprobs(told: _Logprobs | None, count: int) -> tuple[TokenLogprob, ...]:
-    if told is None:
+def _read_logprobs(logprobs: _Logprobs | None, count: int) -> tuple[TokenLogprob, ...]:
+    if logprobs is None:
         return ()
-    if told.content is not None:
-        return tuple([_logprob(entry.logprob, {top.token_id: top.logprob for top in entry.top_logprobs}, count) for entry in told.content])
-    tops = told.top_logprobs or [None] * len(told.token_logprobs)
+    if logprobs.content is not None:
+        return tuple(
+            [_logprob(entry.logprob, {top.token_id: top.logprob for top in entry.top_logprobs}, count) for entry in logprobs.content]
+        )
+    tops = logprobs.top_logprobs or [None] * len(logprobs.token_logprobs)
     return tuple(
         [
             _logprob(logprob, {_marked_id(token): value for token, value in (top or {}).items()}, count)
-            for logprob, top in zip(told.token_logprobs, tops, strict=False)
+            for logprob, top in zip(logprobs.token_logprobs, tops, strict=False)
         ]
     )
 
@@ -233,11 +235,11 @@ def _marked_id(token: str) -> int:
         raise lost(f"a logprob has the token {token[:40]!r}: expected a token id") from error
 
 
-def _read_prompt(told: Sequence[Mapping[int, _Logprob] | None] | None, request: EngineRequest) -> tuple[TokenLogprob | None, ...]:
-    if told is None or len(told) != len(request.token_ids):
-        raise lost(f"the engine sent {len(told or ())} prompt logprobs; the prompt has {len(request.token_ids)} tokens")
+def _read_prompt(entries: Sequence[Mapping[int, _Logprob] | None] | None, request: EngineRequest) -> tuple[TokenLogprob | None, ...]:
+    if entries is None or len(entries) != len(request.token_ids):
+        raise lost(f"the engine sent {len(entries or ())} prompt logprobs; the prompt has {len(request.token_ids)} tokens")
     read: list[TokenLogprob | None] = []
-    for token, entry in zip(request.token_ids, told, strict=True):
+    for token, entry in zip(request.token_ids, entries, strict=True):
         numbers = {other: entry[other].logprob for other in entry} if entry else {}
         read.append(_logprob(numbers.get(token), numbers, request.logprobs or 0) if numbers else None)
     return tuple(read)

@@ -79,12 +79,12 @@ class Dialect(ABC):
 def refused(message: str, status: int) -> EngineRefused:
     """The fault for an error status. It can be retried on another engine if it is not about the request itself: the engine is busy or
     broken, rejects our key, or redirects."""
-    told = f"the engine answered {status}: {message[:MAX_MESSAGE_CHARACTERS]}"
+    text = f"the engine answered {status}: {message[:MAX_MESSAGE_CHARACTERS]}"
     if status == 429:
-        return EngineRefused(Fault("queue_full", told, retryable=True))
+        return EngineRefused(Fault("queue_full", text, retryable=True))
     if status >= 500 or status < 400 or status in (401, 403):
-        return EngineRefused(Fault("engine_failed", told, retryable=True))
-    return EngineRefused(Fault("engine_refused", told))
+        return EngineRefused(Fault("engine_failed", text, retryable=True))
+    return EngineRefused(Fault("engine_refused", text))
 
 
 def lost(message: str) -> EngineRefused:
@@ -152,11 +152,11 @@ class _SglangReader(Reader):
 
     def read(self, event: bytes) -> Chunk | None:
         try:
-            told: dict[str, Any] = msgspec.json.decode(event, type=dict)
-            if (error := told.get("error")) is not None:
+            answer: dict[str, Any] = msgspec.json.decode(event, type=dict)
+            if (error := answer.get("error")) is not None:
                 raise_error(error)
-            self.is_over = told["meta_info"]["finish_reason"] is not None
-            chunk = self._chunks.read(told)
+            self.is_over = answer["meta_info"]["finish_reason"] is not None
+            chunk = self._chunks.read(answer)
         except (ValueError, RecursionError, AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
             raise lost(f"an event of SGLang cannot be read: {type(error).__name__}: {error}") from error
         return self._hold_last(chunk)

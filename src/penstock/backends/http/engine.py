@@ -209,7 +209,7 @@ async def _chunks(stream: Stream, reader: Reader) -> AsyncGenerator[Chunk, None]
                     yield chunk
                 if reader.is_finished:
                     if not reader.is_over:
-                        # Our reader ended it at a stop token. The engine must be told.
+                        # Our reader ended it at a stop token. It must be aborted there, too.
                         break
                     stream.end_soon()
     except Broken:

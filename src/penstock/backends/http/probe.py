@@ -130,10 +130,10 @@ class _Probe:
         if answer is None:
             return None
         try:
-            told, raw = read_event(answer.body), answer.json
+            decoded, raw = read_event(answer.body), answer.json
         except EngineRefused:
-            told, raw = None, None
-        if told is None or not told.choices or not isinstance(raw, dict):
+            decoded, raw = None, None
+        if decoded is None or not decoded.choices or not isinstance(raw, dict):
             self.tried.append(f"POST {path}: the answer is not a completion")
             return None
         return dict(raw["choices"][0])
@@ -324,14 +324,14 @@ async def _completions(probe: _Probe, model: _Model) -> Found | None:
     if choice is None or not choice.get("token_ids"):
         return None
     tokens = (choice.get("logprobs") or {}).get("tokens") or [""]
-    tells_ids = str(tokens[0]).startswith(ID_MARK)
+    has_logprob_ids = str(tokens[0]).startswith(ID_MARK)
     if model.penstock is not None:
         has_grammar, prefix = "grammar" in model.penstock.get("capabilities", ()), ""
     else:
         prefix = FOR_LLGUIDANCE
         has_grammar = await probe.make(path, _one_token(model, structured_outputs={"grammar": SOME_GRAMMAR})) is not None
-    dialect = CompletionsDialect(model.id, tells_ids, has_grammar, prefix)
-    return await _with_tokens(probe, model, dialect, has_logprobs=tells_ids, has_grammar=has_grammar)
+    dialect = CompletionsDialect(model.id, has_logprob_ids, has_grammar, prefix)
+    return await _with_tokens(probe, model, dialect, has_logprobs=has_logprob_ids, has_grammar=has_grammar)
 
 
 async def _with_tokens(probe: _Probe, model: _Model, dialect: Dialect, *, has_logprobs: bool, has_grammar: bool) -> Found:
@@ -339,7 +339,7 @@ async def _with_tokens(probe: _Probe, model: _Model, dialect: Dialect, *, has_lo
     block_size, blocks = (int(value) if value.isdigit() else 0 for value in (cache.get("block_size", ""), cache.get("num_gpu_blocks", "")))
     capabilities: list[Capability] = [*(("logprobs", "prompt_logprobs") if has_logprobs else ())]
     capabilities += ["grammar"] if has_grammar else []
-    facts = probe.facts(_told_context(model), block_size or None, tuple(capabilities), kv_blocks=blocks)
+    facts = probe.facts(_reported_context(model), block_size or None, tuple(capabilities), kv_blocks=blocks)
     no_ids = "" if has_logprobs else "the server sends them without token ids"
     features = (
         Feature("exact token ids", True, dialect.path),
@@ -357,7 +357,7 @@ async def _text(probe: _Probe, model: _Model) -> Found:
     if await probe.make(path, _one_token(model)) is None:
         raise probe.failure("no route completes a prompt of token ids")
     text_only = "the server answers with text only, which is tokenized here"
-    facts = probe.facts(_told_context(model), None, ())
+    facts = probe.facts(_reported_context(model), None, ())
     features = (
         Feature("exact token ids", False, text_only),
         Feature("logprobs", False, text_only),
@@ -388,7 +388,7 @@ def _of_completions(probe: _Probe, facts: EngineFacts) -> tuple[Feature, ...]:
     )
 
 
-def _told_context(model: _Model) -> int | None:
+def _reported_context(model: _Model) -> int | None:
     return model.max_model_len or (model.penstock or {}).get("context_length") or (model.meta or {}).get("n_ctx")
 
 

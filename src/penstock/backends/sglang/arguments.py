@@ -147,19 +147,19 @@ def _refuse(values: Mapping[str, Any], version: str) -> None:
 def _endpoints(config: str | None) -> EventEndpoints | None:
     """Where to read the events of this configuration. None if SGLang publishes none, or connects to a listener instead of binding."""
     try:
-        told = json.loads(config or "{}")
+        decoded = json.loads(config or "{}")
     except ValueError as error:
         raise ConfigError(f"--engine-args has --kv-events-config {config}, which is not JSON: {error}") from error
-    if told.get("publisher") != "zmq":
+    if decoded.get("publisher") != "zmq":
         return None
-    publisher = str(told.get("endpoint", "tcp://*:5557"))
-    replay = told.get("replay_endpoint")
-    is_bound = told.get("bind")
+    publisher = str(decoded.get("endpoint", "tcp://*:5557"))
+    replay = decoded.get("replay_endpoint")
+    is_bound = decoded.get("bind")
     if is_bound is None:
         is_bound = publisher.startswith("ipc://") or any(host in publisher for host in EVERYWHERE)
     if not is_bound:
         return None
-    return EventEndpoints(_here(publisher), None if replay is None else _here(str(replay)), str(told.get("topic", "")))
+    return EventEndpoints(_here(publisher), None if replay is None else _here(str(replay)), str(decoded.get("topic", "")))
 
 
 def _here(address: str) -> str:

@@ -1,4 +1,4 @@
-"""What the backend around an engine of others adds to it. The engine here is a engine by hand: it says what a test has it say."""
+"""What the backend adds to an external engine. The engine here is written by hand: a test decides its output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FACTS = EngineFacts(context_length=64, block_size=4, kv_blocks=32, max_batch=8)
 
 
 class EngineByHand:
-    """Every generation has a queue of what it says; `ended` tells those that were closed or cancelled."""
+    """Every generation has a queue of output. `stopped` has those that were closed or cancelled."""
 
     def __init__(self, facts: EngineFacts = FACTS) -> None:
         self.facts = facts
@@ -97,7 +97,7 @@ def to_lark(grammar: Grammar) -> str:
 
 
 class Feed:
-    """An engine's events by hand."""
+    """A feed of events without an engine."""
 
     cached = 3
     removed = 2
@@ -118,7 +118,7 @@ class Feed:
 
 
 class Rig:
-    """A backend on a engine by hand, and all that it emitted."""
+    """A backend on the engine above, and everything that it emitted."""
 
     def __init__(self, facts: EngineFacts = FACTS, **settings: Any) -> None:
         self.engine = EngineByHand(facts)
@@ -194,7 +194,7 @@ def chunk(*token_ids: int, **fields: Any) -> Chunk:
     return Chunk(token_ids, **fields)
 
 
-async def test_what_the_engine_says_comes_as_disjoint_deltas() -> None:
+async def test_chunks_become_disjoint_deltas() -> None:
     async with running() as rig:
         request = await rig.begin(submit(1))
         assert (request.token_ids, request.max_tokens, request.seed, len(request.id)) == ((1, 2, 3), 8, 7, 32)
@@ -205,7 +205,7 @@ async def test_what_the_engine_says_comes_as_disjoint_deltas() -> None:
         assert rig.backend.stats() == WorkerStats(kv_blocks_total=32, prompt_tokens=3, prompt_tokens_cached=2)
 
 
-async def test_what_comes_in_one_turn_of_the_loop_is_emitted_at_once() -> None:
+async def test_chunks_of_one_loop_turn_are_emitted_together() -> None:
     async with running() as rig:
         requests = [await rig.begin(submit(number)) for number in range(10)]
         rig.emits = 0
@@ -217,7 +217,7 @@ async def test_what_comes_in_one_turn_of_the_loop_is_emitted_at_once() -> None:
         assert rig.backend.stats().kv_blocks_used == 10
 
 
-async def test_what_is_known_when_the_engine_runs_is_in_the_model() -> None:
+async def test_the_model_has_the_facts_of_the_engine() -> None:
     facts = EngineFacts(64, 4, 32, 8, EventEndpoints("ipc://here"), ("logprobs", "grammar"))
     async with running(facts) as rig:
         model = rig.backend.model
@@ -243,7 +243,7 @@ async def test_what_is_known_when_the_engine_runs_is_in_the_model() -> None:
         (submit(1, [1], 5, offset=2), "invalid_offset"),
     ],
 )
-async def test_what_can_never_run_does_not_reach_the_engine(request_: Submit, code: str) -> None:
+async def test_an_invalid_request_does_not_reach_the_engine(request_: Submit, code: str) -> None:
     async with running() as rig:
         rig.backend.submit(request_)
         await rig.until(lambda: bool(rig.terminals(1)))
@@ -253,7 +253,7 @@ async def test_what_can_never_run_does_not_reach_the_engine(request_: Submit, co
         assert not rig.engine.requests
 
 
-async def test_without_grammar_in_the_engine_it_is_refused_and_not_promised() -> None:
+async def test_an_engine_without_grammar_does_not_announce_it_and_refuses_it() -> None:
     async with running(EngineFacts(64, 4, capabilities=("logprobs",))) as rig:
         assert "grammar" not in rig.backend.model.capabilities
         rig.backend.submit(submit(1, grammar=Grammar("regex", "a+")))
@@ -264,7 +264,7 @@ async def test_without_grammar_in_the_engine_it_is_refused_and_not_promised() ->
         assert not rig.engine.requests
 
 
-async def test_going_on_from_the_middle_counts_what_was_made() -> None:
+async def test_a_continued_generation_counts_the_earlier_tokens() -> None:
     async with running() as rig:
         request = await rig.begin(submit(1, [1, 2, 3, 8, 9], 6, offset=2, min_tokens=3))
         assert (request.token_ids, request.max_tokens, request.min_tokens) == ((1, 2, 3, 8, 9), 4, 1)
@@ -275,7 +275,7 @@ async def test_going_on_from_the_middle_counts_what_was_made() -> None:
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**64 - 1, 2**63 - 1), (-1, 2**63 - 1), (2**63, 0)])
-async def test_every_seed_is_one_for_the_engine(seed: int, expected: int) -> None:
+async def test_every_seed_fits_the_engine(seed: int, expected: int) -> None:
     async with running() as rig:
         assert (await rig.begin(submit(1, seed=seed))).seed == expected
         behind = await rig.begin(submit(2, [1, 2, 3, 8, 9], 6, offset=2, seed=seed))
@@ -284,13 +284,13 @@ async def test_every_seed_is_one_for_the_engine(seed: int, expected: int) -> Non
         assert behind.seed != expected
 
 
-async def test_a_seed_that_nobody_asked_for_is_the_engines_own_affair() -> None:
+async def test_a_drawn_seed_is_not_sent() -> None:
     async with running() as rig:
         assert (await rig.begin(submit(1, is_seed_drawn=True))).seed is None
         assert (await rig.begin(submit(2, [1, 2, 3, 8, 9], 6, offset=2, is_seed_drawn=True))).seed is None
 
 
-async def test_under_a_grammar_the_same_can_be_made_again_though_nobody_asked_for_the_seed() -> None:
+async def test_under_a_grammar_a_drawn_seed_is_sent() -> None:
     drawn: dict[str, Any] = {"is_seed_drawn": True, "grammar": Grammar("regex", "a+")}
     async with running() as rig:
         first = await rig.begin(submit(1, **drawn))
@@ -310,7 +310,7 @@ async def test_only_the_prompt_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("grammar", [None, Grammar("regex", "a+")])
-async def test_what_was_made_elsewhere_to_the_last_token_needs_no_engine(grammar: Grammar | None) -> None:
+async def test_a_generation_that_another_worker_completed_needs_no_engine(grammar: Grammar | None) -> None:
     async with running() as rig:
         turn = SessionTurn("s", "open", epoch=1)
         rig.backend.submit(submit(1, [1] * 64, 4, offset=4, grammar=grammar, session=turn))
@@ -321,7 +321,7 @@ async def test_what_was_made_elsewhere_to_the_last_token_needs_no_engine(grammar
         assert (rig.backend.stats().running, rig.backend.stats().kv_blocks_used) == (0, 0)
 
 
-async def test_all_that_was_asked_for_reaches_the_engine() -> None:
+async def test_every_field_of_a_request_reaches_the_engine() -> None:
     asked: dict[str, Any] = {
         "stop_ids": (4,),
         "logit_bias": ((3, 1.5),),
@@ -350,7 +350,7 @@ async def test_cancelled_before_its_task_has_begun() -> None:
         assert not rig.deltas(1) + rig.terminals(1)
 
 
-async def test_cancelled_in_mid_stream_stops_in_the_engine_and_says_nothing_more() -> None:
+async def test_a_cancel_stops_the_engine_and_the_deltas() -> None:
     async with running() as rig:
         request = await rig.begin(submit(1))
         rig.say(request, chunk(5))
@@ -379,7 +379,7 @@ async def test_cancelled_between_a_chunk_and_its_emission() -> None:
         assert not rig.deltas(1) + rig.terminals(1)
 
 
-async def test_an_id_may_come_again_while_the_engine_still_ends_the_first() -> None:
+async def test_an_id_may_be_reused_while_the_engine_ends_the_first() -> None:
     async with running() as rig:
         first = await rig.begin(submit(1))
         rig.backend.cancel(name(1))
@@ -391,7 +391,7 @@ async def test_an_id_may_come_again_while_the_engine_still_ends_the_first() -> N
 
 
 @pytest.mark.parametrize("said", [chunk(9), chunk(9, finish="length"), EngineRefused(Fault("aborted", "as you asked"))])
-async def test_what_an_engine_says_to_its_cancellation_goes_to_nobody(said: Chunk | Exception) -> None:
+async def test_output_after_a_cancel_is_dropped(said: Chunk | Exception) -> None:
     async with running() as rig:
         rig.engine.when_cancelled = said
         first = await rig.begin(submit(1))
@@ -412,7 +412,7 @@ async def test_what_an_engine_says_to_its_cancellation_goes_to_nobody(said: Chun
         (None, "no_terminal", True),
     ],
 )
-async def test_one_that_fails_hurts_no_other(said: Exception | None, code: str, retryable: bool) -> None:
+async def test_a_failed_generation_does_not_affect_others(said: Exception | None, code: str, retryable: bool) -> None:
     async with running() as rig:
         request, other = await rig.begin(submit(1)), await rig.begin(submit(2))
         rig.say(request, chunk(5), said)
@@ -427,7 +427,7 @@ async def test_one_that_fails_hurts_no_other(said: Exception | None, code: str, 
 
 
 @pytest.mark.parametrize("by", ["callback", "generation", "ping"])
-async def test_the_engines_death_is_one_fault_a_generation(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_death_of_the_engine_is_one_fault_per_generation(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
     async with running() as rig:
         requests = [await rig.begin(submit(number)) for number in range(5)]
@@ -451,7 +451,7 @@ async def test_the_engines_death_is_one_fault_a_generation(by: str, monkeypatch:
         assert (rig.backend.stats().running, rig.backend.stats().queued) == (0, 0)
 
 
-async def test_while_tokens_are_owed_the_engine_is_asked_whether_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_busy_engine_without_output_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
     async with running() as rig:
         await rig.begin(submit(1))
@@ -460,8 +460,8 @@ async def test_while_tokens_are_owed_the_engine_is_asked_whether_it_goes_on(monk
         rig.backend.cancel(name(1))
 
 
-async def test_an_engine_that_cannot_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """That gives no sign of life, and it is no death either: whoever waits for tokens decides."""
+async def test_a_failed_ping_is_repeated(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is neither a sign of life nor a death: the front end decides how long it waits."""
     monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
     async with running() as rig:
         rig.engine.ping_error = RuntimeError("odd")
@@ -489,7 +489,7 @@ async def test_a_wrong_grammar_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 1, 1)])
-async def test_under_a_grammar_what_was_made_elsewhere_is_made_again_and_left_out(sizes: tuple[int, ...]) -> None:
+async def test_under_a_grammar_earlier_tokens_are_generated_again_and_skipped(sizes: tuple[int, ...]) -> None:
     async with running() as rig:
         request = await rig.begin(submit(1, [1, 2, 3, 8, 9], 6, offset=2, grammar=Grammar("regex", "a+"), logprobs=0))
         assert (request.token_ids, request.max_tokens, request.seed) == ((1, 2, 3), 6, 7)
@@ -512,7 +512,7 @@ async def test_under_a_grammar_what_was_made_elsewhere_is_made_again_and_left_ou
     [[chunk(8, 7, finish="stop")], [chunk(8, finish="stop")], [chunk(8), chunk(finish="stop")], [chunk(finish="stop")]],
     ids=["another token", "an end before", "an end behind", "an end alone"],
 )
-async def test_an_engine_that_goes_another_way_under_the_grammar_is_not_believed(said: list[Chunk]) -> None:
+async def test_other_tokens_under_the_grammar_end_the_generation(said: list[Chunk]) -> None:
     async with running() as rig:
         request = await rig.begin(submit(1, [1, 2, 3, 8, 9], 6, offset=2, grammar=Grammar("regex", "a+")))
         rig.say(request, *said)
@@ -523,7 +523,7 @@ async def test_an_engine_that_goes_another_way_under_the_grammar_is_not_believed
         assert not rig.deltas(1)
 
 
-async def test_sessions_are_kept_here_and_told_to_the_engine_by_another_name() -> None:
+async def test_the_engine_gets_an_opaque_session_name() -> None:
     async with running() as rig:
         turn = SessionTurn("tenant/agent", "open", 300.0, 1)
         request = await rig.begin(submit(1, session=turn))
@@ -542,7 +542,7 @@ async def test_sessions_are_kept_here_and_told_to_the_engine_by_another_name() -
         assert rig.backend.stats().sessions == 0
 
 
-async def test_a_session_runs_out_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
     now = 100.0
     async with running(clock=lambda: now) as rig:
@@ -560,8 +560,8 @@ async def test_a_session_runs_out_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
         assert not await rig.backend.describe_sessions(["s"])
 
 
-async def test_closing_awaits_what_comes_of_it() -> None:
-    """The last turn of a session that is over ends with the backend, and then the engine is told of the session."""
+async def test_close_waits_for_sessions_that_it_ends() -> None:
+    """The last turn of a closed session ends with the backend, and then the engine closes the session."""
     async with running() as rig:
         rig.engine.may_close_sessions.clear()
         await rig.begin(submit(1, session=SessionTurn("s", "open", epoch=1)))
@@ -569,7 +569,7 @@ async def test_closing_awaits_what_comes_of_it() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_what_fails_once_the_engine_runs_ends_the_engine() -> None:
+async def test_a_failure_after_the_engine_started_closes_the_engine() -> None:
     class NoFeed(Feed):
         async def start(self) -> None:
             raise OSError("no such address")
@@ -581,7 +581,7 @@ async def test_what_fails_once_the_engine_runs_ends_the_engine() -> None:
     assert rig.engine.is_closed
 
 
-async def test_closing_awaits_what_runs() -> None:
+async def test_close_waits_for_running_generations() -> None:
     async with running() as rig:
         requests = [await rig.begin(submit(number)) for number in range(3)]
     assert sorted(rig.engine.stopped) == sorted(request.id for request in requests)

@@ -54,13 +54,13 @@ def started(code: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def told() -> tuple[asyncio.Future[str], Callable[[str], None]]:
-    """A second call would raise, for the future has its result."""
+    """A second call raises: the future already has its result."""
     future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     return future, future.set_result
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
-async def test_a_kill_is_told_with_the_signal(number: int, name: str) -> None:
+async def test_a_kill_is_reported_with_the_signal(number: int, name: str) -> None:
     reason, on_end = told()
     with started("input()") as process:
         watch = ChildWatch([(process.pid, "the engine")], on_end)
@@ -72,14 +72,14 @@ async def test_a_kill_is_told_with_the_signal(number: int, name: str) -> None:
         watch.close()
 
 
-async def test_an_exit_is_told_with_its_status() -> None:
+async def test_an_exit_is_reported_with_its_status() -> None:
     reason, on_end = told()
     with started("import sys; sys.exit(3)") as process:
         ChildWatch([(process.pid, "the engine")], on_end)
         assert await reason == f"the engine (process {process.pid}) has ended with exit status 3"
 
 
-async def test_of_several_the_first_is_told_and_no_other() -> None:
+async def test_only_the_first_end_is_reported() -> None:
     reason, on_end = told()
     with started("input()") as one, started("input()") as other:
         ChildWatch([(one.pid, "one"), (other.pid, "other")], on_end)
@@ -90,7 +90,7 @@ async def test_of_several_the_first_is_told_and_no_other() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_has_ended_before_is_told() -> None:
+async def test_an_earlier_end_is_reported() -> None:
     reason, on_end = told()
     with started("") as process:
         process.wait()
@@ -98,7 +98,7 @@ async def test_what_has_ended_before_is_told() -> None:
     assert await reason == f"the engine (process {process.pid}) {GONE}"
 
 
-async def test_nothing_is_told_after_close() -> None:
+async def test_nothing_is_reported_after_close() -> None:
     reason, on_end = told()
     with started("input()") as process:
         watch = ChildWatch([(process.pid, "the engine")], on_end)
@@ -113,7 +113,7 @@ async def test_nothing_is_told_after_close() -> None:
 
 @pytest.fixture
 def parent() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A process, and the child that has started."""
+    """A process and its running child."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
@@ -132,7 +132,7 @@ async def test_a_child_ends_with_its_parent(number: signal.Signals, parent: tupl
     assert (await reason).startswith("the child ")
 
 
-def test_a_child_ends_that_comes_too_late() -> None:
+def test_a_child_of_a_dead_parent_ends_at_once() -> None:
     with started("") as gone:
         gone.wait()
     code = f"import signal; from penstock.backends.external.in_process import end_with; end_with({gone.pid}); signal.pause()"
@@ -183,7 +183,7 @@ def test_nothing_was_logged(tmp_path: Path) -> None:
     assert first_error(tmp_path) is None
 
 
-def test_here_nothing_is_written_once_the_directory_is_forgotten(tmp_path: Path) -> None:
+def test_nothing_is_logged_to_a_forgotten_directory(tmp_path: Path) -> None:
     config = write_logging_config(tmp_path, LOGGER, "ERROR", LOGGER)
     dictConfig(msgspec.json.decode(config.read_bytes()))
     log = logging.getLogger(LOGGER)

@@ -1,4 +1,4 @@
-"""Whatever an engine says of its cache, what is told is true of it, numbered, and whole from the first block on."""
+"""The published blocks are always true, numbered, and complete from the first block on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = block_hashes(TOKENS, SIZE)
 
 
 class Listener:
-    """A mirror, and what someone who hears all that it tells believes."""
+    """A mirror, and the state that a reader of its events has."""
 
     def __init__(self, max_blocks: int = 1000) -> None:
         self.mirror = BlockMirror(SIZE, max_blocks)
@@ -95,7 +95,7 @@ def test_hashes_of_any_kind_are_only_keys(listener: Listener) -> None:
     assert listener.blocks == set(NAMES[:2])
 
 
-def test_what_is_announced_twice_is_told_once(listener: Listener) -> None:
+def test_a_block_stored_twice_is_published_once(listener: Listener) -> None:
     listener.apply(stored([1, 2]))
     assert listener.apply(stored([1, 2])).events == ()
     assert listener.apply(stored([1, 2, 3])).events == (BlocksStored(NAMES[1], (NAMES[2],)),)
@@ -112,13 +112,13 @@ def test_removal_of_an_unknown_block_is_ignored(listener: Listener) -> None:
     assert listener.mirror.removed == 0
 
 
-def test_blocks_behind_an_unknown_one_have_no_name(listener: Listener) -> None:
+def test_blocks_after_an_unknown_one_have_no_name(listener: Listener) -> None:
     assert listener.apply(stored([2, 3], parent=1), stored([4], parent=3)).events == ()
     assert listener.mirror.unnamed == 3
 
 
-def test_what_is_behind_a_hole_is_taken_back_until_the_hole_is_filled(listener: Listener) -> None:
-    """A router finds the last block by halving: it must not find one whose beginning is gone."""
+def test_blocks_after_a_hole_are_withdrawn_until_it_is_filled(listener: Listener) -> None:
+    """A router finds the last block by bisection: it must not find a block whose predecessors are gone."""
     listener.apply(stored([1, 2, 3, 4]))
     told = listener.apply(removed(2))
     assert told.events == (BlocksRemoved((NAMES[1], NAMES[2], NAMES[3])),)
@@ -128,14 +128,14 @@ def test_what_is_behind_a_hole_is_taken_back_until_the_hole_is_filled(listener: 
     assert listener.mirror.removed == 2
 
 
-def test_a_block_stored_behind_a_hole_waits(listener: Listener) -> None:
+def test_a_block_stored_after_a_hole_waits(listener: Listener) -> None:
     listener.apply(stored([1, 2, 3]), removed(1))
     assert listener.apply(stored([4], TOKENS[3 * SIZE :], parent=3)).events == ()
     listener.apply(stored([1]))
     assert listener.blocks == set(NAMES)
 
 
-def test_a_clear_is_told_and_ends_everything_before_it(listener: Listener) -> None:
+def test_a_clear_drops_the_events_before_it(listener: Listener) -> None:
     listener.apply(stored([1, 2]))
     told = listener.apply(removed(2), EngineCleared(), stored([5]))
     assert told.events == (BlocksCleared(), BlocksStored(b"", (NAMES[0],)))
@@ -143,7 +143,7 @@ def test_a_clear_is_told_and_ends_everything_before_it(listener: Listener) -> No
     assert listener.apply(stored([3], parent=2)).events == ()
 
 
-def test_what_was_missed_makes_all_uncertain(listener: Listener) -> None:
+def test_a_missed_event_forgets_all_blocks(listener: Listener) -> None:
     listener.apply(stored([1, 2]))
     assert listener.hear(listener.mirror.forget()).events == (BlocksCleared(),)
     assert listener.apply(removed(1), stored([3], parent=2)).events == ()
@@ -151,7 +151,7 @@ def test_what_was_missed_makes_all_uncertain(listener: Listener) -> None:
 
 
 def test_a_snapshot_has_every_chain_in_one_piece(listener: Listener) -> None:
-    """However the blocks of several came, and came back; what branches off comes behind it."""
+    """In whatever order the blocks came and returned. Branches come after their parents."""
     others = range(500, 500 + 4 * SIZE)
     listener.apply(stored([1]), stored([11], others))
     for place in (1, 2, 3):
@@ -194,7 +194,7 @@ def test_a_snapshot_has_every_chain_in_one_piece(listener: Listener) -> None:
     ],
     ids=str,
 )
-def test_what_tokens_do_not_tell_apart_is_ignored_with_all_behind_it(listener: Listener, others: dict[str, Any]) -> None:
+def test_blocks_that_depend_on_more_than_tokens_are_ignored_with_those_after_them(listener: Listener, others: dict[str, Any]) -> None:
     assert listener.apply(stored([1, 2], **others), stored([3], TOKENS[2 * SIZE :], parent=2)).events == ()
     assert listener.mirror.unnamed == 3
     listener.apply(stored([11, 12, 13]))
@@ -204,7 +204,7 @@ def test_what_tokens_do_not_tell_apart_is_ignored_with_all_behind_it(listener: L
 @pytest.mark.parametrize(
     "others", [{}, {"medium": None}, {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}, {"extra_keys": [None]}], ids=str
 )
-def test_what_says_nothing_special_has_a_name(listener: Listener, others: dict[str, Any]) -> None:
+def test_default_values_do_not_prevent_a_name(listener: Listener, others: dict[str, Any]) -> None:
     listener.apply(stored([1], **others))
     assert listener.blocks == {NAMES[0]}
 
@@ -216,14 +216,14 @@ def test_blocks_before_an_image_have_names(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("others", [{"medium": "CPU"}, {"group_idx": 1}, {"locality": "REMOTE"}], ids=str)
-def test_a_removal_elsewhere_leaves_the_device_as_it_is(listener: Listener, others: dict[str, Any]) -> None:
+def test_a_removal_from_another_medium_is_ignored(listener: Listener, others: dict[str, Any]) -> None:
     listener.apply(stored([1]))
     assert listener.apply(removed(1, **others)).events == ()
     assert listener.apply(removed(1, medium="GPU", group_idx=0, locality="LOCAL")).events == (BlocksRemoved((NAMES[0],)),)
 
 
-def test_two_blocks_of_one_name_are_of_two_namespaces(listener: Listener) -> None:
-    """An engine that hashes a namespace and does not tell it: which of the two a request without one finds is not known for long."""
+def test_a_second_block_with_the_same_name_is_ignored(listener: Listener) -> None:
+    """The engine hashes a namespace but does not report it, so it is unknown which of the two a request would find."""
     listener.apply(stored([1, 2]))
     assert listener.apply(stored([11, 12]), stored([13], TOKENS[2 * SIZE :], parent=12)).events == ()
     assert listener.mirror.unnamed == 3
@@ -259,7 +259,7 @@ def test_why_blocks_are_ignored_is_logged_once(listener: Listener, caplog: pytes
 
 
 class TruthfulEngine:
-    """A cache as radix trees and hash tables keep them, and what is said of it: the blocks of some sequences, each once or more often."""
+    """A cache like those of the engines, and its events: blocks of several sequences, each reported once or more often."""
 
     def __init__(self, random_source: random.Random) -> None:
         self.random = random_source
@@ -295,7 +295,7 @@ class TruthfulEngine:
         return self.remove() if chosen < 0.45 else self.store()
 
     def usable(self) -> set[bytes]:
-        """The names of those that have all before them."""
+        """The names of blocks that have all blocks before them."""
         names = set()
         for tokens in self.cached.values():
             if all(self.key(tokens[:end]) in self.cached for end in range(SIZE, len(tokens), SIZE)):
@@ -304,7 +304,7 @@ class TruthfulEngine:
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 40))
-def test_what_is_told_is_what_the_engine_has(random_source: random.Random, steps: int) -> None:
+def test_the_published_blocks_are_those_of_the_engine(random_source: random.Random, steps: int) -> None:
     engine, listener = TruthfulEngine(random_source), Listener()
     for _ in range(steps):
         listener.apply(*[engine.act() for _ in range(random_source.randrange(1, 5))])
@@ -312,7 +312,7 @@ def test_what_is_told_is_what_the_engine_has(random_source: random.Random, steps
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 40))
-def test_a_gap_leads_to_less_never_to_more(random_source: random.Random, steps: int) -> None:
+def test_after_a_gap_never_too_many_blocks_are_published(random_source: random.Random, steps: int) -> None:
     engine, listener = TruthfulEngine(random_source), Listener()
     for _ in range(steps):
         event = engine.act()
@@ -372,6 +372,6 @@ def test_every_version_of_the_other_events_is_read() -> None:
     ],
     ids=range(11),
 )
-def test_what_is_no_batch_is_a_value_error(payload: bytes) -> None:
+def test_other_bytes_are_a_value_error(payload: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         decode_batch(payload)

@@ -1,4 +1,4 @@
-"""Whatever ZMQ drops, repeats or garbles, what the feed tells is what the engine has, or less."""
+"""Whatever ZMQ drops, repeats or garbles: the feed never reports a block that the engine does not have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names(sequence: int, blocks: int = 1) -> set[bytes]:
 
 
 def stored(sequence: int, start: int = 0, blocks: int = 1) -> dict[str, object]:
-    """Blocks of one of many sequences, each with a hash of its own."""
+    """Blocks of one of many sequences, each with its own hash."""
     return {
         "type": "BlockStored",
         "block_hashes": [1000 * sequence + index for index in range(start, start + blocks)],
@@ -51,7 +51,7 @@ def removed(sequence: int, index: int = 0) -> dict[str, object]:
 
 
 class Engine:
-    """Publishes as the engines do: PUB, here one that tells of subscribers, and ROUTER with a buffer of what was published."""
+    """Publishes as the engines do: XPUB, which also reports subscribers, and ROUTER with a buffer of published messages."""
 
     def __init__(self, directory: Path, topic: bytes = b"", buffered: int = 100) -> None:
         self.endpoints = EventEndpoints(f"ipc://{directory}/pub", f"ipc://{directory}/replay")
@@ -81,17 +81,17 @@ class Engine:
         self._context.destroy(linger=0)
 
     async def subscribed(self) -> None:
-        """Returns when a feed's subscription has come; from then on it hears what is published."""
+        """Returns when a feed has subscribed. From then on it receives what is published."""
         while not (await self._publisher.recv()).startswith(b"\x01"):
             """An earlier one has ended."""
 
     async def followed(self) -> None:
-        """As above, and what a feed asks for first is answered: what is published from now on, it only hears."""
+        """Like `subscribed`, and also answers the first replay. Later messages come only by subscription."""
         await self.subscribed()
         await self._answered.wait()
 
     def make(self, *events: object, rank: int | None = 0) -> tuple[int, bytes]:
-        """The next message; kept for replays, but published by nobody yet."""
+        """The next message: kept for replays, but not published yet."""
         message = (self.number, msgspec.msgpack.encode([1.5, list(events), rank]))
         self.number += 1
         self.kept = [*self.kept, message][-self.buffered :]
@@ -124,7 +124,7 @@ class Engine:
 
 
 class Listener:
-    """Hears a feed, and can wait for it to come to something."""
+    """Receives the events of a feed, and can wait for a state."""
 
     def __init__(self) -> None:
         self.calls: list[KvEvents] = []
@@ -184,7 +184,7 @@ def without_replay(engine: Engine) -> EventEndpoints:
     return EventEndpoints(engine.endpoints.publisher)
 
 
-async def test_what_is_published_is_told(tmp_path: Path) -> None:
+async def test_published_events_arrive(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     async with running(engine), following(engine.endpoints) as (feed, listener):
         await engine.followed()
@@ -199,7 +199,7 @@ async def test_what_is_published_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answers_with_topic", [True, False])
-async def test_what_was_published_before_the_subscription_is_replayed(tmp_path: Path, answers_with_topic: bool) -> None:
+async def test_events_from_before_the_subscription_are_replayed(tmp_path: Path, answers_with_topic: bool) -> None:
     """Some versions answer without the topic that they publish with."""
     engine = Engine(tmp_path)
     engine.answers_with_topic = answers_with_topic
@@ -235,7 +235,7 @@ async def test_dropped_messages_are_replayed_while_new_ones_wait(tmp_path: Path)
         assert feed.removed == 2
 
 
-async def test_what_no_replay_has_any_more_ends_what_was_known(tmp_path: Path) -> None:
+async def test_a_gap_that_no_replay_fills_clears_all(tmp_path: Path) -> None:
     engine = Engine(tmp_path, buffered=2)
     async with running(engine), following(engine.endpoints) as (feed, listener):
         await engine.followed()
@@ -258,7 +258,7 @@ async def test_a_short_buffer_at_the_start_is_a_gap(tmp_path: Path) -> None:
         assert feed.gaps == 1
 
 
-async def test_without_a_replay_a_gap_ends_what_was_known(tmp_path: Path) -> None:
+async def test_without_replay_a_gap_clears_all(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     async with running(engine), following(without_replay(engine)) as (feed, listener):
         await engine.subscribed()
@@ -273,7 +273,7 @@ async def test_without_a_replay_a_gap_ends_what_was_known(tmp_path: Path) -> Non
         assert engine.asked == []
 
 
-async def test_a_replay_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_replay_times_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(tmp_path)
     engine.is_mute = True
     engine.make(stored(1))
@@ -285,7 +285,7 @@ async def test_a_replay_that_never_comes_is_not_waited_for_for_ever(tmp_path: Pa
     assert "does not answer" in caplog.text
 
 
-async def test_what_a_replay_drops_is_asked_for_again(tmp_path: Path) -> None:
+async def test_messages_dropped_by_a_replay_are_requested_again(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     for sequence in range(1, 9):
         engine.make(stored(sequence))
@@ -296,7 +296,7 @@ async def test_what_a_replay_drops_is_asked_for_again(tmp_path: Path) -> None:
         assert not engine.dropped
 
 
-async def test_a_replay_may_end_before_the_end_and_have_holes(tmp_path: Path) -> None:
+async def test_a_replay_may_have_holes_and_no_end(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     async with running(engine), following(engine.endpoints) as (feed, listener):
         await engine.followed()
@@ -312,7 +312,7 @@ async def test_a_replay_may_end_before_the_end_and_have_holes(tmp_path: Path) ->
         assert feed.gaps == 1
 
 
-async def test_numbers_that_begin_anew_are_of_another_engine(tmp_path: Path) -> None:
+async def test_numbers_that_start_again_mean_another_engine(tmp_path: Path) -> None:
     """Behind a proxy, which keeps the connection."""
     engine = Engine(tmp_path)
     async with running(engine), following(engine.endpoints) as (feed, listener):
@@ -328,7 +328,7 @@ async def test_numbers_that_begin_anew_are_of_another_engine(tmp_path: Path) -> 
         assert engine.asked[-1] == 0
 
 
-async def test_an_engine_that_ends_has_nothing(tmp_path: Path) -> None:
+async def test_the_end_of_the_engine_clears_all(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     async with following(engine.endpoints) as (feed, listener):
         async with running(engine):
@@ -339,8 +339,8 @@ async def test_an_engine_that_ends_has_nothing(tmp_path: Path) -> None:
         assert feed.gaps == 1
 
 
-async def test_a_restarted_engine_is_known_from_its_beginning(tmp_path: Path) -> None:
-    """Though its numbers go on just where those of the old one ended."""
+async def test_a_restarted_engine_is_followed_from_its_start(tmp_path: Path) -> None:
+    """Even if its numbers continue where those of the old one ended."""
     first, second = Engine(tmp_path), Engine(tmp_path)
     async with following(first.endpoints) as (feed, listener):
         async with running(first):
@@ -358,10 +358,8 @@ async def test_a_restarted_engine_is_known_from_its_beginning(tmp_path: Path) ->
         await listener.until_told(set())
 
 
-async def test_one_that_publishes_nothing_is_asked_ever_more_rarely(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An HTTP server, say. Its every connection ends at once, and none has anything to say of the cache."""
+async def test_the_pause_grows_while_nobody_publishes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """For example an HTTP server: every connection ends at once, without events."""
     monkeypatch.setattr(zmq_events, "RECONNECT_SECONDS", 0.001)
     monkeypatch.setattr(zmq_events, "MAX_RECONNECT_SECONDS", 0.006)
     connections, often_enough = 0, asyncio.Event()
@@ -413,7 +411,7 @@ async def test_a_message_that_cannot_be_decoded_is_a_gap(tmp_path: Path, payload
     assert caplog.text.count("cannot be decoded") == 1
 
 
-async def test_a_number_beyond_all_numbers_does_not_stop_the_feed(tmp_path: Path) -> None:
+async def test_the_largest_number_does_not_stop_the_feed(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     async with running(engine), following(engine.endpoints) as (feed, listener):
         await engine.followed()
@@ -427,7 +425,7 @@ async def test_a_number_beyond_all_numbers_does_not_stop_the_feed(tmp_path: Path
         assert feed.malformed == 2
 
 
-async def test_a_message_over_the_limit_is_not_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_events, "MAX_MESSAGE_BYTES", 2000)
     engine = Engine(tmp_path)
     async with running(engine), following(engine.endpoints, replay_seconds=0.05) as (feed, listener):
@@ -467,7 +465,7 @@ async def test_one_replica_is_followed(tmp_path: Path) -> None:
         assert feed.gaps == 0
 
 
-async def test_messages_that_wait_are_told_together(tmp_path: Path) -> None:
+async def test_waiting_messages_are_reported_together(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     clock = [0.0]
     listener = Listener()
@@ -481,7 +479,7 @@ async def test_messages_that_wait_are_told_together(tmp_path: Path) -> None:
         await feed.close()
 
 
-async def test_the_loop_is_not_kept_for_long(tmp_path: Path) -> None:
+async def test_many_messages_do_not_block_the_loop(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     time_passed = [0.0]
     listener = Listener()
@@ -522,7 +520,7 @@ async def test_an_engine_that_comes_later_is_waited_for(tmp_path: Path) -> None:
         await feed.close()
 
 
-async def test_what_breaks_the_feed_leaves_nothing_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_feed_clears_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(tmp_path)
     listener = Listener()
 
@@ -545,7 +543,7 @@ async def test_what_breaks_the_feed_leaves_nothing_believed(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("endpoints", [EventEndpoints("nonsense"), EventEndpoints("ipc:///tmp/x", "http://there")])
-async def test_what_is_no_endpoint_is_said_at_the_start(endpoints: EventEndpoints) -> None:
+async def test_a_wrong_address_fails_at_the_start(endpoints: EventEndpoints) -> None:
     feed = KvEventFeed(endpoints, SIZE, Listener())
     with pytest.raises(ConfigError, match=r"nonsense|http://there"):
         await feed.start()

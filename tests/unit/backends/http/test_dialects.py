@@ -18,7 +18,7 @@ from tokenizer_kinds import tokenizer_of
 TOKENIZER = tokenizer_of("llama3")
 TEXT = TextDialect("model", TOKENIZER, byte_tokens(TOKENIZER))
 VLLM = VllmDialect("model", has_grammar=True)
-COMPLETIONS = CompletionsDialect("model", tells_ids=True, has_grammar=True)
+COMPLETIONS = CompletionsDialect("model", has_logprob_ids=True, has_grammar=True)
 ALL_ON = SglangTraits(True, has_grammar=True, has_sessions=True, has_priority=True, is_disaggregated=True)
 
 
@@ -59,12 +59,12 @@ def test_sglang_in_both_modes() -> None:
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])
-def test_a_mode_that_was_mistaken_is_seen_at_the_second_event(is_incremental: bool) -> None:
+def test_a_wrong_mode_is_noticed_at_the_second_event(is_incremental: bool) -> None:
     second = sglang([1, 2] if is_incremental else [2], 2)
     assert "contradicts itself" in fault_of(sglang_reader(is_incremental), sglang([1], 1), second).message
 
 
-def test_of_an_abort_nothing_is_believed() -> None:
+def test_the_tokens_of_an_abort_are_not_read() -> None:
     reader = sglang_reader(True)
     assert read_all(reader, sglang([1], 1)) == [Chunk((1,), cached_tokens=2)]
     fault = fault_of(reader, sglang([1, 99], 1, {"type": "abort", "message": "Aborted"}))
@@ -74,15 +74,15 @@ def test_of_an_abort_nothing_is_believed() -> None:
     assert not fault_of(sglang_reader(True), sglang([4], 1, refusal)).retryable
 
 
-def test_an_error_event_is_the_engines_no() -> None:
+def test_an_error_event_is_a_refusal() -> None:
     error = {"error": {"message": "bad params", "type": "invalid_request_error", "code": 400, "retryable": False}}
     assert fault_of(sglang_reader(True), error) == Fault("engine_refused", "the engine answered 400: bad params")
     busy = {"error": {"message": "queue is full", "code": 503}}
     assert fault_of(sglang_reader(True), busy).retryable
 
 
-def test_with_the_models_end_ignored_other_stops_are_seen_here() -> None:
-    """SGLang forgets them; so the engine must be told that it is over."""
+def test_with_ignore_eos_stop_ids_are_checked_here() -> None:
+    """SGLang ignores them, so the request must be aborted."""
     reader = sglang_reader(True, ignore_eos=True, stop_ids=(2,))
     assert read_all(reader, sglang([1, 2, 3], 3)) == [Chunk((1, 2), finish="stop", cached_tokens=2)]
     assert not reader.is_over
@@ -100,14 +100,14 @@ def test_sglangs_logprobs() -> None:
 
 
 @pytest.mark.parametrize("garbage", ["[]", "{}", '{"output_ids": 5, "meta_info": {}}', "nonsense", '{"meta_info": {"finish_reason": 3}}'])
-def test_garbage_is_a_loss_that_can_be_mended(garbage: str) -> None:
+def test_garbage_is_a_retryable_loss(garbage: str) -> None:
     with pytest.raises(EngineRefused) as caught:
         sglang_reader(True).read(garbage.encode())
     assert caught.value.fault.code == "engine_lost"
     assert caught.value.fault.retryable
 
 
-def test_what_sglang_is_asked() -> None:
+def test_the_body_for_sglang() -> None:
     everything = request(
         seed=2**63 - 1,
         sampling=Sampling(temperature=0.5, top_k=4),
@@ -131,7 +131,7 @@ def test_what_sglang_is_asked() -> None:
     assert params.keys() >= set(Sampling.__struct_fields__)
 
 
-def test_what_a_server_was_not_started_for_is_not_asked_of_it() -> None:
+def test_features_that_the_server_lacks_are_refused() -> None:
     plain = SglangDialect(SglangTraits(is_incremental=True))
     body = plain.body(request(session_id="s", priority=3))
     assert not body.keys() & {"session_id", "priority", "return_logprob"}
@@ -147,7 +147,7 @@ def test_retained_kv_is_worth_more() -> None:
     assert [dialect.body(request(is_retained=kept, priority=0))["priority"] for kept in (False, True)] == [0, RETAINED_PRIORITY]
 
 
-def test_under_a_grammar_nothing_keeps_an_end_from_coming() -> None:
+def test_under_a_grammar_the_end_is_never_banned() -> None:
     asked = request(lark='start: "a"', min_tokens=5, ignore_eos=True)
     assert SglangDialect(ALL_ON).body(asked)["sampling_params"]["min_new_tokens"] == 0
     for body in (VLLM.body(asked)["sampling_params"], COMPLETIONS.body(asked)):
@@ -171,8 +171,8 @@ def test_tokens_come_as_they_are(dialect: Dialect) -> None:
     assert read_all(dialect.reader(request()), *events) == [Chunk((1,)), Chunk((2, 3), finish="stop", cached_tokens=2)]
 
 
-def test_of_alternatives_the_likeliest_are_told() -> None:
-    """vLLM's token route counts the token itself among them, and tells it first."""
+def test_the_most_likely_alternatives_are_kept() -> None:
+    """vLLM's token route counts the token itself, and sends it first."""
     top = [{"token_id": 9, "logprob": -4.0}, {"token_id": 1, "logprob": -0.1}, {"token_id": 2, "logprob": -0.2}]
     told = {"content": [{"token_id": 9, "logprob": -4.0, "top_logprobs": top}]}
     wanted = request(logprobs=2)
@@ -188,12 +188,12 @@ def test_of_alternatives_the_likeliest_are_told() -> None:
     assert chunk.logprobs == (TokenLogprob(-4.0, ((1, -0.1), (2, -0.2))),)
 
 
-def test_more_alternatives_than_vllm_has_are_not_asked_for() -> None:
+def test_at_most_the_alternatives_that_vllm_allows_are_requested() -> None:
     assert VLLM.body(request(logprobs=20))["sampling_params"]["logprobs"] == 20
     assert VLLM.body(request(logprobs=0))["sampling_params"]["logprobs"] == 0
 
 
-def test_the_prompts_logprobs_come_whole() -> None:
+def test_prompt_logprobs_are_not_streamed() -> None:
     wanted = request(prompt_logprobs=True, logprobs=1)
     told = [None, {"6": {"logprob": -3.0, "rank": 9}, "4": {"logprob": -0.5, "rank": 1}}, {"7": {"logprob": -0.25, "rank": 1}}]
     expected = (None, TokenLogprob(-3.0, ((4, -0.5),)), TokenLogprob(-0.25, ((7, -0.25),)))
@@ -206,7 +206,7 @@ def test_the_prompts_logprobs_come_whole() -> None:
 
 
 @pytest.mark.parametrize("dialect", [VLLM, COMPLETIONS, TEXT])
-def test_what_cannot_be_right_is_a_loss_that_can_be_mended(dialect: Dialect) -> None:
+def test_contradictory_answers_are_a_retryable_loss(dialect: Dialect) -> None:
     for event in (choice(token_ids=[1], finish_reason="abort"), choice(token_ids=["x"]), {"choices": 5}):
         fault = fault_of(dialect.reader(request()), event)
         assert (fault.code, fault.retryable) == ("engine_lost", True)
@@ -214,18 +214,18 @@ def test_what_cannot_be_right_is_a_loss_that_can_be_mended(dialect: Dialect) -> 
     assert "after its finish" in fault_of(dialect.reader(request()), end, end).message
 
 
-def test_text_without_tokens_is_not_taken_for_nothing() -> None:
+def test_text_without_token_ids_is_a_loss() -> None:
     assert fault_of(COMPLETIONS.reader(request()), choice(text="lost")).retryable
     missing = choice(token_ids=[1], logprobs=None)
     assert "0 logprobs for 1 tokens" in fault_of(COMPLETIONS.reader(request(logprobs=1)), missing).message
 
 
 def test_a_grammar_is_for_llguidance_alone() -> None:
-    """Another library would read it, too, and differently."""
+    """Another library would read it in another way."""
     wanted = request(lark='start: "a"')
     assert VLLM.body(wanted)["sampling_params"]["structured_outputs"] == {"grammar": '%llguidance {}\nstart: "a"'}
     again = request(lark='%llguidance {"no_forcing": true}\nstart: "a"')
-    plain = CompletionsDialect("model", tells_ids=True, has_grammar=True, grammar_prefix="")
+    plain = CompletionsDialect("model", has_logprob_ids=True, has_grammar=True, grammar_prefix="")
     assert plain.body(wanted)["structured_outputs"] == {"grammar": 'start: "a"'}
     assert COMPLETIONS.body(again)["structured_outputs"]["grammar"].count("%llguidance") == 1
 
@@ -249,14 +249,14 @@ def test_halves_of_a_character_in_two_events() -> None:
     assert TOKENIZER.detokenizer().feed(ids) == "a😀"
 
 
-def test_text_alone_cannot_do_everything() -> None:
+def test_the_text_route_refuses_what_it_cannot_do() -> None:
     for impossible in (request(logprobs=0), request(prompt_logprobs=True), request(lark="x"), request(bootstrap=Bootstrap("h", 1, 2))):
         with pytest.raises(EngineRefused) as caught:
             TEXT.body(impossible)
         assert (caught.value.fault.code, caught.value.fault.retryable) == ("unsupported", False)
 
 
-def test_strict_servers_get_what_openai_knows() -> None:
+def test_strict_servers_get_only_fields_of_openai() -> None:
     known = {"model", "prompt", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stream"}
     assert TEXT.body(request()).keys() == known
     assert TEXT.body(request(seed=None)).keys() == known - {"seed"}

@@ -26,7 +26,7 @@ Reply = Callable[["Asked"], Awaitable[None]]
 
 
 class Asked:
-    """One request to the server, and the way to answer it."""
+    """One request to the server, and how it is answered."""
 
     def __init__(self, path: str, headers: dict[str, str], body: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class Asked:
         await self.send(head.encode() + data)
 
     async def stream(self, *events: Any, ends: bool = True) -> None:
-        """Begins an answer of events; without its end, the connection breaks."""
+        """Begins an answer with events. If it is not ended, the connection breaks."""
         await self.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
         for event in events:
             await self.event(event)
@@ -63,7 +63,7 @@ class Asked:
 
 
 class Upstream:
-    """A server whose every answer is the test's own. What it was asked is kept."""
+    """A server whose answers a test decides. It keeps the requests."""
 
     def __init__(self, replies: dict[str, Reply]) -> None:
         self._replies = replies
@@ -141,7 +141,7 @@ def text(value: str, finish: str | None = None) -> dict[str, Any]:
 
 
 def completions(streamed: Reply, whole: Any = None) -> Reply:
-    """Answers the engine's own question at the start, and streams as the test says."""
+    """Answers the probe at the start, then streams what the test decides."""
 
     async def reply(asked: Asked) -> None:
         if asked.body.get("stream"):
@@ -193,7 +193,7 @@ def request(**fields: Any) -> EngineRequest:
 
 
 async def read_into(seen: list[Chunk], engine: HttpEngine) -> None:
-    """So that what came before an error is seen."""
+    """Keeps the chunks from before an error."""
     async for chunk in engine.generate(request()):
         seen.append(chunk)  # noqa: PERF401, a list that is made at the end would not be made
 
@@ -233,7 +233,7 @@ def test_an_address_is_taken_with_or_without_the_api(url: str, right: str) -> No
 @pytest.mark.parametrize(
     "url", ["", "host:8000", "ftp://host", "unix:/a", "http://", "http://host:99999", "http://h/?a=1", "http://h#x", "http://h\n"]
 )
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         HttpEngineSettings(url)
 
@@ -295,7 +295,7 @@ async def test_a_server_of_another_kind(route: Route) -> None:
         assert report.problem is not None
 
 
-async def test_one_that_fails_is_no_engine_yet() -> None:
+async def test_a_failing_server_is_not_an_engine() -> None:
     replies = {"/v1/models": saying(200, MODELS), "/v1/completions": saying(500, b"kaputt", "text/plain")}
     async with upstream(replies) as server:
         with pytest.raises(ConfigError, match="POST /v1/completions: 500 kaputt"):
@@ -321,7 +321,7 @@ async def test_a_wrong_key_is_named() -> None:
         assert "geheim" not in str(caught.value)
 
 
-async def test_sglang_is_known_by_what_it_tells() -> None:
+async def test_sglang_is_recognized_by_its_information() -> None:
     async with upstream(sglang(not_found, kv_events={"endpoint_port_base": 5557})) as server:
         engine = HttpEngine(HttpEngineSettings(server.url, events=EventEndpoints("tcp://x:1")), TOKENIZER)
         facts = await engine.start(print)
@@ -344,7 +344,7 @@ async def test_an_sglang_that_would_lose_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])
-async def test_a_mode_that_is_not_told_is_found_out(is_incremental: bool) -> None:
+async def test_an_unreported_mode_is_found_by_a_test(is_incremental: bool) -> None:
     async def generate(asked: Asked) -> None:
         made = [1] * asked.body["sampling_params"]["max_new_tokens"]
         cut = {"output_ids": made[:3], "meta_info": {"finish_reason": None, "completion_tokens": 3}}
@@ -357,7 +357,7 @@ async def test_a_mode_that_is_not_told_is_found_out(is_incremental: bool) -> Non
         assert [chunk.token_ids for chunk in chunks] == [(1, 1, 1), (1, 1)]
 
 
-async def test_a_mode_that_cannot_be_found_out_is_refused() -> None:
+async def test_an_unknown_mode_is_refused() -> None:
     async def generate(asked: Asked) -> None:
         await asked.stream({"output_ids": [1] * 8, "meta_info": {}})
 
@@ -367,7 +367,7 @@ async def test_a_mode_that_cannot_be_found_out_is_refused() -> None:
             await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
 
 
-async def test_what_is_not_possible_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
+async def test_missing_features_are_logged_by_name(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with upstream(openai(not_found)) as server, started(server) as engine:
         missing = {feature.name for feature in engine.report.features if not feature.is_available}
@@ -376,7 +376,7 @@ async def test_what_is_not_possible_is_said_by_name(caplog: pytest.LogCaptureFix
         assert all(name in line for name in missing)
 
 
-async def test_a_context_that_nobody_tells_must_be_given() -> None:
+async def test_an_unknown_context_length_must_be_set() -> None:
     replies = openai(not_found) | {"/v1/models": saying(200, {"data": [{"id": "model"}]})}
     async with upstream(replies) as server:
         with pytest.raises(ConfigError, match="--context-length"):
@@ -389,7 +389,7 @@ async def test_a_context_that_nobody_tells_must_be_given() -> None:
             await HttpEngine(HttpEngineSettings(server.url, model_name="other"), TOKENIZER).start(print)
 
 
-async def test_llama_cpp_tells_its_context() -> None:
+async def test_llama_cpp_reports_its_context() -> None:
     model = {"id": "model", "owned_by": "llamacpp", "meta": {"n_ctx": 512, "n_ctx_train": 8192}}
     async with upstream(openai(not_found) | {"/v1/models": saying(200, {"data": [model]})}) as server:
         engine = HttpEngine(HttpEngineSettings(server.url), TOKENIZER)
@@ -441,13 +441,13 @@ async def test_events_cut_anywhere_lose_nothing() -> None:
         (500, "engine_failed", True),
     ],
 )
-async def test_a_refusal_is_told_in_the_engines_words(status: int, code: str, retryable: bool) -> None:
+async def test_a_refusal_has_the_message_of_the_engine(status: int, code: str, retryable: bool) -> None:
     refusing = saying(status, {"error": {"message": "so nicht", "code": status}})
     async with upstream(openai(refusing)) as server, started(server) as engine:
         assert await fault_of(engine) == Fault(code, f"the engine answered {status}: so nicht", retryable)
 
 
-async def test_a_refusal_that_repeats_the_request_is_one_all_the_same() -> None:
+async def test_a_refusal_that_repeats_the_request() -> None:
     async with upstream(openai(saying(400, {"detail": "so nicht" + 100_000 * "x"}))) as server, started(server) as engine:
         fault = await fault_of(engine)
         assert (fault.code, fault.retryable) == ("engine_refused", False)
@@ -455,7 +455,7 @@ async def test_a_refusal_that_repeats_the_request_is_one_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"detail": "\xe4"}', b"[" * 10_000], ids=["no UTF-8", "too deep"])
-async def test_a_refusal_that_cannot_be_read_is_one_all_the_same(body: bytes) -> None:
+async def test_a_refusal_that_cannot_be_decoded(body: bytes) -> None:
     async with upstream(openai(saying(400, body))) as server, started(server) as engine:
         assert (await fault_of(engine)).code == "engine_refused"
 
@@ -474,7 +474,7 @@ async def test_an_error_in_mid_answer() -> None:
 
 @pytest.mark.parametrize("value", [b'"\xe4"', b"[" * 10_000], ids=["no UTF-8", "too deep"])
 @pytest.mark.parametrize("route", ["sglang", "openai"])
-async def test_an_event_that_cannot_be_read_is_a_loss_that_can_be_mended(route: Route, value: bytes) -> None:
+async def test_an_event_that_cannot_be_read_is_a_retryable_loss(route: Route, value: bytes) -> None:
     async def reply(asked: Asked) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
         await asked.send(head + b'data: {"error": ' + value + b"}\n\n")
@@ -485,7 +485,7 @@ async def test_an_event_that_cannot_be_read_is_a_loss_that_can_be_mended(route: 
 
 
 @pytest.mark.parametrize("ending", ["broken", "closed", "done"])
-async def test_an_answer_that_breaks_off_can_go_on_elsewhere(ending: str) -> None:
+async def test_an_answer_that_breaks_off_is_retryable(ending: str) -> None:
     async def reply(asked: Asked) -> None:
         if ending == "done":
             await asked.stream(text(" water"))
@@ -503,7 +503,7 @@ async def test_an_answer_that_breaks_off_can_go_on_elsewhere(ending: str) -> Non
         assert (caught.value.fault.code, caught.value.fault.retryable) == ("engine_lost", True)
 
 
-async def test_a_silent_server_is_given_up() -> None:
+async def test_a_silent_server_times_out() -> None:
     async def reply(asked: Asked) -> None:
         await asked.stream(text(" water"), ends=False)
         await asked.until_left()
@@ -514,7 +514,7 @@ async def test_a_silent_server_is_given_up() -> None:
         assert "silent" in fault.message
 
 
-async def test_what_comes_after_the_finish_does_not_hold_it_up() -> None:
+async def test_the_finish_does_not_wait_for_the_end_of_the_answer() -> None:
     """The server never ends its answer."""
 
     async def reply(asked: Asked) -> None:
@@ -526,8 +526,8 @@ async def test_what_comes_after_the_finish_does_not_hold_it_up() -> None:
 
 
 @pytest.mark.parametrize("finish", ["length", None])
-async def test_nor_does_an_answer_that_never_falls_silent(finish: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the finish, or after the server has said that there is no more."""
+async def test_the_finish_does_not_wait_for_an_endless_answer(finish: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the finish, or after `[DONE]`."""
     monkeypatch.setattr("penstock.backends.http.client.ENDING_SECONDS", 0.1)
 
     async def reply(asked: Asked) -> None:
@@ -544,7 +544,7 @@ async def test_nor_does_an_answer_that_never_falls_silent(finish: str | None, mo
             assert (await fault_of(engine)).code == "engine_lost"
 
 
-async def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.backends.http.client.MAX_ANSWER_BYTES", 10_000)
 
     async def reply(asked: Asked) -> None:
@@ -557,8 +557,8 @@ async def test_an_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("answered", [0, 1], ids=["new", "kept"])
-async def test_only_what_nobody_has_read_is_sent_again(answered: int) -> None:
-    """The server ends its first connection after so many answers, with a request before it; a later one it answers."""
+async def test_only_requests_that_the_server_did_not_read_are_sent_again(answered: int) -> None:
+    """The server closes its first connection after `answered` answers, with one request unanswered. It answers later connections."""
     asked_on: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -587,7 +587,7 @@ async def test_only_what_nobody_has_read_is_sent_again(answered: int) -> None:
 
 
 @pytest.mark.parametrize("phase", ["unanswered", "begun", "streaming"])
-async def test_leaving_closes_the_connection_and_tells_the_engine(phase: str) -> None:
+async def test_leaving_closes_the_connection_and_aborts_the_request(phase: str) -> None:
     arrived, left = asyncio.Event(), asyncio.Event()
 
     async def generate(asked: Asked) -> None:
@@ -613,7 +613,7 @@ async def test_leaving_closes_the_connection_and_tells_the_engine(phase: str) ->
         await left.wait()
 
 
-async def test_who_is_cancelled_twice_does_not_wait_and_the_engine_is_told_all_the_same() -> None:
+async def test_a_second_cancel_does_not_stop_the_abort() -> None:
     asked_to_abort, may_answer = asyncio.Event(), asyncio.Event()
 
     async def generate(asked: Asked) -> None:
@@ -646,7 +646,7 @@ async def test_who_is_cancelled_twice_does_not_wait_and_the_engine_is_told_all_t
         await closing
 
 
-async def test_nothing_is_aborted_that_is_over() -> None:
+async def test_an_ended_request_is_not_aborted() -> None:
     async def generate(asked: Asked) -> None:
         if asked.body["sampling_params"]["max_new_tokens"] == 4:
             await asked.answer(400, {"error": {"message": "no"}})
@@ -659,7 +659,7 @@ async def test_nothing_is_aborted_that_is_over() -> None:
         assert not server.posts("/abort_request")
 
 
-async def test_what_is_ended_here_is_ended_there() -> None:
+async def test_a_request_that_ends_here_is_aborted_in_the_engine() -> None:
     async def generate(asked: Asked) -> None:
         first, second = (
             {"output_ids": [300 + count], "meta_info": {"finish_reason": None, "completion_tokens": 1 + count}} for count in range(2)
@@ -673,7 +673,7 @@ async def test_what_is_ended_here_is_ended_there() -> None:
         assert server.posts("/abort_request") == [{"rid": "a" * 32}]
 
 
-async def test_sessions_are_closed_where_there_are_any() -> None:
+async def test_sessions_are_closed_if_the_server_has_them() -> None:
     async with upstream(sglang(not_found, enable_session_radix_cache=True)) as server, started(server) as engine:
         await engine.close_session("s")
         assert server.posts("/close_session") == [{"session_id": "s"}]
@@ -683,7 +683,7 @@ async def test_sessions_are_closed_where_there_are_any() -> None:
 
 
 async def test_a_hundred_and_more_at_once() -> None:
-    """Each has a connection, and none waits for another."""
+    """Each has its own connection, and none waits for another."""
     count, here, all_here = 150, 0, asyncio.Event()
 
     async def reply(asked: Asked) -> None:
@@ -712,8 +712,8 @@ async def test_a_server_that_is_gone_is_dead() -> None:
             await engine.ping()
 
 
-async def test_who_still_answers_is_not_dead() -> None:
-    """It takes no more connections, nor can any be made where too many files are open; those that it has go on."""
+async def test_a_server_that_still_answers_is_not_dead() -> None:
+    """It accepts no new connections, or this process has too many open files. The open connections continue."""
     may_end = asyncio.Event()
 
     async def reply(asked: Asked) -> None:
@@ -734,8 +734,8 @@ async def test_who_still_answers_is_not_dead() -> None:
             await read_all(engine)
 
 
-async def test_a_server_that_is_gone_is_noticed_while_nobody_asks(caplog: pytest.LogCaptureFixture) -> None:
-    """Where it ran is for the log alone: what is said of the death reaches clients."""
+async def test_the_death_of_an_idle_server_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """The address appears only in the log: clients see the reason of the death."""
     died = asyncio.Event()
     deaths: list[str] = []
 
@@ -756,7 +756,7 @@ async def test_a_server_that_is_gone_is_noticed_while_nobody_asks(caplog: pytest
         ]
 
 
-async def test_a_server_that_says_it_is_broken_is_dead_if_it_stays_so() -> None:
+async def test_a_server_that_stays_broken_is_dead() -> None:
     answers = [saying(200, b""), saying(503, b""), saying(200, b"")]
 
     async def health(asked: Asked) -> None:
@@ -788,7 +788,7 @@ async def test_a_server_that_is_silent_is_waited_for(monkeypatch: pytest.MonkeyP
         assert count == 8
 
 
-async def test_a_dead_server_is_no_matter_once_it_is_closed() -> None:
+async def test_a_dead_server_does_not_matter_after_close() -> None:
     deaths: list[str] = []
     async with upstream(openai(not_found)) as server:
         async with started(server, deaths, watch_seconds=0.01, death_seconds=0.01):

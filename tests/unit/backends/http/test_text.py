@@ -1,4 +1,4 @@
-"""Text made tokens again is the same text."""
+"""Text that is tokenized and detokenized is the same text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_halves_of_a_character_are_put_together() -> None:
     assert read(tokenizer.detokenizer(), *pieces, tokens.finish()) == "a😀b\N{REPLACEMENT CHARACTER}"
 
 
-def test_what_cannot_be_written_is_said() -> None:
+def test_text_outside_the_vocabulary_raises() -> None:
     tokenizer = tokenizer_of("stepwise")
     with pytest.raises(Unwritable, match="Привет"):
         TextTokens(tokenizer, {}).feed("Привет")

@@ -44,7 +44,7 @@ def breach(reader: ChunkReader, chunk: dict[str, Any]) -> str:
 
 
 class TestIncrementalChunks:
-    def test_each_has_what_is_new(self) -> None:
+    def test_each_has_the_new_tokens(self) -> None:
         reader = ChunkReader(asked(), is_incremental=True)
         assert reader.read(raw([1], 1, cached_tokens=2)) == Chunk((1,), cached_tokens=2)
         assert reader.read(raw([2, 3], 3, LENGTH)) == Chunk((2, 3), finish="length")
@@ -101,7 +101,7 @@ class TestCumulativeChunks:
         reader.read(raw([1, 2], 2))
         assert "1 tokens came after one of 2" in breach(reader, raw([1], 2))
 
-    def test_at_the_end_nothing_more_may_be_there(self) -> None:
+    def test_at_the_end_the_count_is_exact(self) -> None:
         reader = ChunkReader(asked(), is_incremental=False)
         assert "4 tokens, but it reports 3" in breach(reader, raw([1, 2, 3, 4], 3, LENGTH))
 
@@ -116,8 +116,8 @@ class TestCumulativeChunks:
 
 @pytest.mark.parametrize("is_incremental", [True, False])
 class TestEveryChunk:
-    def test_an_abort_is_read_for_its_reason_alone(self, is_incremental: bool) -> None:
-        """It repeats its last token, has all of the text, or the one made-up token of a refused turn; and it may lack all counts."""
+    def test_only_the_reason_of_an_abort_is_read(self, is_incremental: bool) -> None:
+        """It may repeat its last token or the whole text, have an invented token, and lack all counts."""
         reader = ChunkReader(asked(), is_incremental=is_incremental)
         reader.read(raw([1], 1))
         abort = {"output_ids": [1, 1], "text": "all of it", "meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}
@@ -130,13 +130,13 @@ class TestEveryChunk:
         ("message", "code"),
         [("Failed to compile ebnf grammar: …", "invalid_grammar"), ("Input length (9 tokens) exceeds …", "engine_refused")],
     )
-    def test_what_is_wrong_with_the_request_is_wrong_elsewhere_too(self, is_incremental: bool, message: str, code: str) -> None:
+    def test_a_wrong_request_is_not_retryable(self, is_incremental: bool, message: str, code: str) -> None:
         finish = {"type": "abort", "message": message, "status_code": 400}
         with pytest.raises(EngineRefused) as refused:
             ChunkReader(asked(), is_incremental=is_incremental).read(raw([0], 1, finish))
         assert (refused.value.fault.code, refused.value.fault.retryable) == (code, False)
 
-    def test_an_end_for_length_before_that_is_caught(self, is_incremental: bool) -> None:
+    def test_an_early_end_for_length_is_caught(self, is_incremental: bool) -> None:
         reader = ChunkReader(asked(max_tokens=9), is_incremental=is_incremental)
         assert "2 of 9 tokens" in breach(reader, raw([1, 2], 2, LENGTH))
 
@@ -147,14 +147,14 @@ class TestEveryChunk:
         chunk = ChunkReader(asked(), is_incremental=is_incremental).read(raw([4, 2], 2, {"type": "stop", "matched": 2}))
         assert chunk == Chunk((4, 2), finish="stop")
 
-    def test_stop_ids_count_also_where_the_models_own_end_does_not(self, is_incremental: bool) -> None:
+    def test_stop_ids_work_with_ignore_eos(self, is_incremental: bool) -> None:
         """SGLang would ignore both."""
         reader = ChunkReader(asked(stop_ids=(8,), ignore_eos=True, max_tokens=9, logprobs=0), is_incremental=is_incremental)
         entries = [(-0.1, 1, None), (-0.2, 8, None), (-0.3, 3, None)]
         chunk = reader.read(raw([1, 8, 3], 3, output_token_logprobs=entries))
         assert chunk == Chunk((1, 8), (TokenLogprob(-0.1), TokenLogprob(-0.2)), "stop")
 
-    def test_logprobs_that_are_not_one_a_token_are_caught(self, is_incremental: bool) -> None:
+    def test_missing_logprobs_are_caught(self, is_incremental: bool) -> None:
         reader = ChunkReader(asked(logprobs=0), is_incremental=is_incremental)
         assert "1 logprobs do not fit the 2 new tokens" in breach(reader, raw([1, 2], 2, output_token_logprobs=[(-0.1, 1, None)]))
         reader = ChunkReader(asked(logprobs=0), is_incremental=is_incremental)
@@ -178,7 +178,7 @@ class TestEveryChunk:
 
 
 class TestParameters:
-    def test_all_of_a_request_arrives(self) -> None:
+    def test_every_field_is_sent(self) -> None:
         sampling = Sampling(
             temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.2
         )
@@ -199,7 +199,7 @@ class TestParameters:
             "logit_bias": {"4": -2.0},
         }
 
-    def test_without_a_seed_every_answer_has_its_own(self) -> None:
+    def test_without_a_seed_a_random_one_is_sent(self) -> None:
         seeds = {sampling_parameters(asked(seed=None))["sampling_seed"] for _ in range(8)}
         assert len(seeds) == 8
         assert all(0 <= seed < 2**63 for seed in seeds)
@@ -207,15 +207,15 @@ class TestParameters:
     def test_the_whole_vocabulary_is_minus_one(self) -> None:
         assert sampling_parameters(asked())["top_k"] == -1
 
-    def test_a_grammar_may_end_before_the_least_number_of_tokens(self) -> None:
+    def test_a_grammar_may_end_before_min_tokens(self) -> None:
         parameters = sampling_parameters(asked(lark='start: "a"', min_tokens=2))
         assert (parameters["ebnf"], parameters["min_new_tokens"]) == ('start: "a"', 0)
 
     @pytest.mark.parametrize("lark", ['start: "a"', '%llguidance {}\nstart[stop="b"]: /a*/', "x: /a/\n  start : x"])
-    def test_what_sglang_knows_for_lark_is_left_alone(self, lark: str) -> None:
+    def test_recognizable_lark_is_unchanged(self, lark: str) -> None:
         assert as_ebnf(lark) == lark
 
-    def test_what_it_would_take_for_the_other_dialect_is_marked(self) -> None:
+    def test_other_lark_is_marked(self) -> None:
         assert as_ebnf('start[stop="b"]: /a*/') == '%llguidance {}\nstart[stop="b"]: /a*/'
 
     def test_logprobs_and_those_of_the_prompt(self) -> None:
@@ -228,7 +228,7 @@ class TestParameters:
         assert logprobs(asked(logprobs=4, prompt_logprobs=True)) == (True, 4, 0)
         assert logprobs(asked(prompt_logprobs=True)) == (True, 0, 0)
 
-    def test_a_session_and_a_priority_only_where_they_mean_something(self) -> None:
+    def test_session_and_priority_are_sent_only_if_sglang_uses_them(self) -> None:
         request = asked(session_id="s", priority=4, is_retained=True)
         without = as_parameters(request, None, tags_sessions=False, has_priority=False)
         assert not {"session_id", "session_params", "priority"} & without.keys()
@@ -236,18 +236,18 @@ class TestParameters:
         assert with_both["session_id"] == "s"
         assert with_both["priority"] == engine_priority(request)
 
-    def test_what_is_to_be_kept_comes_before_every_priority_of_what_is_not(self) -> None:
+    def test_retained_kv_has_a_higher_priority_than_any_other(self) -> None:
         assert engine_priority(asked(priority=1000)) < engine_priority(asked(is_retained=True))
         assert engine_priority(asked(is_retained=True)) < engine_priority(asked(is_retained=True, priority=1))
         assert engine_priority(asked(priority=2**70)) < 2**63
 
-    def test_where_two_workers_meet(self) -> None:
+    def test_bootstrap_fields(self) -> None:
         parameters = as_parameters(asked(bootstrap=Bootstrap("10.0.0.9", 8998, 7)), None, tags_sessions=True, has_priority=True)
         assert [parameters[f"bootstrap_{name}"] for name in ("host", "port", "room")] == ["10.0.0.9", 8998, 7]
 
 
 class Arguments:
-    """Stands for SGLang's class of server arguments: a few of its flags, declared as SGLang declares them."""
+    """Stands for SGLang's ServerArgs: a few of its flags, declared as SGLang declares them."""
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -278,7 +278,7 @@ def made(words: str = "", *, version: str = "0.5.23", **settings: Any) -> tuple[
 
 
 class TestArguments:
-    def test_what_penstock_sets_where_nobody_says_otherwise(self) -> None:
+    def test_defaults(self) -> None:
         arguments, endpoints = made()
         assert (arguments.model_path, arguments.page_size, arguments.grammar_backend) == ("/models/m", DEFAULT_PAGE_SIZE, "llguidance")
         assert (arguments.radix_eviction_policy, arguments.enable_session_radix_cache) == ("priority", True)
@@ -286,7 +286,7 @@ class TestArguments:
         assert json.loads(arguments.kv_events_config)["replay_endpoint"] == HERE.replay
         assert endpoints == HERE
 
-    def test_the_users_words_come_first(self) -> None:
+    def test_the_user_overrides_defaults(self) -> None:
         arguments, _ = made("--page-size 32 --grammar-backend xgrammar --radix-eviction-policy lfu --log-level info")
         assert (arguments.page_size, arguments.grammar_backend, arguments.radix_eviction_policy) == (32, "xgrammar", "lfu")
         assert arguments.log_level == "info"
@@ -311,7 +311,7 @@ class TestArguments:
             ("--model /other", {}, "--model"),
         ],
     )
-    def test_what_is_said_twice_is_refused(self, words: str, settings: dict[str, Any], flag: str) -> None:
+    def test_the_same_setting_twice_is_refused(self, words: str, settings: dict[str, Any], flag: str) -> None:
         with pytest.raises(ConfigError, match=f"^{flag} and --engine-args both set"):
             made(words, **settings)
 
@@ -324,7 +324,7 @@ class TestArguments:
             ("--config flags.yaml", "--config flags.yaml"),
         ],
     )
-    def test_what_could_lose_tokens_is_refused_by_name(self, words: str, named: str) -> None:
+    def test_flags_that_could_lose_tokens_are_refused_by_name(self, words: str, named: str) -> None:
         with pytest.raises(ConfigError, match=named):
             made(words)
 
@@ -334,11 +334,11 @@ class TestArguments:
             made("--incremental-streaming-output", version="0.5.9")
 
     @pytest.mark.parametrize("words", ["--no-such-flag", "--page-size many", "--grammar-backend own", "--help"])
-    def test_what_sglang_does_not_take_never_ends_the_process(self, words: str) -> None:
+    def test_a_wrong_flag_raises_instead_of_ending_the_process(self, words: str) -> None:
         with pytest.raises(ConfigError, match="--engine-args: SGLang does not take this"):
             made(words)
 
-    def test_nor_does_what_it_finds_out_later(self) -> None:
+    def test_a_wrong_value_raises(self) -> None:
         with pytest.raises(ConfigError, match="13 brings bad luck"):
             made("--context-length 13")
 
@@ -362,27 +362,27 @@ class TestArguments:
             ('{"publisher":"null"}', None),
         ],
     )
-    def test_events_where_the_user_wants_them(self, config: str, expected: EventEndpoints | None) -> None:
+    def test_events_at_addresses_of_the_user(self, config: str, expected: EventEndpoints | None) -> None:
         assert make_arguments(EngineSettings("/m", ("--kv-events-config", config)), Arguments, HERE, "0.5.23")[1] == expected
 
 
 class TestVersions:
     @pytest.mark.parametrize("version", ["0.5.21", "0.5.22.post1", "0.5.23", "0.5.23+cpu"])
-    def test_known_ones(self, version: str) -> None:
+    def test_supported_versions(self, version: str) -> None:
         assert PACKAGE.problem(version) is None
 
     @pytest.mark.parametrize("version", ["0.4.10", "0.5.9", "0.5.20.post1", "0.5.24", "0.6.0"])
-    def test_others_are_refused_with_the_range(self, version: str) -> None:
+    def test_other_versions_are_refused_with_the_range(self, version: str) -> None:
         assert f"SGLang {version} is installed, but only 0.5.21 to below 0.5.24 is supported: pip install" in (
             PACKAGE.problem(version) or ""
         )
         assert PACKAGE.problem(version, any_version=True) is None
 
-    async def test_without_the_package_that_is_said(self) -> None:
+    async def test_without_the_package_the_start_says_what_to_install(self) -> None:
         with pytest.raises(ConfigError, match="needs the package sglang: pip install"):
             await SglangEngine(EngineSettings("/m")).start(lambda _: None)
 
-    def test_the_report_says_so_too(self) -> None:
+    def test_without_the_package_the_report_says_what_to_install(self) -> None:
         found = report()
         assert (found.engine, found.version, found.features) == ("sglang", None, ())
         assert "pip install" in str(found.problem)
@@ -416,7 +416,7 @@ def test_facts_of_a_model_on_several_devices() -> None:
 
 
 class Engine:
-    """What a streaming session is asked of: which are open, and whether more may be."""
+    """The engine of streaming sessions: which are open, and whether more may be opened."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -448,21 +448,21 @@ class TestStreamingSessions:
         turn.end()
         return turn.new
 
-    async def test_only_what_is_new_is_sent(self) -> None:
+    async def test_only_new_tokens_are_sent(self) -> None:
         assert await self.new(1, 2, 3, generated=(4, 5)) == (1, 2, 3)
         assert await self.new(1, 2, 3, 4, 5, 6, generated=(7,)) == (6,)
         assert await self.new(1, 2, 3, 4, 5, 6, 7, 8) == (8,)
         assert self.engine.open == ["s"]
 
-    async def test_after_a_turn_whose_end_nobody_read_it_begins_anew(self) -> None:
-        """The engine has dropped it if it was aborted, and has kept it if it had ended before it heard of that."""
+    async def test_after_a_turn_with_an_unread_end_the_session_is_reopened(self) -> None:
+        """The engine dropped the turn if it was aborted, and kept it if it had ended before the abort."""
         await self.new(2, 3, generated=(4,))
         assert await self.new(2, 3, 4, 5, generated=(6,), is_last=False) == (5,)
         assert await self.new(2, 3, 4, 5, 9, generated=(7,)) == (2, 3, 4, 5, 9)
         assert await self.new(2, 3, 4, 5, 9, 7, 8) == (8,)
         assert self.engine.open == ["s"]
 
-    async def test_one_that_is_opened_for_nobody_is_opened_again(self) -> None:
+    async def test_a_session_whose_opening_was_cancelled_is_reopened(self) -> None:
         opening = asyncio.create_task(self.sessions.begin(asked(session_id="s")))
         await self.engine.asked.wait()
         opening.cancel()
@@ -474,43 +474,43 @@ class TestStreamingSessions:
         await self.sessions.close_session("s")
         assert self.engine.open == []
 
-    async def test_a_turn_that_is_cut_here_runs_without(self) -> None:
-        """The engine goes on behind a token that it was told to ignore."""
+    async def test_a_turn_with_own_stops_runs_without_a_session(self) -> None:
+        """The engine continues after a stop token that it ignores."""
         await self.new(2, 3, generated=(4,))
         assert await self.sessions.begin(asked(session_id="s", token_ids=(2, 3, 4, 5), ignore_eos=True, stop_ids=(6,))) is None
         assert await self.new(2, 3, 4, 5, 6, 7) == (5, 6, 7)
 
     @pytest.mark.parametrize("token_ids", [(2, 9, 4, 5), (2, 3), (2, 3, 4), (2, 3, 4, 1, 5)])
-    async def test_another_story_begins_anew(self, token_ids: tuple[int, ...]) -> None:
-        """One that differs, is shorter, has nothing new, or goes on with the token that SGLang would leave out."""
+    async def test_other_tokens_reopen_the_session(self, token_ids: tuple[int, ...]) -> None:
+        """Different tokens, fewer, none that are new, or new ones that begin with the token that SGLang drops."""
         await self.new(2, 3, generated=(4,))
         assert await self.new(*token_ids) == token_ids
         assert self.engine.open == ["s"]
 
-    async def test_a_second_turn_beside_the_first_runs_without(self) -> None:
+    async def test_a_second_turn_at_the_same_time_runs_without_the_session(self) -> None:
         first = await self.sessions.begin(asked(session_id="s"))
         assert first is not None
         assert await self.sessions.begin(asked(session_id="s")) is None
         first.end()
         assert await self.sessions.begin(asked(session_id="s")) is not None
 
-    async def test_two_that_come_at_once_do_not_both_open_it(self) -> None:
+    async def test_two_turns_at_once_open_one_session(self) -> None:
         turns = await asyncio.gather(*(self.sessions.begin(asked(session_id="s")) for _ in range(2)))
         assert turns.count(None) == 1
         assert self.engine.open == ["s"]
 
-    async def test_where_the_engine_opens_none_it_runs_without(self) -> None:
+    async def test_if_the_engine_refuses_the_turn_runs_without_a_session(self) -> None:
         self.engine.is_full = True
         assert await self.new(2, 3) is None
         self.engine.is_full = False
         assert await self.new(2, 3) == (2, 3)
 
-    async def test_without_a_session_or_with_what_sessions_cannot_tell(self) -> None:
+    async def test_requests_that_never_use_a_session(self) -> None:
         for request in (asked(), asked(session_id="s", prompt_logprobs=True), asked(session_id="s", bootstrap=Bootstrap("h", 1, 2))):
             assert await self.sessions.begin(request) is None
         assert self.engine.open == []
 
-    async def test_the_end_of_one_is_told_once(self) -> None:
+    async def test_a_session_is_closed_once(self) -> None:
         await self.new(2, 3)
         await self.sessions.close_session("s")
         await self.sessions.close_session("s")
@@ -518,7 +518,7 @@ class TestStreamingSessions:
         assert self.engine.open == []
 
 
-def test_what_is_kept_of_its_log_is_why_it_failed(tmp_path: Path) -> None:
+def test_the_file_of_errors_has_only_failures(tmp_path: Path) -> None:
     with write_logging_config(tmp_path, PACKAGE.logger, "ERROR", PACKAGE.failure_logger).open(encoding="utf-8") as config:
         logging.config.dictConfig(json.load(config))
     try:

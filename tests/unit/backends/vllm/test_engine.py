@@ -1,5 +1,4 @@
-"""What vLLM is asked for, what its answers are in our words, and with which arguments it runs. The engine itself is tested where it is
-installed, by `tests/contract/backends`; what stands in for it here are records of its, no behaviour."""
+"""vLLM's requests, answers and arguments, without vLLM. `tests/contract/backends` tests the real one."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def test_our_flags_are_handed_on() -> None:
     }
 
 
-def test_what_is_not_given_is_left_to_vllm() -> None:
+def test_unset_flags_are_left_to_vllm() -> None:
     assert merge_flags(SETTINGS, {"max_num_seqs": 8}) == {"model": "/models/tiny", "disable_log_stats": True}
 
 
@@ -84,7 +83,7 @@ def test_what_is_not_given_is_left_to_vllm() -> None:
         ({"kv_blocks": 9}, "num_gpu_blocks_override", "--kv-blocks is 9 and --engine-args has --num-gpu-blocks-override"),
     ],
 )
-def test_the_same_in_two_words_is_a_mistake(ours: dict[str, Any], theirs: str, message: str) -> None:
+def test_the_same_setting_twice_is_refused(ours: dict[str, Any], theirs: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         merge_flags(EngineSettings("/models/tiny", **ours), {theirs: 1})
 
@@ -97,7 +96,7 @@ def test_the_same_in_two_words_is_a_mistake(ours: dict[str, Any], theirs: str, m
         ({"structured_outputs_config": SimpleNamespace(backend="xgrammar")}, "the grammars of 'xgrammar'"),
     ],
 )
-def test_what_goes_against_the_adapter_is_refused(given: dict[str, Any], message: str) -> None:
+def test_arguments_that_the_user_cannot_set_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         merge_flags(SETTINGS, given)
 
@@ -132,7 +131,7 @@ def events_config(**fields: Any) -> SimpleNamespace:
         (None, None),
     ],
 )
-def test_where_its_events_are(config: Any, expected: EventEndpoints | None) -> None:
+def test_event_endpoints(config: Any, expected: EventEndpoints | None) -> None:
     assert event_endpoints(config) == expected
 
 
@@ -144,19 +143,19 @@ def test_why_there_are_no_events() -> None:
     assert "--kv-events-config" in (why_no_events({"kv_events_config": events_config(publisher="null")}) or "")
 
 
-def test_greedy_asks_for_nothing_else() -> None:
+def test_greedy_sends_no_sampling_values() -> None:
     asked = sampling_arguments(request(sampling=Sampling(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1)))
     assert asked["temperature"] == 0.0
     assert not {"top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs", "stop_token_ids", "logit_bias"} & asked.keys()
 
 
-def test_without_a_seed_vllm_samples_the_batch_at_once() -> None:
+def test_without_a_seed_none_is_sent() -> None:
     asked = sampling_arguments(request(seed=None, sampling=Sampling(temperature=1.0)))
     assert "seed" not in asked
     assert {"top_p", "top_k", "min_p"} <= asked.keys()
 
 
-def test_all_that_can_be_asked_for() -> None:
+def test_every_field_is_sent() -> None:
     sampling = Sampling(0.7, 0.9, 40, 0.05, 0.1, 0.2, 1.3)
     asked = sampling_arguments(
         request(
@@ -193,18 +192,18 @@ def test_prompt_logprobs_have_as_many_alternatives(logprobs: int | None, expecte
     assert sampling_arguments(request(prompt_logprobs=True, logprobs=logprobs))["prompt_logprobs"] == expected
 
 
-def test_a_grammar_alone_says_when_it_ends() -> None:
+def test_only_the_grammar_decides_its_end() -> None:
     asked = sampling_arguments(request(lark='start: "a"', min_tokens=5, ignore_eos=True))
     assert "min_tokens" not in asked
     assert asked["ignore_eos"] is False
 
 
-def test_no_more_tokens_are_demanded_than_allowed() -> None:
+def test_min_tokens_is_at_most_max_tokens() -> None:
     assert sampling_arguments(request(min_tokens=50))["min_tokens"] == 10
 
 
 def flat(*positions: list[tuple[int, float, int]]) -> SimpleNamespace:
-    """vLLM's table of (token, logprob, rank) a position."""
+    """vLLM's table, from (token, logprob, rank) of each position."""
     starts, ends = [], []
     entries: list[tuple[int, float, int]] = []
     for position in positions:
@@ -229,7 +228,7 @@ def test_tokens_are_copied() -> None:
 
 
 @pytest.mark.parametrize(("reason", "finish"), [(None, None), ("stop", "stop"), ("length", "length"), ("repetition", "stop")])
-def test_ends_as_they_should_be(reason: str | None, finish: str | None) -> None:
+def test_normal_ends(reason: str | None, finish: str | None) -> None:
     ended = output([1], finish=reason)
     assert chunk_of(ended, None).finish == finish
     if reason is not None:
@@ -237,7 +236,7 @@ def test_ends_as_they_should_be(reason: str | None, finish: str | None) -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_ends_that_nobody_asked_for_can_be_retried(reason: str) -> None:
+def test_unexpected_ends_can_be_retried(reason: str) -> None:
     ended = output([1, 2], finish=reason)
     chunk = chunk_of(ended, None)
     assert (chunk.token_ids, chunk.finish) == ((1, 2), None)
@@ -258,7 +257,7 @@ def test_alternatives_of_one_step() -> None:
 
 
 def test_alternatives_of_merged_steps() -> None:
-    """vLLM merges by token id: the chosen one is there once, with its rank among the likeliest, or beside them."""
+    """vLLM merges by token id: the sampled token is there once, with its rank."""
     table = flat(
         [(9, -1.0, 2), (7, -0.5, 1), (5, -2.0, 3)],
         [(7, -0.5, 1), (9, -1.0, 2), (5, -2.0, 3)],
@@ -273,18 +272,18 @@ def test_alternatives_of_merged_steps() -> None:
     )
 
 
-def test_the_prompt_has_an_entry_a_token_and_the_first_is_none() -> None:
+def test_the_prompt_has_one_entry_per_token_and_the_first_is_none() -> None:
     table = flat([], [(6, -1.5, 3), (2, -0.5, 1)])
     chunk = chunk_of(output([1], logprobs=flat([(1, -0.1, 1), (1, -0.1, 1)]), prompt=table), 1)
     assert chunk.prompt_logprobs == (None, TokenLogprob(-1.5, ((2, -0.5),)))
 
 
-def test_after_the_first_output_nothing_is_said_of_the_prompt() -> None:
+def test_later_outputs_have_no_prompt_logprobs() -> None:
     assert chunk_of(output([1], prompt=[]), None).prompt_logprobs is None
 
 
 @pytest.mark.parametrize("table", [None, flat([(7, -0.5, 1)])])
-def test_a_logprob_that_is_missing_is_no_stream(table: Any) -> None:
+def test_a_missing_logprob_is_refused(table: Any) -> None:
     with pytest.raises(EngineRefused, match="logprobs for 2 tokens"):
         chunk_of(output([7, 8], logprobs=table), 0)
 
@@ -301,7 +300,7 @@ def available(features: tuple[Feature, ...]) -> set[str]:
     return {feature.name for feature in features if feature.is_available}
 
 
-def test_the_report_tells_what_the_package_has(tmp_path: Path) -> None:
+def test_the_report_lists_what_the_package_has(tmp_path: Path) -> None:
     source = source_of(
         tmp_path,
         v1__engine__async_llm="class AsyncLLM:\n    async def generate(self, prompt, *, priority=0, session_id=None): ...\n",
@@ -320,7 +319,7 @@ def test_the_report_tells_what_the_package_has(tmp_path: Path) -> None:
     assert "grammar" not in available(features_in(source, has_llguidance=False))
 
 
-def test_the_report_of_a_package_that_lacks_it(tmp_path: Path) -> None:
+def test_the_report_of_a_package_that_lacks_features(tmp_path: Path) -> None:
     features = features_in(tmp_path, has_llguidance=True)
     assert available(features) == {"sessions"}
     assert all(feature.detail for feature in features)
