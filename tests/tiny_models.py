@@ -82,11 +82,18 @@ def make_model(family: str, context_length: int = CONTEXT) -> Model:
 
 def generate(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """What transformers generates, greedily."""
-    ids = torch.tensor([list(prompt)])
+    return generate_all(model, [prompt], count)[0]
+
+
+def generate_all(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """What transformers generates for each prompt, greedily, in one batch."""
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with torch.inference_mode():
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    tokens: list[int] = made[0, len(prompt) :].tolist()
-    assert len(tokens) == count
+        made = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)
+    tokens: list[list[int]] = made[:, length:].tolist()
+    assert all(len(answer) == count for answer in tokens)
     return tokens
 
 

@@ -49,20 +49,20 @@ def test_a_stream_is_the_same_text_in_pieces(model_server: Server) -> None:
     assert len(chunks) > 4
 
 
-def test_turn_eight_of_a_conversation_reuses_the_turns_before(model_server: Server) -> None:
-    """3,000 tokens by the eighth turn; the figures with their times are those of bench/engine.py."""
-    paragraph = "The river runs from the mountains to the sea, and the people of the valley have built mills along it. " * 15
+def test_a_turn_of_a_conversation_reuses_the_turns_before(model_server: Server) -> None:
+    """`bench/engine.py` measures the times, with eight turns and 3,000 tokens."""
+    paragraph = "The river runs from the mountains to the sea, and the people of the valley have built mills along it. " * 8
     messages: list[dict[str, str]] = []
-    for turn in range(8):
+    for turn in range(4):
         messages.append({"role": "user", "content": f"Part {turn}. {paragraph} What happens next?"})
         answer = model_server.client.chat.completions.create(model=DEFAULT_MODEL, messages=messages, max_tokens=16, temperature=0)  # type: ignore[arg-type]
         messages.append({"role": "assistant", "content": str(answer.choices[0].message.content)})
     usage = answer.usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens > 2800
+    assert usage.prompt_tokens > 700
     reused = usage.prompt_tokens_details.cached_tokens or 0
-    last_turn = usage.prompt_tokens / 8
+    last_turn = usage.prompt_tokens / 4
     assert reused > usage.prompt_tokens - last_turn * 1.3, "all but the last turn"
 
 

@@ -119,7 +119,7 @@ async def test_the_report_says_what_is_there(simulator: Server) -> None:
     }
     refused = await probe(HttpEngineSettings(simulator.url, route="sglang"))
     assert refused.problem is not None
-    assert "no SGLang was found" in refused.problem
+    assert "SGLang was not found" in refused.problem
     assert simulator.url in refused.problem
 
 

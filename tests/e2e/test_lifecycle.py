@@ -211,8 +211,8 @@ def test_a_port_in_use_is_told_once(server: Server) -> None:
         (["serve", "--port", "70000"], "--port is 70000: expected 0 to 65535"),
         (["serve", "--step-ms", "-1"], "--step-ms is -1.0: expected 0 or more"),
         (["serve", "--model", "/nowhere"], "--model /nowhere"),
-        (["worker", "--listen", "nowhere"], "expected unix:/path or tcp://host:port"),
-        (["worker", "--listen", "tcp://127.0.0.1:0"], "needs a shared secret; set PENSTOCK_LINK_SECRET"),
+        (["worker", "--engine", "simulator", "--listen", "nowhere"], "expected unix:/path or tcp://host:port"),
+        (["worker", "--engine", "simulator", "--listen", "tcp://127.0.0.1:0"], "needs a shared secret; set PENSTOCK_LINK_SECRET"),
         # Found out when the engine already runs, which has to end as well.
         (["worker", "--listen", "unix:/nowhere/at/all.sock"], "--listen unix:/nowhere/at/all.sock: No such file or directory"),
     ],

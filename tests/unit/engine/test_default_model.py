@@ -17,9 +17,9 @@ from penstock.engine.engine import Engine
 from penstock.engine.model import Model
 from penstock.text.tokenizers.source import load_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatPrompt
-from tiny_models import generation_id, make_submit, run
+from tiny_models import generate_all, generation_id, make_submit, run
 
-TOKENS = 64
+TOKENS = 24
 QUESTIONS = [
     "What is the capital of France?",
     "Write a short story about a river and a mill.",
@@ -77,13 +77,7 @@ def expected(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[list[int]
     missing, unexpected = reference.load_state_dict(dict(checkpoint.tensors()), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     reference.tie_weights()
-    made = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            answer = reference.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
-        made.append(answer[0, len(prompt) :].tolist())
-    return made
+    return generate_all(reference.eval(), prompts, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +86,7 @@ def expected(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[list[int]
         ({"max_batch": 1, "kv_pages": 64, "token_budget": 512}, False),
         ({"kv_pages": 64, "token_budget": 512}, False),
         ({"kv_pages": 64, "token_budget": 24}, False),
-        ({"kv_pages": 16, "token_budget": 48}, True),
+        ({"kv_pages": 12, "token_budget": 48}, True),
     ],
     ids=["alone", "batch", "pieces", "preempted"],
 )

@@ -14,6 +14,7 @@ from tiny_models import (
     VOCABULARY,
     Collected,
     generate,
+    generate_all,
     generation_id,
     make_engine,
     make_model,
@@ -34,7 +35,7 @@ PROMPTS += [[*prompt[: len(prompt) // 2], 7, 8, 9] for prompt in PROMPTS] + [PRO
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def expected(request: pytest.FixtureRequest) -> tuple[str, list[list[int]]]:
-    return request.param, [reference_tokens(request.param, prompt, TOKENS) for prompt in PROMPTS]
+    return request.param, generate_all(reference(request.param), PROMPTS, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def test_tokens_are_those_of_transformers(expected: tuple[str, list[list[int]]],
 def test_biases_and_sliding_windows(family: str, settings: dict[str, Any]) -> None:
     prompts = PROMPTS[:16:3]
     collected = run(make_engine(family, **settings), [make_submit(number, prompt, TOKENS) for number, prompt in enumerate(prompts)])
-    for number, prompt in enumerate(prompts):
-        assert collected.tokens[generation_id(number)] == reference_tokens(family, prompt, TOKENS)
+    expected = generate_all(reference(family), prompts, TOKENS)
+    assert [collected.tokens[generation_id(number)] for number in range(len(prompts))] == expected
 
 
 def test_positions_beyond_the_trained_length() -> None:
