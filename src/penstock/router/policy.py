@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from msgspec import Struct
 
@@ -13,7 +13,6 @@ from penstock.wire.messages import DEFAULT_SESSION_SECONDS, SessionAction
 
 Preference = Literal["session", "affinity", "parent"]
 Reason = Literal["only", "session", "affinity", "parent", "prefix", "least_loaded", "round_robin", "random", "sampled"]
-REASONS: tuple[Reason, ...] = get_args(Reason)
 Diversion = Literal["gone", "quiet", "overloaded"]
 # A worker leads too far only if it also has this many times the generations of the worker with the fewest.
 LEAD_FACTOR = 1.5

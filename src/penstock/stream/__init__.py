@@ -1,1 +1,1 @@
-"""The heart: merging, mailboxes, outboxes, fan-in. Knows nothing of HTTP, text or engines."""
+"""The heart: merging, mailboxes, outboxes, fan-in. Knows nothing about HTTP, text or engines."""

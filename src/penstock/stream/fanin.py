@@ -1,4 +1,4 @@
-"""Fan-in: several generations of one request, at the same time, on one response."""
+"""Fan-in: the generations of one request run at the same time and share one response."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.wire.messages import Delta, Fault, Terminal
 
 
 class ReaderLeft(PenstockError):
-    """Nobody reads the response any more."""
+    """The client no longer reads the response."""
 
 
 class Production(Protocol):
-    """A generation that runs. It fills its mailbox, and the last thing that it puts there is a terminal."""
+    """A running generation. It fills its mailbox and ends with exactly one terminal there."""
 
     def cancel(self) -> object:
-        """Stops it, wherever it is. Does nothing when it has ended."""
+        """Stops it, queued or running. Does nothing when it has ended."""
 
 
 Producer = Callable[[Mailbox], Production]
@@ -28,7 +28,7 @@ Producer = Callable[[Mailbox], Production]
 
 
 class Arrival(NamedTuple):
-    """What one choice has to say at a wake-up."""
+    """What has arrived for one choice."""
 
     choice: int
     delta: Delta | None
@@ -38,8 +38,8 @@ class Arrival(NamedTuple):
 class FanIn:
     """Runs one producer per choice, all at the same time, from `start` to `close`. It has no task of its own.
 
-    `receive` returns what has arrived, interleaved between choices and ordered within each. It may be cancelled and called again
-    without loss.
+    `receive` returns what has arrived, interleaved between choices and in order within each. It may be cancelled and called again
+    without loss. A producer that raises gives its choice a fault.
     """
 
     def __init__(self, producers: Sequence[Producer], loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -64,7 +64,7 @@ class FanIn:
         return sum([mailbox.late_puts for mailbox in self._mailboxes])
 
     def interrupt(self, error: PenstockError) -> None:
-        """Makes `receive`, waiting now or called later, raise this: ReaderLeft when the client is gone, for instance."""
+        """Makes the current and every later `receive` raise this error, such as ReaderLeft."""
         self._interruption = error
         self._doorbell.wake()
 
@@ -84,13 +84,13 @@ class FanIn:
             await self._doorbell.wait()
 
     def take(self) -> list[Arrival]:
-        """What has arrived, perhaps nothing."""
+        """What has arrived; may be empty. Raises the error of `interrupt`."""
         if self._interruption is not None:
             raise self._interruption
         return [Arrival(mailbox.index, *mailbox.take()) for mailbox in self._doorbell.answer() if not mailbox.cancelled]
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Calls this whenever there is something to take, from now on: for a reader that is no task."""
+        """Calls this whenever there is something to take. For a reader that is not a task."""
         self._doorbell.listen(listener)
 
 
@@ -103,7 +103,7 @@ def _start(producer: Producer, mailbox: Mailbox) -> Production | None:
 
 
 async def all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Waits for them, however they end. Goes on when cancelled meanwhile, and raises that cancellation afterwards."""
+    """Waits for all tasks, however they end. If it is cancelled, it still waits for them and then raises the cancellation."""
     cancelled: asyncio.CancelledError | None = None
     for task in tasks:
         while not task.done():

@@ -1,4 +1,4 @@
-"""The mailbox: where a generation waits for its reader in the front end."""
+"""The mailbox: tokens of one generation that wait for its reader in the front end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.wire.messages import Delta, Terminal
 class Doorbell:
     """Wakes the one reader of one or more mailboxes: a task in `wait`, or a callback given to `listen`.
 
-    It rings once for all that arrive before the reader answers. `wait` may be cancelled at any moment: what arrived stays
-    in the mailboxes, and `answer`, which is synchronous, hands it over afterwards.
+    It wakes the reader once for everything that arrives before the reader answers. `wait` may be cancelled at any moment and loses
+    nothing: what arrived stays in the mailboxes until the synchronous `answer`.
     """
 
     __slots__ = ("_listener", "_loop", "_ready", "_waiter")
@@ -31,27 +31,27 @@ class Doorbell:
             self.wake()
 
     def wake(self) -> None:
-        """Lets the reader look, also when no mailbox has anything."""
+        """Wakes the reader, even if no mailbox has anything."""
         if self._listener is not None:
             self._loop.call_soon(self._listener)
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """From now on calls this, in a turn of the event loop of its own, instead of waking a task. What is there already counts."""
+        """Calls this from now on instead of waking a task, each time in its own turn of the event loop. Called for what is there, too."""
         self._listener = listener
         if self._ready:
             self.wake()
 
     def wait(self) -> Awaitable[None]:
-        """Ends when a mailbox has something, or after `wake`. One reader waits at a time; cancelling it loses nothing."""
+        """Ends when a mailbox has something, or after `wake`. One reader at a time."""
         self._waiter = waiter = self._loop.create_future()
         if self._ready:
             waiter.set_result(None)
         return waiter
 
     def answer(self) -> list[Mailbox]:
-        """The mailboxes that have something, in the order in which they first had it."""
+        """The mailboxes that have something, in the order of arrival."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -59,11 +59,11 @@ class Doorbell:
 class Mailbox(Slot):
     """One producer, one consumer, one slot.
 
-    `put` and `end` never block and never drop: they merge with what waits. Out of sequence they raise, after the terminal
-    they raise, after `cancel` they are a counted no-op. Taking is synchronous. Memory is bounded by the generation's own
+    `put` and `end` never block and never drop: they merge with what waits. They raise when out of sequence and after the terminal.
+    After `cancel` they do nothing and are counted in `late_puts`. Taking is synchronous. Memory is bounded by the generation's
     `max_tokens`.
 
-    `history` has every token that was put, taken or not: with it the generation can go on elsewhere.
+    `history` has every token that was put, taken or not. With it the generation can continue on another worker.
     """
 
     __slots__ = ("_doorbell", "cancelled", "history", "index", "late_puts")
@@ -96,6 +96,6 @@ class Mailbox(Slot):
         return was_empty
 
     def cancel(self) -> None:
-        """The reader has left: forget what waits, and ignore what still comes."""
+        """The reader has left: drops what waits and ignores what still comes."""
         self.cancelled = True
         self.discard()

@@ -1,4 +1,4 @@
-"""Deltas become one without losing a token: merging, and splitting, its inverse."""
+"""Merges deltas without losing a token; splits them again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def check_contiguous(expected: int, delta: Delta) -> None:
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
-    """One delta for several that follow each other. Associative; linear in their tokens.
+    """One delta from several consecutive ones. Associative. Linear in the number of tokens.
 
-    Raises GapError or OverlapError when they do not, UnmergeableError when their fields do not fit.
+    Raises GapError or OverlapError if they are not consecutive, UnmergeableError if their fields cannot be merged.
     """
     if len(deltas) == 1:
         return deltas[0]
@@ -54,17 +54,17 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[TokenLogprob, ...] | None:
     if not present:
         return None
     if len(present) != len(deltas):
-        raise UnmergeableError("some of the deltas to merge carry logprobs and some do not")
+        raise UnmergeableError("some of the deltas have logprobs and some do not")
     return tuple(chain.from_iterable(present))
 
 
 def _prompt(deltas: Sequence[Delta]) -> PromptReport | None:
-    if any([delta.prompt is not None for delta in deltas[1:]]):  # noqa: C419, a list is faster for the few that there are
-        raise UnmergeableError("the report on the prompt may come with the first delta only")
+    if any([delta.prompt is not None for delta in deltas[1:]]):  # noqa: C419, a list is faster for a few items
+        raise UnmergeableError("only the first delta may have a prompt report")
     return deltas[0].prompt
 
 
-# One rule a field, in the order of the fields; a test walks the struct and fails when one is missing.
+# One rule per field, in the order of the fields. A test fails when a field has no rule.
 MERGE_RULES: dict[str, Callable[[Sequence[Delta]], object]] = {
     "offset": _offset,
     "token_ids": _token_ids,

@@ -1,17 +1,16 @@
-"""The outbox: where a worker's steps wait for one front end."""
+"""The outbox: a worker's tokens that wait for one front end."""
 
 from __future__ import annotations
 
 from penstock.stream.slot import Slot
 from penstock.wire.messages import Delta, Finish, Segment, Terminal
 
-# A frame holds about this many tokens at most: even with twenty logprobs each it stays below the size limit of a frame,
-# however long the front end was away.
+# A frame has about this many tokens at most. Even with twenty logprobs per token it stays below the size limit of a frame.
 FRAME_TOKENS = 100_000
 
 
 class Outgoing(Slot):
-    """The slot of one generation in an outbox. It puts itself in the outbox's list when it has something."""
+    """The slot of one generation in an outbox. It adds itself to the outbox's list when it has something."""
 
     __slots__ = ("_outbox", "generation")
 
@@ -33,7 +32,7 @@ class Outgoing(Slot):
         return was_empty
 
     def cancel(self) -> None:
-        """Its reader has left: what waits is dropped, and it ends."""
+        """Drops what waits and ends the generation, because its reader has left."""
         listed = not self.is_empty
         self.discard()
         super().end(Finish("cancelled"))
@@ -42,9 +41,9 @@ class Outgoing(Slot):
 
 
 class Outbox:
-    """What waits for one front end, merged until it is taken.
+    """Everything that waits for one front end, merged until it is taken.
 
-    `open` gives a generation its slot; putting there never blocks and never drops; `drain` takes what one frame holds.
+    `open` gives a generation its slot. Putting there never blocks and never drops. `drain` takes as much as one frame holds.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class Outbox:
         return Outgoing(self, generation, next_offset)
 
     def drain(self, tokens: int = FRAME_TOKENS) -> list[Segment]:
-        """What waits, up to about so many tokens. The rest goes on waiting, ahead of what comes later."""
+        """Takes about `tokens` tokens at most. The rest stays, in front of later tokens."""
         segments: list[Segment] = []
         waiting, self.waiting = self.waiting, []
         for index, slot in enumerate(waiting):

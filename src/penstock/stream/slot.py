@@ -1,4 +1,4 @@
-"""The slot: what waits of one generation, at any hop, and the ledger of its offsets."""
+"""The slot: pending tokens of one generation at any hop, and the check of its offsets."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from penstock.stream.merge import check_contiguous, merge, split
 from penstock.wire.errors import PutAfterTerminal
 from penstock.wire.messages import Delta, Terminal
 
-# Pending deltas are merged when they are taken. Past this many they are merged in place, so that a reader
-# that is far behind costs the memory of its tokens and not of as many small objects.
+# Pending deltas are merged when they are taken. At this many they are merged in place, so that a slow reader costs the memory of its
+# tokens and not of many small objects.
 COMPACT_AT = 64
 
 
 class Slot:
-    """Pending delta and terminal of one generation.
+    """The pending delta and terminal of one generation.
 
-    `put` and `end` never block and never drop, and say whether the slot was empty before. A put out of sequence raises
-    GapError or OverlapError; anything after the terminal raises PutAfterTerminal; in both cases the slot is as it was.
-    The terminal is kept beside the pending delta and taken with it or after it, never instead of it.
+    `put` and `end` never block and never drop; they return whether the slot was empty. A delta with a gap or overlap raises GapError
+    or OverlapError; anything after the terminal raises PutAfterTerminal. After an error the slot is unchanged. The terminal is taken
+    with the last pending tokens or after them, never instead of them.
     """
 
     __slots__ = ("_pending", "_terminal", "_terminal_taken", "next_offset")
 
     def __init__(self, next_offset: int = 0) -> None:
         self.next_offset = next_offset
-        """The offset at which the next delta must start: the ledger of what has passed."""
+        """The offset at which the next delta must start."""
         self._pending: list[Delta] = []
         self._terminal: Terminal | None = None
         self._terminal_taken = False
@@ -59,9 +59,9 @@ class Slot:
         return not self._pending
 
     def take(self, tokens: int | None = None) -> tuple[Delta | None, Terminal | None]:
-        """All that waits, as one delta and the terminal.
+        """Takes everything: one merged delta, and the terminal.
 
-        With `tokens`, at most so many of them: the rest, and with it the terminal, goes on waiting.
+        With `tokens`, takes at most this many. If tokens are left, the terminal stays with them.
         """
         delta = None
         if self._pending:
@@ -77,5 +77,5 @@ class Slot:
         return delta, self._terminal
 
     def discard(self) -> None:
-        """Forgets the pending delta: its reader has left. The terminal, put or still to come, is kept."""
+        """Drops the pending delta, because its reader has left. The terminal is kept."""
         self._pending = []

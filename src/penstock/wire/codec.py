@@ -18,7 +18,7 @@ MAX_HANDSHAKE_BYTES = 64 * 1024
 
 
 def encode_frame(message: Message) -> bytes:
-    """The frame's bytes. Raises FrameTooLarge rather than send what the peer would refuse."""
+    """The frame's bytes. Raises FrameTooLarge for a frame that the peer would refuse."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLarge(f"a {type(message).__name__} frame of {len(body):,} bytes is over the limit of {MAX_FRAME_BYTES:,}")
@@ -28,18 +28,13 @@ def encode_frame(message: Message) -> bytes:
 class FrameReader:
     """Cuts a byte stream into messages. Does no I/O.
 
-    `feed` returns the messages completed by these bytes, in order. It raises FrameTooLarge as soon as a length
-    over `limit` is announced and FrameMalformed for bytes that are no message; the reader is then of no further use.
+    `feed` returns the messages that these bytes complete, in order. It raises FrameTooLarge as soon as a length over `limit` is
+    announced, and FrameMalformed for bytes that are not a message. After an error the reader must not be used again.
     """
 
     def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
         self.limit = limit
         self._buffer = bytearray()
-
-    @property
-    def buffered(self) -> int:
-        """Bytes of a frame that is not complete yet."""
-        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Message]:
         self._buffer += data
@@ -64,4 +59,4 @@ def _decode(body: memoryview) -> Message:
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FrameMalformed(f"the peer sent a frame of {len(body):,} bytes that is no message: {error}") from error
+        raise FrameMalformed(f"the peer sent a frame of {len(body):,} bytes that is not a message: {error}") from error

@@ -4,17 +4,17 @@
     ├── ConfigError             a flag or setting that cannot work; names key and value
     ├── RequestError            the client's mistake; names the field
     ├── GenerationFault         a generation ended in a Fault
-    ├── GrammarError            a grammar that cannot be, or a text that it does not allow; says where
-    ├── StreamError             a breach of the stream's contract: loud, never silent
+    ├── GrammarError            a wrong grammar, or a token that it does not allow; says where
+    ├── StreamError             the stream's contract is broken: loud, never silent
     │   ├── GapError            tokens are missing between two deltas
     │   ├── OverlapError        tokens come twice
-    │   ├── UnmergeableError    two deltas whose fields do not fit together
+    │   ├── UnmergeableError    two deltas with fields that cannot be merged
     │   └── PutAfterTerminal    a delta or a second terminal after the terminal
     └── LinkError               the connection between a front end and a worker
         ├── LinkBroken          it ended
-        ├── WorkerStalled       the worker owes tokens and has said nothing for too long
+        ├── WorkerStalled       the worker owes tokens and was silent for too long
         ├── FrameTooLarge       a frame over the limit
-        ├── FrameMalformed      bytes that are no message, or a message out of place
+        ├── FrameMalformed      bytes that are not a message, or an unexpected message
         └── HandshakeRefused    wrong version or wrong secret
 
 Errors of other libraries are translated into these where they enter.
@@ -30,12 +30,12 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError):
-    """A setting that cannot work. The message names the key, the value and what would be right."""
+    """A setting that cannot work. The message names the key, the value and what is expected."""
 
 
 class RequestError(PenstockError):
-    """The client's mistake: `param` names the field, `code` is stable, `status` is what HTTP would say. `retry_after` is in how many
-    seconds the same request may be right, where that is known."""
+    """The client's mistake. `param` names the field, `code` is stable, `status` is the HTTP status. `retry_after`: after this many
+    seconds the same request may succeed; None if unknown."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class RequestError(PenstockError):
 
 
 class GenerationFault(PenstockError):
-    """A generation ended in a fault instead of a finish. `grammar_field` is where its request has its grammar, for one that is refused:
-    the worker that refuses it does not know."""
+    """A generation ended in a fault. `grammar_field` is the request's field that has the grammar; the worker that refuses a grammar does
+    not know it."""
 
     def __init__(self, fault: Fault, grammar_field: str | None = None) -> None:
         super().__init__(f"{fault.code}: {fault.message}")
@@ -69,7 +69,7 @@ class GrammarError(PenstockError):
 
 
 class StreamError(PenstockError):
-    """A breach of the stream's contract."""
+    """The stream's contract is broken."""
 
 
 class GapError(StreamError):
@@ -81,15 +81,15 @@ class OverlapError(StreamError):
 
 
 class UnmergeableError(StreamError):
-    """Two deltas whose fields do not fit together, such as logprobs on one of them only."""
+    """Two deltas with fields that cannot be merged, such as logprobs on only one of them."""
 
 
 class PutAfterTerminal(StreamError):
-    """Something was put into a stream that had already ended."""
+    """Something was put into a stream that has ended."""
 
 
 class LinkError(PenstockError):
-    """Something is wrong with the connection between a front end and a worker. `code` goes over the wire."""
+    """A failure of the connection between a front end and a worker. `code` is sent to the peer."""
 
     code = "link_error"
 
@@ -101,7 +101,7 @@ class LinkBroken(LinkError):
 
 
 class WorkerStalled(LinkError):
-    """The worker owes tokens and has said nothing for longer than the stall time."""
+    """The worker owes tokens and was silent for longer than the stall time."""
 
     code = "worker_stalled"
 
@@ -113,7 +113,7 @@ class FrameTooLarge(LinkError):
 
 
 class FrameMalformed(LinkError):
-    """The peer sent bytes that are no message, or a message that has no place here."""
+    """The peer sent bytes that are not a message, or a message that is not expected here."""
 
     code = "frame_malformed"
 

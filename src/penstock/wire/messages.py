@@ -1,4 +1,4 @@
-"""What the parts say to each other. Plain data, no behaviour.
+"""The messages between the parts. Plain data, no behaviour.
 
 New fields go last and have defaults, so that a newer peer can talk to an older one.
 """
@@ -30,8 +30,8 @@ SessionState = Literal["open", "over_quota", "unknown"]
 
 
 class PromptReport(Struct, frozen=True, array_like=True, gc=False):
-    """What is known of a generation's prompt: how many of its tokens needed no prefill, its logprobs if asked for, and what became
-    of its session: a lease, or why there is none."""
+    """What the worker reports about a prompt: how many tokens were cached, the logprobs if asked for, and whether its session has a
+    lease."""
 
     cached_tokens: int
     logprobs: tuple[TokenLogprob | None, ...] | None = None
@@ -41,9 +41,9 @@ class PromptReport(Struct, frozen=True, array_like=True, gc=False):
 class Delta(Struct, frozen=True, array_like=True, gc=False):
     """A disjoint segment of one generation.
 
-    `offset` counts the tokens before it; `prompt` comes with the first delta only. Every field has a rule in `stream.merge.MERGE_RULES`.
-    All payloads are tuples: a delta can be shared, kept and merged, and nobody sees it change.
-    (`gc=False`, here and below, is safe because such data cannot form a cycle.)
+    `offset` counts the tokens before it. Only the first delta has `prompt`. Every field has a rule in `stream.merge.MERGE_RULES`.
+    All values are immutable, so a delta can be shared, kept and merged.
+    `gc=False`, here and below, is safe because such data cannot form a cycle.
     """
 
     offset: int
@@ -53,13 +53,13 @@ class Delta(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Finish(Struct, frozen=True, tag="finish", gc=False):
-    """The generation ended as it should."""
+    """The generation ended normally."""
 
     reason: FinishReason
 
 
 class Fault(Struct, frozen=True, tag="fault", omit_defaults=True, gc=False):
-    """The generation failed. `retryable`: another worker could go on from the next offset."""
+    """The generation failed. `retryable`: another worker could continue it from the next offset."""
 
     code: str
     message: str
@@ -70,7 +70,7 @@ Terminal = Finish | Fault
 
 
 class Segment(Struct, frozen=True, array_like=True, gc=False):
-    """One generation's share of a step: what is new, and its terminal if it ended."""
+    """One generation in a step: its new tokens, and its terminal if it ended."""
 
     id: bytes
     delta: Delta | None = None
@@ -78,7 +78,7 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlocksStored(Struct, frozen=True, tag="stored", gc=False):
-    """KV blocks that can be reused from now on, each behind the one before it; the first behind `parent`."""
+    """KV blocks that can be reused now. They form a chain; the first one follows `parent`."""
 
     parent: bytes
     blocks: tuple[bytes, ...]
@@ -98,14 +98,14 @@ KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class KvEvents(Struct, frozen=True, array_like=True, gc=False):
-    """What happened to a worker's cached KV, in order. Events are numbered without a gap; `first` is the number of the first of these."""
+    """Changes of a worker's cached KV, in order. Events are numbered without a gap; `first` is the number of the first one here."""
 
     first: int
     events: tuple[KvEvent, ...]
 
 
 class WorkerStats(Struct, frozen=True, array_like=True):
-    """What a worker holds at the moment of sending; below `sessions`, what it has counted since its start."""
+    """What a worker holds at the moment of sending. The fields after `sessions` count from its start."""
 
     running: int = 0
     queued: int = 0
@@ -125,12 +125,11 @@ Capability = Literal["kv_events", "sessions", "logprobs", "prompt_logprobs", "gr
 
 
 class ModelInfo(Struct, frozen=True):
-    """What a front end must know about the model that a worker serves, and about how it serves it.
+    """What a front end must know about a worker's model and how the worker serves it.
 
-    `tokenizer` is `words` for the built-in one, else the fingerprint of what it is made from: the front end looks for that in its own
-    files, and fetches it with TokenizerRequest otherwise. `max_batch` is how many generations
-    the worker computes at once, 0 when it does not say. `tool_parser` and `reasoning_parser`
-    name the formats in which the model writes calls of tools and its reasoning; None where it writes none that is known.
+    `tokenizer` is `words` for the built-in one, else the fingerprint of its files: the front end looks for it in its own files,
+    else fetches it with TokenizerRequest. `max_batch` is how many generations the worker computes at once; 0: unknown. `tool_parser`
+    and `reasoning_parser` name the formats in which the model writes tool calls and reasoning; None: no known format.
     """
 
     name: str
@@ -163,7 +162,7 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 
 class Grammar(Struct, frozen=True, gc=False):
-    """What the generated text must be: `source` is the schema or the list of choices as JSON, the regex, or the grammar itself."""
+    """What the generated text must match. `source` is the schema or the list of choices as JSON, the regex, or the grammar itself."""
 
     kind: GrammarKind
     source: str = ""
@@ -173,7 +172,7 @@ SessionAction = Literal["open", "continue", "close"]
 
 
 class SessionTurn(Struct, frozen=True, omit_defaults=True, gc=False):
-    """The session that a generation is a turn of. `epoch` tells incarnations of one id apart: a later one is greater."""
+    """The session of a generation. `id` is the session's key in the store. A later incarnation of the same id has a greater `epoch`."""
 
     id: str
     action: SessionAction = "continue"
@@ -182,8 +181,8 @@ class SessionTurn(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Bootstrap(Struct, frozen=True, gc=False):
-    """Where the two workers of one generation meet that is prefilled by one and decoded by the other: the prefill worker's address, and a
-    number that is the generation's own there."""
+    """For a generation that one worker prefills and another decodes: the address of the prefill worker, and a number that is unique
+    there."""
 
     host: str
     port: int
@@ -193,10 +192,10 @@ class Bootstrap(Struct, frozen=True, gc=False):
 class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     """Front end to worker: begin a generation.
 
-    `offset` is the position of the first token to make. It is above zero when a generation goes on
-    elsewhere: then the last `offset` ids of `token_ids` are what was generated before. Any of `stop_ids` ends it, as the
-    model's own end does. Its KV is preferred to other KV for `retention_seconds` after its end, and by `priority`, the higher the longer.
-    `is_seed_drawn`: no client asked for this `seed`, and an engine with noise of its own may use that instead.
+    `offset` is the position of the first token to make. It is above zero for a generation that continues on another worker: then the
+    last `offset` ids of `token_ids` were generated before. Each of `stop_ids` ends it, like the model's own end token. Its KV is
+    kept rather than other KV for `retention_seconds` after its end; a higher `priority` keeps it longer. `is_seed_drawn`: no client
+    asked for this `seed`, so an engine may use its own randomness.
     """
 
     id: bytes
@@ -220,27 +219,27 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
-    """Front end to worker: stop these generations, begun or not. Each still gets its terminal."""
+    """Front end to worker: stop these generations, queued or running. Each still gets its terminal."""
 
     ids: tuple[bytes, ...]
 
 
 class CloseSession(Struct, frozen=True, tag="close_session"):
-    """Front end to worker: end this session, now or when its last active turn ends. One of another epoch is left alone."""
+    """Front end to worker: end this session, now or after its last active turn. Ignored for another epoch."""
 
     id: str
     epoch: int
 
 
 class SessionQuery(Struct, frozen=True, tag="session_query"):
-    """Front end to worker: tell of these sessions. `number` comes back with the answer."""
+    """Front end to worker: report these sessions. The answer has the same `number`."""
 
     number: int
     ids: tuple[str, ...]
 
 
 class SessionReport(Struct, frozen=True, array_like=True, gc=False):
-    """What a worker knows of a session. `expires_in` is None while a turn is active."""
+    """What a worker knows about a session. `expires_in` is None while a turn is active."""
 
     id: str
     epoch: int
@@ -254,25 +253,25 @@ class SessionReport(Struct, frozen=True, array_like=True, gc=False):
 
 
 class SessionReports(Struct, frozen=True, tag="session_reports"):
-    """Worker to front end: those of the sessions asked for that there are."""
+    """Worker to front end: the answer to a SessionQuery. Unknown sessions are left out."""
 
     number: int
     reports: tuple[SessionReport, ...]
 
 
 class SnapshotRequest(Struct, frozen=True, tag="snapshot_request"):
-    """Front end to worker: tell all that is cached, for events were missed, or none has been seen yet."""
+    """Front end to worker: send a Snapshot. For a new link, and after missed events."""
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot"):
-    """Worker to front end: all that is cached, as events that make it from nothing. The event that follows it has `next_number`."""
+    """Worker to front end: all cached blocks, as events that start from an empty cache. The next event has `next_number`."""
 
     next_number: int
     events: tuple[KvEvent, ...]
 
 
 class Step(Struct, frozen=True, tag="step"):
-    """Worker to front end: all that is new for it, of all its generations, in one frame; and what happened to the cached KV."""
+    """Worker to front end: the news of all its generations in one frame, and the changes of the cached KV."""
 
     segments: list[Segment]
     stats: WorkerStats
@@ -282,20 +281,20 @@ class Step(Struct, frozen=True, tag="step"):
 class Ready(Struct, frozen=True, tag="ready"):
     """Front end to worker: the readers of the last Step are being served; send the next.
 
-    One Step is under way at a time. While the front end is busy, tokens so wait at the worker, where they are merged, and not
-    one by one in the socket.
+    At most one Step is on its way. So while the front end is busy, tokens wait in the worker, where they are merged, and not in the
+    socket.
     """
 
 
 class Challenge(Struct, frozen=True, tag="challenge"):
-    """Worker to front end, first on every connection."""
+    """Worker to front end: the first message of every connection."""
 
     version: int
     nonce: bytes
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """Front end to worker: proof of the secret over the worker's nonce, and a nonce of its own."""
+    """Front end to worker: its proof that it knows the secret, made with the worker's nonce, and its own nonce."""
 
     version: int
     name: str
@@ -304,7 +303,7 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """Worker to front end: its own proof, and what it serves."""
+    """Worker to front end: its proof, and the model that it serves."""
 
     name: str
     proof: bytes
@@ -318,9 +317,9 @@ class TokenizerRequest(Struct, frozen=True, tag="tokenizer_request"):
 
 
 class TokenizerPiece(Struct, frozen=True, tag="tokenizer_piece"):
-    """Worker to front end: the piece asked for, of at most TOKENIZER_PIECE_BYTES. The whole has `total` bytes.
+    """Worker to front end: the requested piece, of at most TOKENIZER_PIECE_BYTES. The whole has `total` bytes.
 
-    One piece is asked for at a time, so that tokens pass between the pieces.
+    Only one piece is requested at a time, so that tokens can pass between the pieces.
     """
 
     offset: int
@@ -329,11 +328,11 @@ class TokenizerPiece(Struct, frozen=True, tag="tokenizer_piece"):
 
 
 class Draining(Struct, frozen=True, tag="draining"):
-    """Worker to front end: send nothing new; what runs is finished."""
+    """Worker to front end: send no new generations. Running ones are finished."""
 
 
 class Goodbye(Struct, frozen=True, tag="goodbye"):
-    """Either way: the link is closed for the reason named."""
+    """Either way: the link is closed, for this reason."""
 
     code: str
     message: str

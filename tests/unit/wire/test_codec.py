@@ -1,4 +1,4 @@
-"""Frames: any message survives any cutting; what is no message is refused by name."""
+"""Frames: any message survives any cutting; bytes that are not a message are refused by name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_messages_survive_any_cutting(messages: list[Message], data: st.DataObje
     reader = FrameReader()
     received = [message for start, stop in zip([0, *cuts], [*cuts, len(wire)], strict=True) for message in reader.feed(wire[start:stop])]
     assert received == messages
-    assert reader.buffered == 0
+    assert reader.feed(encode_frame(Ready())) == [Ready()], "nothing is left in the buffer"
 
 
 def test_a_frame_over_the_limit_is_refused_when_it_is_announced() -> None:
@@ -83,7 +83,7 @@ def test_random_bytes_are_a_message_or_a_named_error(body: bytes) -> None:
     try:
         messages = reader.feed(len(body).to_bytes(4) + body)
     except FrameMalformed as error:
-        assert "is no message" in str(error)
+        assert "is not a message" in str(error)
     else:
         assert len(messages) == 1
 
