@@ -6,9 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.api.openai.answers import Model, ModelDetails, ModelList
+from penstock.cluster.pool import Member
 from penstock.text.tokenizers.cache import Fetch, TokenizerCache
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
@@ -20,11 +20,6 @@ class ServedModel:
     info: ModelInfo
     tokenizer: Tokenizer
     workers: int = 1
-
-
-class Worker(Protocol):
-    @property
-    def model(self) -> ModelInfo: ...
 
 
 class Models:
@@ -54,12 +49,12 @@ class Models:
             # Another worker of this model may have brought it meanwhile.
             self._tokenizers.setdefault(info.tokenizer, tokenizer)
 
-    def joined(self, _: Worker) -> None:
+    def joined(self, _: Member) -> None:
         """Nothing to do: `observe` gives the live models."""
 
-    def left(self, worker: Worker) -> None:
+    def left(self, member: Member) -> None:
         """Remembers the worker's model: it may have been the last one."""
-        self._last_seen[worker.model.name] = worker.model, self._clock()
+        self._last_seen[member.model.name] = member.model, self._clock()
 
     def all(self) -> list[ServedModel]:
         live = list(self._live())

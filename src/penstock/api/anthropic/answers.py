@@ -1,4 +1,4 @@
-"""What Anthropic's endpoints answer, as types. They are for the API's document, and tests hold answers to it: nothing is made of them."""
+"""The answers of the Anthropic endpoints. Messages are written by hand for speed; their types are for the API's document."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OutputTokensDetails(Struct):
 
 
 class MessageUsage(Struct):
-    """A token of the prompt is counted once: as read from the cache, as written to it, or as input."""
+    """Each token of the prompt is counted once: as read from the cache, as written to it, or as input."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -69,7 +69,7 @@ class AnthropicMessage(Struct):
 
 
 class MessageEvent(Struct):
-    """One event of a stream; what else it has depends on its type."""
+    """One event of a stream. Its other members depend on its type."""
 
     type: Literal[
         "message_start",

@@ -1,4 +1,4 @@
-"""What `/v1/messages` and `/v1/messages/count_tokens` accept, as types. A field typed `None` is Anthropic's, and not supported yet."""
+"""The request types of `/v1/messages` and `/v1/messages/count_tokens`. A field of type `None` exists in the API but is not supported."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "speed": ("standard", "fast"),
     "messages.clear_at": ("never", "next_user_message"),
 }
-"""What the field with this path may be, for the error message."""
+"""The allowed values of the field with this path, for error messages."""
 
 
 class Block(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
-    """A piece of a message's content. Any of them can be marked for the cache."""
+    """A block of a message's content. Any block can be marked for the cache."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Block, tag="text"):
-    """`citations` come back with what an answer had; they are not shown to the model."""
+    """Clients may send the `citations` of an answer back; the model does not see them."""
 
     text: str
     citations: list[Any] | None = None
 
 
 class ThinkingBlock(Block, tag="thinking"):
-    """What the model thought, as an answer had it. One that was shown without its text has it in the signature."""
+    """The thinking of an earlier answer. If its text was omitted, the signature has it."""
 
     thinking: str
     signature: str = ""
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking"):
-    """What another server's model thought, which only that server can read."""
+    """Encrypted thinking of another server. It is ignored."""
 
     data: str
 
 
 class ToolUseBlock(Block, tag="tool_use"):
-    """A call that the model made."""
+    """A tool call of the model."""
 
     id: Text
     name: Text
@@ -82,7 +82,7 @@ class ContentSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="c
 
 
 class Base64Source(Struct, tag_field="type", tag="base64"):
-    """Refused by name, as are the two below: nothing here reads what is not text."""
+    """Not supported: only text can be read."""
 
 
 class UrlSource(Struct, tag_field="type", tag="url"):
@@ -101,7 +101,7 @@ class CitationsConfig(Struct, forbid_unknown_fields=True):
 
 
 class DocumentBlock(Block, tag="document"):
-    """A document. Only one that is text can be read."""
+    """A document. Only text documents are supported."""
 
     source: Source
     title: str | None = None
@@ -110,17 +110,17 @@ class DocumentBlock(Block, tag="document"):
 
 
 class ImageBlock(Struct, tag_field="type", tag="image"):
-    """Refused by name."""
+    """Not supported."""
 
 
 class ToolReferenceBlock(Block, tag="tool_reference"):
-    """A tool that a search of the client has found. All tools are described to the model from the beginning."""
+    """A tool that the client's search has found. The model sees all tools anyway."""
 
     tool_name: str
 
 
 class ToolResultBlock(Block, tag="tool_result"):
-    """What a call returned."""
+    """The result of a tool call."""
 
     tool_use_id: Text
     content: str | Annotated[list[TextBlock | DocumentBlock | ImageBlock | ToolReferenceBlock], Meta(max_length=MAX_BLOCKS)] | None = None
@@ -132,7 +132,7 @@ ContentBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock 
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """One message. A system's may stand anywhere; with `clear_at` next_user_message it counts only until the user speaks again."""
+    """One message. A system message may be anywhere; with `clear_at` `next_user_message` it applies until the next user message."""
 
     role: Role
     content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
@@ -140,7 +140,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class Tool(Struct, forbid_unknown_fields=True):
-    """A tool that the client runs. `defer_loading` and `eager_input_streaming` ask for nothing: all are loaded, all input is streamed."""
+    """A tool that the client runs. `defer_loading` and `eager_input_streaming` are ignored: every tool is loaded, every input streamed."""
 
     name: FunctionName
     input_schema: dict[str, Any]
@@ -177,7 +177,7 @@ class NoChoice(Choice, tag="none"):
 
 
 class ThinkingEnabled(Struct, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    """The budget is checked, and no more: a model thinks as long as it does, within `max_tokens`."""
+    """The budget is validated but not enforced: a model may think up to `max_tokens`."""
 
     budget_tokens: Annotated[int, Meta(ge=LEAST_THINKING)]
     display: Literal["summarized", "omitted"] | None = None
@@ -196,7 +196,7 @@ class OutputFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="js
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """`task_budget` is accepted and ignored: it is advice for models that were taught to read it."""
+    """`task_budget` is ignored: it is for models that are trained to read it."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
@@ -212,7 +212,7 @@ class AllTurns(Struct, forbid_unknown_fields=True, tag_field="type", tag="all"):
 
 
 class ClearThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="clear_thinking_20251015"):
-    """Which thinking of earlier turns is left in the prompt: by default that of the last."""
+    """Which thinking of earlier turns stays in the prompt: by default that of the last turn."""
 
     keep: Literal["all"] | ThinkingTurns | AllTurns | None = None
 
@@ -222,13 +222,13 @@ class ContextManagement(Struct, forbid_unknown_fields=True):
 
 
 class MessageMetadata(Struct):
-    """Whatever it says is the client's own."""
+    """For the client's own use; ignored."""
 
     user_id: str | None = None
 
 
 class Prompted(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What makes the prompt: the request whose tokens are counted. What stands below `nvext` is accepted and changes nothing."""
+    """The fields that make the prompt, whose tokens can be counted. The fields after `nvext` are ignored."""
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -254,7 +254,7 @@ class Prompted(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CountRequest(Prompted, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/messages/count_tokens. What a message has beyond its prompt is accepted, so that the same body can be sent to both."""
+    """POST /v1/messages/count_tokens. It accepts every field of POST /v1/messages, so that clients can send the same body."""
 
     max_tokens: NonNegative | None = None
     metadata: MessageMetadata | None = None
@@ -267,7 +267,7 @@ class CountRequest(Prompted, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessagesRequest(Prompted, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/messages. With `max_tokens` 0 the prompt is computed, and nothing is generated."""
+    """POST /v1/messages. With `max_tokens` 0 the prompt is computed and nothing is generated."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOPS)] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from inspect import cleandoc
 from typing import Any, cast
 
 import msgspec
@@ -41,6 +42,9 @@ def make_document(routes: Iterable[Route]) -> Document:
     types = list(dict.fromkeys(kind for route in listed for kind in _types(route)))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE + "{name}")
     schema_of = dict(zip(types, schemas, strict=True))
+    for schema in components.values():
+        if "description" in schema:
+            schema["description"] = cleandoc(schema["description"])
     paths: dict[str, Document] = {}
     for route in listed:
         _describe_elements(route, schema_of, components)

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
 class ErrorDetails(Struct):
-    """`param` names the field that is wrong; `code` is stable."""
+    """`param` names the wrong field. `code` is stable."""
 
     message: str
     type: str
@@ -77,7 +77,7 @@ class AnsweredToolCall(Struct):
 
 
 class AnsweredMessage(Struct):
-    """`content` is null where there are only calls."""
+    """`content` is null when there are only tool calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -96,7 +96,7 @@ class ChatChoice(Struct):
 
 
 class ChatCompletion(Struct):
-    """`nvext` says what became of sessions, and, if asked, how workers were chosen."""
+    """`nvext` has the state of the session and, on request, how the worker was chosen."""
 
     id: str
     object: Literal["chat.completion"]
@@ -153,7 +153,7 @@ class ChatCompletionChunk(Struct):
 
 
 class CompletionChoice(Struct):
-    """`finish_reason` is null in the events of a stream but the last."""
+    """In a stream, `finish_reason` is null except in the last event."""
 
     index: int
     text: str
@@ -164,7 +164,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct):
-    """A whole answer, or one event of a stream: that has a usage only at the end, if it was asked for."""
+    """A whole answer, or one event of a stream. In a stream only the last event has a usage, on request."""
 
     id: str
     object: Literal["text_completion"]

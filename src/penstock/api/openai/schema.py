@@ -1,4 +1,4 @@
-"""What the OpenAI endpoints accept, as types. A field typed `None` is documented by OpenAI and not supported yet."""
+"""The request types of the OpenAI endpoints. A field of type `None` exists in OpenAI's API and is not supported here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHOICES = {
     "nvext.cache_control.type": ("ephemeral",),
     "nvext.extra_fields": get_args(ExtraField),
 }
-"""What the field with this path may be, for the error message."""
+"""The allowed values of the field with this path, for error messages."""
 
 # More than any count here can be, and no more than other languages and tensors can hold.
 NonNegative = Annotated[int, Meta(ge=0, le=2**53)]
@@ -62,7 +62,7 @@ FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,256}$")]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """`resumable`: every event has an id, and a client that was cut off gets what it missed with `Last-Event-ID`."""
+    """With `resumable`, every event has an id, and a client that lost its connection can resume with `Last-Event-ID`."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -71,7 +71,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """What the text must be: exactly one of these. A schema may also come as a string that has it as JSON."""
+    """The format of the text: exactly one of these. `json` may also be a schema as a JSON string."""
 
     json: dict[str, Any] | Text | None = None
     json_object: bool | None = None
@@ -81,7 +81,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, frozen=True):
-    """Anthropic's mark: keep the prompt up to here. `scope` is accepted and ignored."""
+    """Anthropic's mark: keep the prompt up to here in the cache. `scope` is ignored."""
 
     type: Literal["ephemeral"]
     ttl: EphemeralTtl | None = None
@@ -89,21 +89,21 @@ class CacheControl(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class PromptCacheBreakpoint(Struct, forbid_unknown_fields=True, frozen=True):
-    """OpenAI's mark: keep the prompt up to here."""
+    """OpenAI's mark: keep the prompt up to here in the cache."""
 
     mode: Literal["explicit"]
     ttl: BreakpointTtl | None = None
 
 
 class PromptCacheOptions(Struct, forbid_unknown_fields=True, frozen=True):
-    """OpenAI's wish for a whole request. With `mode` explicit only what is marked is to be kept."""
+    """OpenAI's cache options of a request. With `mode` `explicit`, only the marked parts are kept in the cache."""
 
     mode: BreakpointMode | None = None
     ttl: BreakpointTtl | None = None
 
 
 class SessionControl(Struct, forbid_unknown_fields=True, frozen=True):
-    """The session that a request is a turn of. Without an action it goes on."""
+    """The session that a request is a turn of. Without `action` the session continues."""
 
     # What an id may be is checked in hints.py, as it is for those of headers.
     session_id: str
@@ -112,7 +112,7 @@ class SessionControl(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class NvextCacheControl(Struct, forbid_unknown_fields=True, frozen=True):
-    """How long to keep the prompt. `ttl` is seconds, or a text such as `90s`, `5m` or `1h`, which is checked in hints.py."""
+    """How long to keep the prompt in the cache. `ttl` is seconds, or a string such as `90s`, `5m` or `1h`."""
 
     type: Literal["ephemeral"] = "ephemeral"
     ttl: Seconds | str | None = None
@@ -120,7 +120,7 @@ class NvextCacheControl(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class AgentHints(Struct, forbid_unknown_fields=True, frozen=True):
-    """Only `priority` does something. The others are what clients of Dynamo send, and ask for nothing that changes the answer."""
+    """Only `priority` has an effect. Clients of Dynamo send the others; they do not change the answer and are ignored."""
 
     priority: Annotated[int, Meta(ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)] | None = None
     strict_priority: NonNegative | None = None
@@ -133,10 +133,10 @@ class AgentHints(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Nvext(Struct, forbid_unknown_fields=True, frozen=True):
-    """NVIDIA's extension object, as Dynamo documents it, with our own `retention_seconds`.
+    """NVIDIA's extension object, as Dynamo documents it, and our `retention_seconds`.
 
-    The members below `extra_fields` that only ask for a place, for speed or for more to be told are accepted and ignored; those that
-    would change the answer, or what it shares with others, are refused.
+    Of the members after `extra_fields`, those that only ask for a place, for speed or for more information are ignored. Those that
+    would change the answer, or what it shares with others, are errors.
     """
 
     session_control: SessionControl | None = None
@@ -163,7 +163,7 @@ UNSUPPORTED_NVEXT = frozenset({"nvext.greed_sampling", "nvext.use_raw_prompt", "
 
 
 class Common(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints have."""
+    """The fields that chats and completions share."""
 
     model: str
     stream: bool | None = None
@@ -232,7 +232,7 @@ class CompletionRequest(Common, forbid_unknown_fields=True, kw_only=True):
 
 
 class ContentPart(Struct, forbid_unknown_fields=True):
-    """A part of a message. Only text so far."""
+    """A part of a message. Only text is supported."""
 
     type: PartType
     text: str
@@ -256,7 +256,7 @@ class MessageToolCall(Struct, forbid_unknown_fields=True):
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """One message. Clients send back what they got, so what an answer has is accepted, whether it says anything or not."""
+    """One message. Clients send answers back, so every field of an answer is accepted."""
 
     role: Role
     content: str | list[ContentPart] | None = None
@@ -278,7 +278,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class FunctionDefinition(Struct, forbid_unknown_fields=True):
-    """`parameters` is a JSON schema of the arguments; without, there are none. `strict` asks for what a forced call has anyway."""
+    """`parameters` is the JSON schema of the arguments; without it, there are none. `strict` is ignored: forced calls always follow it."""
 
     name: FunctionName
     description: str | None = None
@@ -302,7 +302,7 @@ class NamedToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
-    """A schema, which is always kept to, `strict` or not. Name and description are the client's own."""
+    """The answer always follows the schema, with or without `strict`. `name` and `description` are for the client."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     schema: dict[str, Any]

@@ -132,8 +132,9 @@ class ConversationReference(Struct, forbid_unknown_fields=True):
 
 
 class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that make the prompt. Items, tools and tool choices are read one by one, in items.py."""
+    """The fields that make the prompt."""
 
+    # Items, tools and tool choices are read one by one, in items.py.
     model: str
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
     instructions: str | None = None

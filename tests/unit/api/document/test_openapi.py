@@ -111,6 +111,12 @@ def test_every_schema_is_valid(document: dict[str, Any]) -> None:
         Draft202012Validator.check_schema(schema)
 
 
+def test_descriptions_are_not_indented_and_name_no_source_files(document: dict[str, Any]) -> None:
+    for description in strings_at(document, "description"):
+        assert "\n " not in description
+        assert ".py" not in description
+
+
 def test_routes_without_a_key_say_so(document: dict[str, Any]) -> None:
     assert document["paths"]["/live"]["get"]["security"] == []
     assert "401" not in document["paths"]["/live"]["get"]["responses"]
