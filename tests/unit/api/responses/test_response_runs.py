@@ -17,6 +17,7 @@ from penstock.config.front_end import Limits, ResumeLimits
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault, Finish, Submit
+from sqlite_file import sql
 
 OWNER = "nobody"
 
@@ -195,7 +196,7 @@ async def test_a_response_that_is_not_admitted_is_not_stored(tmp_path: Path) -> 
             await create(front_end, **fields)
             assert front_end.status == 429
             assert (front_end.detached.bytes, len(front_end.detached)) == (0, 0)
-        assert await store._database.run(lambda connection: connection.execute("SELECT COUNT(*) FROM responses").fetchone()) == (0,)
+        assert sql(tmp_path / "r.db", "SELECT COUNT(*) FROM responses") == [(0,)]
 
 
 async def test_a_background_response_stops_when_its_creator_is_cancelled(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ async def test_a_background_response_stops_when_its_creator_is_cancelled(tmp_pat
             await creating
         assert (front_end.detached.bytes, len(front_end.detached)) == (0, 0)
         assert front_end.admission.idle.is_set()
-        assert (await store._database.run(lambda connection: connection.execute("SELECT id FROM responses").fetchall())) == []
+        assert sql(tmp_path / "r.db", "SELECT id FROM responses") == []
 
 
 async def test_a_background_response_needs_no_reader(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ async def test_a_fault_before_the_first_event_is_a_status_and_nothing_is_stored(
         front_end = FrontEnd(lost, responses=store)
         await create(front_end, stream=True)
         assert front_end.status == 503
-        assert await store._database.run(lambda connection: connection.execute("SELECT COUNT(*) FROM responses").fetchone()) == (0,)
+        assert sql(tmp_path / "r.db", "SELECT COUNT(*) FROM responses") == [(0,)]
 
 
 async def test_a_fault_in_the_background_is_stored(tmp_path: Path) -> None:
@@ -285,11 +286,11 @@ async def test_a_response_whose_end_could_not_be_stored_has_failed(tmp_path: Pat
         connection = asyncio.create_task(create(front_end, stream=True))
         await until(lambda: bool(front_end.sent) and "output_text.delta" in names(front_end))
         response_id = front_end.events[0]["response"]["id"]
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE items RENAME TO hidden"))
+        sql(tmp_path / "r.db", "ALTER TABLE items RENAME TO hidden")
         may_end.set()
         await connection
         assert names(front_end)[-1] == "failed"
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE hidden RENAME TO items"))
+        sql(tmp_path / "r.db", "ALTER TABLE hidden RENAME TO items")
         await front_end.send("GET", f"/v1/responses/{response_id}")
         assert front_end.json["status"] == "failed"
         front_end.detached.forget(response_id)

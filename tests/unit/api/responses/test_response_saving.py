@@ -15,6 +15,7 @@ from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.rows import NewResponse, ResponseState
 from penstock.api.responses.store import SqliteStore
 from penstock.wire.errors import RequestError
+from sqlite_file import sql
 
 USAGE = Usage(1, 1, 0)
 RESPONSE = NewResponse(id="resp_1", owner="ann", root="resp_1", input=[])
@@ -91,23 +92,23 @@ async def test_an_end_that_cannot_be_stored_is_sent_as_a_failure(tmp_path: Path)
     async with SqliteStore(tmp_path / "r.db") as store:
         wire = Wire(store)
         await wire.send(wire.dialect.begin(USAGE))
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE responses RENAME TO hidden"))
+        sql(tmp_path / "r.db", "ALTER TABLE responses RENAME TO hidden")
         await wire.send(wire.dialect.event(0, ChoiceDelta(["Hi"], ending=Ending("stop"))) + wire.dialect.end(USAGE), last=True)
         assert wire.names[-1] == "failed"
         assert "completed" not in wire.names
         assert not wire.sink.is_stored
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE hidden RENAME TO responses"))
+        sql(tmp_path / "r.db", "ALTER TABLE hidden RENAME TO responses")
 
 
 async def test_a_whole_answer_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         wire = Wire(store)
         body = wire.dialect.body([Answer(["Hi"], [], Ending("stop"))], USAGE, None)
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE responses RENAME TO hidden"))
+        sql(tmp_path / "r.db", "ALTER TABLE responses RENAME TO hidden")
         with pytest.raises(RequestError, match="not available"):
             await wire.sink.send_whole(200, body)
         assert wire.recording.body is None
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE hidden RENAME TO responses"))
+        sql(tmp_path / "r.db", "ALTER TABLE hidden RENAME TO responses")
         await wire.sink.send_whole(200, body)
         found = await store.get("ann", "resp_1")
         assert found is not None

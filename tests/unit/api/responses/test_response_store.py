@@ -21,6 +21,7 @@ from penstock.api.responses.rows import MAX_CHAIN, NewResponse, PageWish, Respon
 from penstock.api.responses.store import SqliteStore
 from penstock.config.front_end import StoreLimits
 from penstock.wire.errors import ConfigError, RequestError
+from sqlite_file import sql
 
 EVENTS = b"event: a\ndata: {}\n\nevent: b\ndata: {}\n\n"
 
@@ -381,8 +382,8 @@ async def test_a_path_that_cannot_be_a_file(tmp_path: Path) -> None:
 
 
 async def test_a_file_of_another_version(tmp_path: Path) -> None:
-    async with SqliteStore(tmp_path / "r.db") as store:
-        await store._database.run(lambda connection: connection.execute("PRAGMA user_version = 99"))
+    async with SqliteStore(tmp_path / "r.db"):
+        sql(tmp_path / "r.db", "PRAGMA user_version = 99")
     with pytest.raises(ConfigError, match="version 99"):
         await SqliteStore(tmp_path / "r.db").__aenter__()
 
@@ -399,11 +400,11 @@ async def test_a_store_that_fails_while_closing_is_closed(tmp_path: Path) -> Non
     path = tmp_path / "r.db"
     async with SqliteStore(path) as store:
         await store.begin(asked("r1", "Hi"), RUNNING)
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE responses RENAME TO hidden"))
+        sql(tmp_path / "r.db", "ALTER TABLE responses RENAME TO hidden")
     assert not list(tmp_path.glob("r.db-runner-*"))  # noqa: ASYNC240, it is over
     async with SqliteStore(path) as store:
-        await store._database.run(lambda connection: connection.execute("DROP TABLE responses"))
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE hidden RENAME TO responses"))
+        sql(tmp_path / "r.db", "DROP TABLE responses")
+        sql(tmp_path / "r.db", "ALTER TABLE hidden RENAME TO responses")
         found = await store.get("ann", "r1")
         assert found is not None
         assert found.body.status == "failed"
@@ -411,10 +412,10 @@ async def test_a_store_that_fails_while_closing_is_closed(tmp_path: Path) -> Non
 
 async def test_a_failure_is_reported_and_the_store_recovers(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE responses RENAME TO hidden"))
+        sql(tmp_path / "r.db", "ALTER TABLE responses RENAME TO hidden")
         with pytest.raises(RequestError) as caught:
             await store.put(asked("r1", "Hi"), answered("Hello!"))
         assert (caught.value.status, caught.value.code) == (503, "store_unavailable")
-        await store._database.run(lambda connection: connection.execute("ALTER TABLE hidden RENAME TO responses"))
+        sql(tmp_path / "r.db", "ALTER TABLE hidden RENAME TO responses")
         await store.put(asked("r1", "Hi"), answered("Hello!"))
         assert await store.get("ann", "r1") is not None
