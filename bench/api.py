@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.checkpoints.checkpoint import find_default_model
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from servers import Process, serving
 from sseload import build_client, figures_of
 
@@ -129,7 +129,7 @@ def measure_long_prompt(client: str, folder: Path, rounds: int) -> tuple[dict[st
 
 def long_text(model: Path) -> str:
     """About LONG_PROMPT_TOKENS tokens of text. No line occurs twice."""
-    tokenizer = load_tokenizer(str(model))
+    tokenizer = pack_tokenizer(model).load()
     words = ["river", "carries", "water", "past", "old", "stone", "bridge", "morning", "light", "moves", "over", "paper", "garden"]
     lines = [f"{number}: {' '.join(words[number % len(words) :] + words[: number % len(words)])}." for number in range(20_000)]
     a_line = len(tokenizer.encode("\n".join(lines[:200]))) / 200

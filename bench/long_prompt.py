@@ -22,7 +22,7 @@ from typing import Self
 import uvloop
 
 from penstock.engine.checkpoints.checkpoint import find_default_model
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.transcript import Transcripts
 from transcripts import prose
@@ -74,8 +74,8 @@ async def measure(name: str, repetitions: int, work: Callable[[], Awaitable[Sequ
 
 
 async def tokenize(repetitions: int, tokens: int) -> bool:
-    tokenizer = load_tokenizer(str(find_default_model()))
-    words = load_tokenizer("words")
+    tokenizer = pack_tokenizer(find_default_model()).load()
+    words = pack_tokenizer(None).load()
     vocabulary = [words.token_bytes(index).decode().strip() for index in words.ordinary_ids]
     text = prose(random.Random(11), vocabulary, int(tokens / 1.26))
     chat = [ChatMessage(role="user", content=text)]
@@ -95,7 +95,7 @@ async def tokenize(repetitions: int, tokens: int) -> bool:
     gc.set_threshold(50_000, 20, 100)
     await measure("(nothing)", repetitions, idle, ())
     held = [
-        await measure("completion", repetitions, lambda: transcripts.encode_text(tokenizer, text), tokenizer.encode(text)),
+        await measure("completion", repetitions, lambda: transcripts.encoder.encode_text(tokenizer, text), tokenizer.encode(text)),
         await measure("chat", repetitions, lambda: encode_chat(None, chat), _from_scratch(tokenizer, chat)),
         await measure("next turn", repetitions, lambda: encode_chat("session", following), _from_scratch(tokenizer, following)),
     ]
@@ -103,7 +103,7 @@ async def tokenize(repetitions: int, tokens: int) -> bool:
 
 
 def _from_scratch(tokenizer: Tokenizer, messages: list[ChatMessage]) -> list[int]:
-    return tokenizer.encode_chat(ChatPrompt(messages))
+    return tokenizer.encode_part(tokenizer.render_chat(ChatPrompt(messages)))
 
 
 def main() -> None:

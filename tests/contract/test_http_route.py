@@ -30,7 +30,7 @@ from cpu_engines import sglang_flags, vllm_flags
 from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest
 from penstock.backends.http.engine import HttpEngine
 from penstock.backends.http.settings import HttpEngineSettings
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.wire.messages import Sampling
 
 START_SECONDS = 400
@@ -161,7 +161,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 @contextlib.asynccontextmanager
 async def running_engine(server: Running) -> AsyncIterator[tuple[HttpEngine, EngineFacts]]:
-    engine = HttpEngine(HttpEngineSettings(server.url), load_tokenizer(str(chat_model())))
+    engine = HttpEngine(HttpEngineSettings(server.url), pack_tokenizer(chat_model()).load())
     facts = await engine.start(lambda reason: pytest.fail(reason))
     try:
         yield engine, facts
@@ -255,7 +255,7 @@ async def test_logprobs_of_tokens_and_prompt(running: Running) -> None:
 
 
 async def test_a_grammar_is_kept_to(running: Running) -> None:
-    tokenizer = load_tokenizer(str(chat_model()))
+    tokenizer = pack_tokenizer(chat_model()).load()
     lark, allowed = 'start: "yes" | %json {"enum": ["left", "right"]}', {"yes", '"left"', '"right"'}
     async with running_engine(running) as (engine, _):
         free = await read_all(engine, ask(max_tokens=30))

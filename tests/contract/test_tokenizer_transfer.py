@@ -32,7 +32,7 @@ from penstock.wire.messages import (
     TokenizerRequest,
     Welcome,
 )
-from tokenizer_kinds import CHAT_ML, byte_level
+from tokenizer_kinds import CHAT_ML, byte_level, encode_chat
 from workers import SECRET, Worker, expected, make_model, submit, until
 from workers import FrontEnd as Dispatching
 
@@ -88,7 +88,7 @@ async def test_the_tokenizer_comes_over_the_link_and_is_cached(tmp_path: Path, m
         async with Machine(cache, worker.address) as machine:
             await machine.until_ready()
             served = machine.models.find("simulator")
-            assert served.tokenizer.encode_chat(PROMPT) == packed.load().encode_chat(PROMPT)
+            assert encode_chat(served.tokenizer, PROMPT) == encode_chat(packed.load(), PROMPT)
             assert served.tokenizer.render_chat(ChatPrompt(PROMPT.messages, template="long")) == ""
         assert [file.name for file in cache.iterdir()] == [packed.fingerprint]
         assert (cache / packed.fingerprint).read_bytes() == packed.data
@@ -104,7 +104,7 @@ async def test_a_model_directory_of_the_front_end_is_used_where_it_fits(tmp_path
     shutil.copytree(model, own)
     async with worker_with(tmp_path, packed, sent=b"") as worker, Machine(None, worker.address, model=own) as machine:
         await machine.until_ready()
-        assert machine.models.find("simulator").tokenizer.encode_chat(PROMPT) == packed.load().encode_chat(PROMPT)
+        assert encode_chat(machine.models.find("simulator").tokenizer, PROMPT) == encode_chat(packed.load(), PROMPT)
 
 
 @pytest.mark.parametrize("damage", ["half-written", "another template", "missing"])

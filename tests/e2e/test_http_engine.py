@@ -18,7 +18,7 @@ from e2e.harness import Server, wait_until
 from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest
 from penstock.backends.http.engine import HttpEngine, probe
 from penstock.backends.http.settings import HttpEngineSettings, Route
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.messages import Sampling
 
@@ -30,7 +30,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return load_tokenizer(str(chat_model()))
+    return pack_tokenizer(chat_model()).load()
 
 
 SIMULATOR = ("--step-ms", "2", "--context-length", "2000", "--served-name", "upstream")

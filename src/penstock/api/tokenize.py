@@ -106,7 +106,7 @@ async def _encoded(model: ServedModel, request: TokenizeRequest, context: Prompt
     check_text_length(model, "prompt", request.prompt)
     if request.add_special_tokens is False:
         return await context.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt))
-    return await context.transcripts.encode_text(model.tokenizer, request.prompt)
+    return await context.transcripts.encoder.encode_text(model.tokenizer, request.prompt)
 
 
 def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:

@@ -49,7 +49,7 @@ class PoolListener(Protocol):
 
 
 class WorkerPool:
-    """Keeps one link to each worker while it is entered as a context.
+    """Keeps one link to each worker, as long as its context is entered.
 
     `prepare` is awaited before a worker gets work, with its model and a way to fetch its tokenizer: the front end loads that. When it
     raises, the worker is not used; this is logged once, and the worker is connected again after a delay that grows. A worker that owes

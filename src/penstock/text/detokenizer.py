@@ -63,12 +63,16 @@ class ByteTables:
 
 
 class ByteDetokenizer:
-    """For tokenizers whose tokens stand for fixed bytes: a table and a UTF-8 decoder."""
+    """For tokenizers whose tokens stand for fixed bytes: a table and a UTF-8 decoder.
 
-    __slots__ = ("_held", "_table")
+    With `strips`, the first space of the text is dropped: in SentencePiece vocabularies it only marks the start of a word.
+    """
 
-    def __init__(self, table: Sequence[bytes]) -> None:
+    __slots__ = ("_held", "_strips", "_table")
+
+    def __init__(self, table: Sequence[bytes], strips: bool = False) -> None:
         self._table = table
+        self._strips = strips
         self._held = b""
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -78,27 +82,11 @@ class ByteDetokenizer:
             data = self._held + data
         text, consumed = codecs.utf_8_decode(data, "replace", False)
         self._held = data[consumed:]
-        return text
+        return self._stripped(text) if self._strips else text
 
     def finish(self) -> str:
         held, self._held = self._held, b""
-        return held.decode("utf-8", "replace")
-
-
-class PieceDetokenizer:
-    """For SentencePiece vocabularies: tokens stand for fixed bytes, and the first space of the text only marks the start of a word."""
-
-    __slots__ = ("_bytes", "_strips")
-
-    def __init__(self, table: Sequence[bytes], strips: bool) -> None:
-        self._bytes = ByteDetokenizer(table)
-        self._strips = strips
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        return self._stripped(self._bytes.feed(token_ids))
-
-    def finish(self) -> str:
-        return self._stripped(self._bytes.finish())
+        return self._stripped(held.decode("utf-8", "replace"))
 
     def _stripped(self, text: str) -> str:
         if not self._strips or not text:

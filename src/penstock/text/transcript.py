@@ -194,14 +194,6 @@ class Transcripts:
             turn = _Turn(key, session, tokenizer, end, *pieces[-1])
         return EncodedChat(token_ids, reused, turn, text[-ENDING:])
 
-    async def encode_text(self, tokenizer: Tokenizer, text: str) -> Sequence[int]:
-        """The tokens of a prompt that is not a chat. Nothing is remembered."""
-        return await self.encoder.encode_text(tokenizer, text)
-
-    async def encode_infill(self, tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int] | None:
-        """The tokens of a prompt to write the text between the two. None if the model cannot do that."""
-        return await self.encoder.encode_infill(tokenizer, prefix, suffix)
-
     def record(self, prompt: EncodedChat, token_ids: Sequence[int]) -> None:
         """Records an answer: the tokens generated after this prompt, with or without the end token. A prompt may have several answers.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chat_model import judge_rows, logits, winners
 from penstock.backends.simulated_tokens import logprob_at, tokens_between
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.wire.messages import Submit, TokenLogprob
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SimulatorJudge:
     """Its tokens and their logprobs follow from the seed and the position."""
 
     def __init__(self, directory: Path) -> None:
-        self._ids = tuple(load_tokenizer(str(directory)).ordinary_ids)
+        self._ids = tuple(pack_tokenizer(directory).load().ordinary_ids)
 
     def expected(self, request: Submit, tokens: Sequence[int]) -> list[int]:
         return tokens_between(request.seed, request.offset, request.offset + len(tokens), self._ids)

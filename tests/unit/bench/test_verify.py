@@ -10,7 +10,7 @@ from chat_model import chat_model
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.bench.stream import Stream
 from penstock.bench.verify import Verdict, Verification, Verifier, classify, make_verifier
-from penstock.text.tokenizers.source import load_tokenizer, pack_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.wire.errors import ConfigError
 
@@ -124,7 +124,7 @@ def test_other_servers_cannot_be_verified(engine: str | None, tokenizer: str, me
 
 def test_a_tokenizer_is_found_in_a_model_directory() -> None:
     verifier = make_verifier("simulator", pack_tokenizer(chat_model()).fingerprint, chat_model())
-    tokenizer = load_tokenizer(str(chat_model()))
+    tokenizer = pack_tokenizer(chat_model()).load()
     assert verifier.expected_text(3, 9) == tokenizer.decode(tokens_between(3, 0, 9, tokenizer.ordinary_ids))
 
 

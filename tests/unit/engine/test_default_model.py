@@ -15,9 +15,10 @@ from penstock.config.engines import EngineConfig
 from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
 from penstock.engine.engine import Engine
 from penstock.engine.model import Model
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from tiny_models import generate_all, generation_id, make_submit, run
+from tokenizer_kinds import encode_chat
 
 TOKENS = 24
 QUESTIONS = [
@@ -49,8 +50,8 @@ def model(checkpoint: Checkpoint) -> Model:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer(str(find_default_model()))
-    questions = [tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": question}])) for question in QUESTIONS]
+    tokenizer = pack_tokenizer(find_default_model()).load()
+    questions = [encode_chat(tokenizer, ChatPrompt([{"role": "user", "content": question}])) for question in QUESTIONS]
     # One more that shares most of another's, so that there is something to reuse.
     return [*questions, [*questions[1], *tokenizer.encode(" It begins at night.")]]
 

@@ -21,7 +21,7 @@ from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenize
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.text.transcript import MAX_BRANCHES, Transcripts
 from penstock.wire.errors import RequestError
-from tokenizer_kinds import KINDS, byte_level, chat, smollm, tokenizer_of
+from tokenizer_kinds import KINDS, byte_level, chat, encode_chat, smollm, tokenizer_of
 
 PLENTY = 1 << 30
 WORDS = "water flows größer 日本 水。 don't I'm THE x1 12 3.14 , . ; ! ? (a) Straße вода, 한국어 e\u0301 😀 <|im_end|> ' a_b http://x.y/z"
@@ -146,10 +146,10 @@ def drive(coroutine: Any) -> Any:
 def test_short_texts_are_not_worth_a_thread() -> None:
     tokenizer = Watched()
     transcripts = Transcripts(PLENTY)
-    assert drive(transcripts.encode_text(tokenizer, "hello water")) == tokenizer.encode("hello water")
+    assert drive(transcripts.encoder.encode_text(tokenizer, "hello water")) == tokenizer.encode("hello water")
     for key in ("session", None):
         encoded = drive(transcripts.encode_chat(key, "model", tokenizer, chat("hello", "water")))
-        assert encoded.token_ids == tuple(tokenizer.encode_chat(chat("hello", "water")))
+        assert encoded.token_ids == tuple(encode_chat(tokenizer, chat("hello", "water")))
     assert tokenizer.threads == {threading.get_ident()}
 
 
@@ -158,10 +158,10 @@ async def test_long_texts_are_made_in_other_threads() -> None:
     transcripts = Transcripts(PLENTY)
     text = "hello water " * 5_000
     expected = WordTokenizer().encode(text)
-    assert await transcripts.encode_text(tokenizer, text) == expected
+    assert await transcripts.encoder.encode_text(tokenizer, text) == expected
     assert threading.get_ident() not in tokenizer.threads
     encoded = await transcripts.encode_chat(None, "model", tokenizer, chat(text * 20))
-    assert encoded.token_ids == tuple(WordTokenizer().encode_chat(chat(text * 20)))
+    assert encoded.token_ids == tuple(encode_chat(WordTokenizer(), chat(text * 20)))
     assert threading.get_ident() not in tokenizer.threads
 
 
@@ -195,7 +195,7 @@ async def test_only_two_are_made_at_once_and_all_get_their_turns() -> None:
     tokenizer = Watched()
     transcripts = Transcripts(PLENTY)
     texts = [f"hello water {number} " * 20_000 for number in range(6)]
-    made = await asyncio.gather(*(transcripts.encode_text(tokenizer, text) for text in texts))
+    made = await asyncio.gather(*(transcripts.encoder.encode_text(tokenizer, text) for text in texts))
     assert list(made) == [WordTokenizer().encode(text) for text in texts]
     assert 1 <= tokenizer.most_running <= 2
     assert len(tokenizer.threads) <= 2
@@ -268,7 +268,7 @@ class Turn:
     async def __aexit__(self, *_: object) -> None:
         self.tokenizer.gate.set()
         self.encoded = await self._task
-        assert self.encoded.token_ids == tuple(WordTokenizer().encode_chat(self.prompt))
+        assert self.encoded.token_ids == tuple(encode_chat(WordTokenizer(), self.prompt))
         self.transcripts.check_integrity()
 
 
@@ -359,7 +359,7 @@ async def test_many_turns_at_once(make: Any) -> None:
         for _ in range(4):
             prompt = chat(*contents)
             encoded = await transcripts.encode_chat(f"session {number % 3}", "model", tokenizer, prompt)
-            assert encoded.token_ids == tuple(tokenizer.encode_chat(prompt))
+            assert encoded.token_ids == tuple(encode_chat(tokenizer, prompt))
             transcripts.check_integrity()
             if chooser.random() < 0.2:
                 transcripts.forget(f"session {number % 3}")

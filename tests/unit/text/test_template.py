@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
 from penstock.wire.errors import ConfigError, RequestError
+from tokenizer_kinds import encode_chat
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -277,11 +278,11 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
     library().save(str(tmp_path / "tokenizer.json"))
     configured = [{"name": "default", "template": "one"}, {"name": "rag", "template": "two"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**NAMED, "chat_template": configured}))
-    assert load_tokenizer(str(tmp_path)).render_chat(ChatPrompt(ASKED)) == "one"
+    assert pack_tokenizer(tmp_path).load().render_chat(ChatPrompt(ASKED)) == "one"
     (tmp_path / "chat_template.jinja").write_text("three")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("four {{ tools | length }}")
-    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer = pack_tokenizer(tmp_path).load()
     reference = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     for prompt, text in (
         (ChatPrompt(ASKED), "three"),
@@ -298,7 +299,7 @@ def test_templates_that_are_none_are_named(wrong: Any, tmp_path: Path) -> None:
     library().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**NAMED, "chat_template": wrong}))
     with pytest.raises(ConfigError, match=r"chat_template has .*: expected one template, or an array"):
-        load_tokenizer(str(tmp_path))
+        pack_tokenizer(tmp_path).load()
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "plain", "documents"])
@@ -449,7 +450,7 @@ def test_without_a_system_message_the_user_describes_the_tools(template: str) ->
 def test_the_default_model_gets_its_tools() -> None:
     from penstock.engine.checkpoints.checkpoint import find_default_model
 
-    tokenizer = load_tokenizer(str(find_default_model()))
+    tokenizer = pack_tokenizer(find_default_model()).load()
     assert tokenizer.chat_template is not None
     assert not tokenizer.renders_tools
     rendered = tokenizer.render_chat(ChatPrompt([ASKED[1]], tools=[TOOL]))
@@ -461,16 +462,16 @@ def test_the_default_model_gets_its_tools() -> None:
 
 
 def test_words_render_tools_and_calls() -> None:
-    words = load_tokenizer("words")
+    words = pack_tokenizer(None).load()
     prompt = ChatPrompt(CALLED, tools=[TOOL], documents=[{"title": "t"}])
-    text = words.decode(words.encode_chat(prompt))
+    text = words.decode(encode_chat(words, prompt))
     assert text.startswith('tools{"type": "function"')
     assert 'documents{"title": "t"}' in text
     assert 'assistant<tool_call>\n{"name": "get_weather"' in text
     assert text.endswith("assistant")
-    assert words.encode_chat(prompt) == words.encode_chat(prompt) != words.encode_chat(ChatPrompt(CALLED))
-    ended = words.encode_chat(ChatPrompt(ANSWERED, begins_answer=False))
-    assert words.encode_chat(ChatPrompt(ANSWERED, begins_answer=False, continues=True)) == ended[:-1]
+    assert encode_chat(words, prompt) == encode_chat(words, prompt) != encode_chat(words, ChatPrompt(CALLED))
+    ended = encode_chat(words, ChatPrompt(ANSWERED, begins_answer=False))
+    assert encode_chat(words, ChatPrompt(ANSWERED, begins_answer=False, continues=True)) == ended[:-1]
     for wrong in (ChatPrompt(ASKED, template="x"), ChatPrompt(ASKED, continues=True)):
         with pytest.raises(RequestError):
             words.render_chat(wrong)

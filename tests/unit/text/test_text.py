@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.text.detokenizer import ByteDetokenizer, StopMatcher, TextAssembler, TextPart
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.tokenizers.words import WordTokenizer
+from tokenizer_kinds import encode_chat
 
 WORDS = WordTokenizer()
 TOKEN_IDS = st.lists(st.integers(0, WORDS.vocab_size - 1), max_size=40)
@@ -124,6 +125,6 @@ def test_what_only_looked_like_a_stop_is_delivered() -> None:
 
 
 def test_a_chat_names_its_roles_and_ends_with_the_assistants_turn() -> None:
-    token_ids = WORDS.encode_chat(ChatPrompt([{"role": "user", "content": "hello water"}]))
+    token_ids = encode_chat(WORDS, ChatPrompt([{"role": "user", "content": "hello water"}]))
     assert WORDS.decode(token_ids) == "userhello waterassistant"
     assert WORDS.end_id in token_ids

@@ -23,7 +23,7 @@ from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenize
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.text.transcript import MAX_BRANCHES, EncodedChat, Transcripts
 from penstock.wire.errors import RequestError
-from tokenizer_kinds import CHAT_ML, KINDS, byte_level, chat, say, smollm, tokenizer_of
+from tokenizer_kinds import CHAT_ML, KINDS, byte_level, chat, encode_chat, say, smollm, tokenizer_of
 
 PLENTY = 1 << 30
 FAITHFUL = ("smollm", "llama3", "qwen", "prefixed", "llama2", "mistral", "gemma", "WordTokenizer")
@@ -65,7 +65,7 @@ def test_a_chat_in_words_is_cut_at_its_marks(text: str) -> None:
     end, message, role = range(tokenizer.end_id, tokenizer.vocab_size)
     asked = [role, *tokenizer.encode("user"), message, *tokenizer.encode(text), end]
     rendered = tokenizer.render_chat(chat(text))
-    assert tokenizer.encode_chat(chat(text)) == [*asked, role, *tokenizer.encode("assistant"), message]
+    assert encode_chat(tokenizer, chat(text)) == [*asked, role, *tokenizer.encode("assistant"), message]
     assert len(tokenizer.parts(rendered)) == 5
     check_edges(tokenizer, rendered)
 
@@ -148,7 +148,7 @@ class Checked:
 
     def encode(self, messages: Sequence[ChatMessage], key: str | None = "session") -> EncodedChat:
         encoded = asyncio.run(self.transcripts.encode_chat(key, "model", self.tokenizer, ChatPrompt(messages)))
-        full = self.tokenizer.encode_chat(ChatPrompt(messages))
+        full = encode_chat(self.tokenizer, ChatPrompt(messages))
         assert self.tokenizer.decode(encoded.token_ids) == self.tokenizer.decode(full)
         assert encoded.token_ids == tuple(full) or self._has_own_tokens(messages, encoded.token_ids)
         assert 0 <= encoded.reused_tokens <= len(encoded.token_ids)
@@ -236,7 +236,7 @@ def test_an_answer_keeps_the_tokens_that_the_model_generated(kind: str, ended: b
         contents += [sent, f"and {turn}?"]
         following = checked.encode(say(*contents))
         assert following.token_ids[: len(prompt.token_ids) + len(generated)] == (*prompt.token_ids, *generated)
-        assert following.token_ids != tuple(tokenizer.encode_chat(chat(*contents)))
+        assert following.token_ids != tuple(encode_chat(tokenizer, chat(*contents)))
         assert following.reused_tokens == len(prompt.token_ids) + len(generated)
 
 
@@ -261,12 +261,12 @@ def test_canonical_answers_give_the_very_tokens_of_the_tokenizer(kind: str) -> N
     contents = ["the water"]
     for turn in range(5):
         prompt = checked.encode(say(*contents))
-        whole = tokenizer.encode_chat(chat(*contents, f"It flows {turn} times.", ""))
+        whole = encode_chat(tokenizer, chat(*contents, f"It flows {turn} times.", ""))
         generated = whole[len(prompt.token_ids) :]
         cut = generated.index(tokenizer.end_id)
         contents += [checked.record(say(*contents), prompt, generated[: cut + 1]), "and then?"]
         following = checked.encode(say(*contents))
-        assert following.token_ids == tuple(tokenizer.encode_chat(chat(*contents)))
+        assert following.token_ids == tuple(encode_chat(tokenizer, chat(*contents)))
         assert following.reused_tokens >= len(prompt.token_ids) + cut
 
 
@@ -289,7 +289,7 @@ def test_incomplete_characters_are_tokenized_anew(kind: str) -> None:
     sent = checked.record(say("water"), prompt, spelled(tokenizer, "a😀")[:-1])
     assert sent.endswith("\N{REPLACEMENT CHARACTER}")
     following = checked.encode(say("water", sent, "and?"))
-    assert following.token_ids == tuple(tokenizer.encode_chat(chat("water", sent, "and?")))
+    assert following.token_ids == tuple(encode_chat(tokenizer, chat("water", sent, "and?")))
 
 
 def test_text_that_is_not_composed_is_tokenized_anew() -> None:
@@ -298,7 +298,7 @@ def test_text_that_is_not_composed_is_tokenized_anew() -> None:
     checked = Checked(tokenizer)
     prompt = checked.encode(say("water"))
     sent = checked.record(say("water"), prompt, spelled(tokenizer, "cafe\u0301"))
-    assert checked.encode(say("water", sent, "and?")).token_ids == tuple(tokenizer.encode_chat(chat("water", sent, "and?")))
+    assert checked.encode(say("water", sent, "and?")).token_ids == tuple(encode_chat(tokenizer, chat("water", sent, "and?")))
 
 
 def test_text_that_the_vocabulary_lacks_is_tokenized_anew() -> None:
@@ -339,7 +339,7 @@ def test_what_was_not_said_so_is_tokenized_anew() -> None:
     checked.record(say("water"), prompt, generated)
     for content in ("It flows", "It flows. ", " It flows.", "It flows.<|im_end|>", ""):
         following = checked.encode(say("water", content, "and?"))
-        expected = tuple(tokenizer.encode_chat(chat("water", content, "and?")))
+        expected = tuple(encode_chat(tokenizer, chat("water", content, "and?")))
         assert (following.token_ids == expected) == (content != "It flows.<|im_end|>")
     assert checked.encode(say("water", "It flows.", "and?")).token_ids[len(prompt.token_ids) :][: len(generated)] == tuple(generated)
 
@@ -373,7 +373,7 @@ def test_an_edit_leaves_what_stands_before_it() -> None:
     contents = [f"message {count} of many" for count in range(9)]
     whole = checked.encode(say(*contents))
     edited = checked.encode(say(*contents[:6], "another", *contents[7:]))
-    assert len(checked.tokenizer.encode_chat(chat(*contents[:6]))) - 8 < edited.reused_tokens < len(whole.token_ids) - 8
+    assert len(encode_chat(checked.tokenizer, chat(*contents[:6]))) - 8 < edited.reused_tokens < len(whole.token_ids) - 8
     system = checked.encode([ChatMessage(role="system", content="Be brief."), *say(*contents)])
     assert system.reused_tokens == 0
 

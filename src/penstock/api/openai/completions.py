@@ -151,7 +151,7 @@ async def _encoded(model: ServedModel, request: CompletionRequest, context: Prom
         raise RequestError("`suffix` needs `prompt` to be one string", param="suffix")
     check_text_length(model, "prompt", request.prompt)
     check_text_length(model, "suffix", request.suffix)
-    token_ids = await context.transcripts.encode_infill(model.tokenizer, request.prompt, request.suffix)
+    token_ids = await context.transcripts.encoder.encode_infill(model.tokenizer, request.prompt, request.suffix)
     if token_ids is None:
         message = f"`suffix` is not supported by {model.info.name}: its vocabulary has no tokens to fill in the middle; leave it out"
         raise RequestError(message, param="suffix", code="unsupported_field")
@@ -161,7 +161,7 @@ async def _encoded(model: ServedModel, request: CompletionRequest, context: Prom
 async def _tokens(model: ServedModel, field: str, prompt: str | list[int], context: PromptContext) -> Sequence[int]:
     if isinstance(prompt, str):
         check_text_length(model, field, prompt)
-        return await context.transcripts.encode_text(model.tokenizer, prompt)
+        return await context.transcripts.encoder.encode_text(model.tokenizer, prompt)
     size = model.info.vocab_size
     for index, token_id in enumerate(prompt):
         if not 0 <= token_id < size:

@@ -1,4 +1,4 @@
-"""Where a worker listens: `unix:/path` or `tcp://host:port`."""
+"""What both ends of a link share: addresses, frames over an asyncio transport, and the proof of the secret."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Address = UnixAddress | TcpAddress
 
 
 def parse_address(text: str) -> Address:
-    """Raises ConfigError for what is neither."""
+    """`unix:/path` or `tcp://host:port`. Raises ConfigError for anything else."""
     if text.startswith("unix:") and len(text) > len("unix:"):
         return UnixAddress(text.removeprefix("unix:"))
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if text.startswith("tcp://") and host and port.isascii() and port.isdigit() and int(port) < 65536:
         return TcpAddress(host, int(port))
-    raise ConfigError(f"address {text!r} is not understood; expected unix:/path or tcp://host:port")
+    raise ConfigError(f"address {text!r} is not valid; expected unix:/path or tcp://host:port")
 
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ HANDSHAKE_TIMEOUT = 5.0
 
 
 class LinkProtocol(asyncio.Protocol):
-    """One end of a link. Frames in, frames out; any error closes this link with its name and hurts nothing else."""
+    """One end of a link: frames in, frames out. An error closes this link, names the reason to the peer, and affects no other link."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -65,7 +65,7 @@ class LinkProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
         self._transport = transport
-        # Nothing waits in the transport: while the socket is busy, tokens wait where they can be merged.
+        # Nothing waits in the transport: while the socket is busy, tokens wait in the outbox, where they are merged.
         transport.set_write_buffer_limits(high=0)
         _tune(transport.get_extra_info("socket"))
 
@@ -89,13 +89,13 @@ class LinkProtocol(asyncio.Protocol):
         self._writable = True
 
     def send(self, message: Message) -> bool:
-        """Writes one frame; says whether the socket could take another at once."""
+        """Writes one frame. Returns whether the socket can take another at once."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(message))
         return self._writable
 
     def close(self, error: LinkError) -> None:
-        """Tells the peer why, as far as the socket takes it, and ends the link."""
+        """Ends the link, and tells the peer why if the socket takes it."""
         if self._transport is None or self._transport.is_closing():
             return
         self._error = error
@@ -103,12 +103,12 @@ class LinkProtocol(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """Ends the link now, whatever waits to be written."""
+        """Ends the link now, even if something waits to be written."""
         if self._transport is not None:
             self._transport.abort()
 
     def established(self) -> None:
-        """The handshake is over: larger frames may come."""
+        """The handshake is done: larger frames are allowed."""
         self._established = True
         self._reader.limit = MAX_FRAME_BYTES
 
@@ -118,7 +118,7 @@ class LinkProtocol(asyncio.Protocol):
 
     @abstractmethod
     def messages_received(self, messages: list[Message]) -> None:
-        """All the messages completed by one read, together. May raise LinkError, which closes the link."""
+        """Gets all messages that one read completed. May raise LinkError, which closes the link."""
 
     @abstractmethod
     def link_lost(self, reason: LinkError) -> None:
@@ -131,7 +131,7 @@ def check_version(version: int) -> None:
 
 
 def proof(secret: str, side: str, nonce: bytes) -> bytes:
-    """What only a holder of the secret can make of the other side's nonce. The secret itself is never sent."""
+    """Proof of the secret, made from the other side's nonce. The secret itself is never sent."""
     return hmac.digest(secret.encode(), side.encode() + b":" + nonce, hashlib.sha256)
 
 
@@ -141,7 +141,7 @@ def check_proof(secret: str, side: str, nonce: bytes, given: bytes) -> None:
 
 
 def unexpected(message: Message, expected: str) -> LinkError:
-    """The error for a message that has no place here: the peer's own goodbye, or a malformed link."""
+    """The error for an unexpected message: the peer's goodbye, or a message that is not allowed here."""
     if isinstance(message, Goodbye):
         kind = HandshakeRefused if message.code == HandshakeRefused.code else LinkBroken
         return kind(f"the peer closed the link: {message.code}: {message.message}")

@@ -44,27 +44,27 @@ from penstock.wire.messages import (
 log = logging.getLogger(__name__)
 
 _READY = encode_frame(Ready())
-# A turn of the loop can be long when many requests come at once, and a worker should not wait for its end to begin.
-MESSAGES_A_WRITE = 8
+# When many requests come at once, a turn of the event loop is long. Writing after this many messages lets the worker start before its end.
+MESSAGES_PER_WRITE = 8
 JUST_NOW_SECONDS = 0.1
 PIECE_SECONDS = 10.0
 """A worker that takes longer for one piece of its tokenizer is not used."""
 
 
 class LinkObserver(Protocol):
-    """Who wants to know what a worker tells of itself."""
+    """Is told what a worker reports about itself."""
 
     def stepped(self, step: Step) -> None:
-        """A step has come, and its segments are in their mailboxes."""
+        """A step has come. Its segments are in their mailboxes."""
 
     def snapshot_received(self, snapshot: Snapshot) -> None: ...
 
     def draining(self) -> None:
-        """The worker takes nothing new from now on."""
+        """The worker takes no new generations from now on."""
 
 
 class NoObserver:
-    """Nobody wants to know, yet."""
+    """Ignores everything."""
 
     def stepped(self, step: Step) -> None:
         pass
@@ -106,10 +106,10 @@ class Generation:
 
 
 class WorkerLink(LinkProtocol):
-    """A live link to a worker. Made by `connect`.
+    """A live link to a worker, made by `connect`.
 
-    All the deltas of a frame are in their mailboxes before any of their readers runs: one wake-up a generation.
-    Every generation stays known until its terminal has come, also a cancelled one; a segment of an unknown one is a breach.
+    All deltas of a frame are in their mailboxes before any of their readers runs: one wake-up per generation. A generation stays open until
+    its terminal has come, even if it is cancelled; a segment for a generation that is not open closes the link.
     """
 
     def __init__(self, front_end: str, secret: str) -> None:
@@ -132,7 +132,7 @@ class WorkerLink(LinkProtocol):
         self._silent_ticks = 0
         self._heard_at = 0.0
         self.unbegun = 0
-        """Generations of which nothing has come yet: they wait at the worker, or their prompts are being computed."""
+        """Generations without a token so far: they wait at the worker, or their prompts are being computed."""
         self.observer: LinkObserver = NoObserver()
 
     @property
@@ -146,24 +146,23 @@ class WorkerLink(LinkProtocol):
 
     @property
     def silent_ticks(self) -> int:
-        """How many looks have found it silent, one after the other, while it owed something."""
+        """How many looks in a row found it silent while it owed tokens."""
         return self._silent_ticks
 
     @property
     def has_just_spoken(self) -> bool:
-        """It lives at this moment, for all that can be known: it has said something just now, or owes nothing."""
+        """Whether it is alive as far as we know: it sent something just now, or owes nothing."""
         return not self._generations or self._loop.time() - self._heard_at < JUST_NOW_SECONDS
 
     def tick(self) -> None:
-        """One look at whether it is silent. Looks are counted and not seconds, so that a front end that was itself busy, or asleep,
-        does not take that for the worker's silence."""
+        """One look at whether it is silent. Counts looks, not seconds: a front end that was itself busy must not take that for silence."""
         if self._generations:
             self._silent_ticks += 1
         else:
             self._silent_ticks = 0
 
     def give_up(self, error: LinkError) -> None:
-        """Ends the link now for this reason: the worker does not react any more, so that nothing is said to it."""
+        """Ends the link now, for this reason, without a goodbye: the worker no longer reacts."""
         self._error = error
         self.abort()
 
@@ -176,7 +175,7 @@ class WorkerLink(LinkProtocol):
         self.unbegun += 1
 
     def cancel(self, generation_id: bytes) -> None:
-        """Stops a generation that nobody reads any more."""
+        """Stops a generation that is no longer read."""
         if generation_id in self._generations and not self.lost.done():
             self._write_soon(encode_frame(Cancel((generation_id,))))
 
@@ -190,7 +189,7 @@ class WorkerLink(LinkProtocol):
             self._write_soon(encode_frame(SnapshotRequest()))
 
     async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
-        """What the worker knows of these; nothing of those that it does not know, and nothing when the link is lost meanwhile."""
+        """The worker's reports about these sessions. Unknown ones are left out; empty when the link is lost."""
         if self.lost.done():
             return ()
         self._next_query += 1
@@ -291,8 +290,8 @@ class WorkerLink(LinkProtocol):
         half = len(step.segments) // 2
         for index, segment in enumerate(step.segments):
             if index == half:
-                # It runs when half of the readers woken by this step have: so the next step is on its way while the
-                # other half runs, and still holds all that was made while the first half did.
+                # Runs after half of the readers that this step wakes. So the next step is under way while the other half runs, and it
+                # contains all tokens that were made while the first half ran.
                 self._loop.call_soon(self._write_soon, _READY)
             generation = generations.get(segment.id)
             if generation is None:
@@ -323,7 +322,7 @@ class WorkerLink(LinkProtocol):
                 generation.end(GenerationFault(fault))
 
     def _breach(self, segment: Segment, generation: Generation, error: StreamError) -> None:
-        """One generation's stream is broken: it fails, loudly; the link and the others go on."""
+        """One generation's stream is broken: that generation fails, with an error in the log. The link and the others go on."""
         log.error("generation %s broke its stream: %s", segment.id.hex(), error)
         generation.end(GenerationFault(Fault("stream_breach", f"the stream from the worker broke: {error}")))
         generation.mailbox = Mailbox(Doorbell())
@@ -340,13 +339,13 @@ class WorkerLink(LinkProtocol):
         self.welcome.set_result(welcome)
 
     def _write_soon(self, frame: bytes) -> None:
-        """The first that is said in a turn of the loop goes out at once, the rest of that turn in few writes."""
+        """The first frame of a turn of the event loop is written at once, the others of that turn in few writes."""
         self._outgoing.append(frame)
         if not self._gathering:
             self._gathering = True
             self._loop.call_soon(self._end_of_turn)
             self._write()
-        elif len(self._outgoing) == MESSAGES_A_WRITE:
+        elif len(self._outgoing) == MESSAGES_PER_WRITE:
             self._write()
 
     def _end_of_turn(self) -> None:
@@ -361,7 +360,7 @@ class WorkerLink(LinkProtocol):
 
 
 async def connect(address: Address, front_end: str, secret: str) -> tuple[WorkerLink, Welcome]:
-    """Opens a link and shakes hands. Raises LinkError when that fails; nothing is left open then."""
+    """Opens a link and does the handshake. Raises LinkError when that fails, and leaves nothing open."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):

@@ -54,7 +54,7 @@ class WorkerServer:
 
     @property
     def port(self) -> int:
-        """The TCP port in use, which matters when it was given as 0."""
+        """The TCP port in use, also when 0 was given."""
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -70,7 +70,7 @@ class WorkerServer:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """A socket that only this user can connect to; what an earlier worker left behind at its path is removed."""
+    """A socket that only this user can connect to. Removes a socket that an earlier worker left at this path."""
     if Path(path).is_socket():
         Path(path).unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

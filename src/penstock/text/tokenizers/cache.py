@@ -31,8 +31,8 @@ def default_directory(environment: Mapping[str, str] = os.environ) -> Path:
 class TokenizerCache:
     """Finds tokenizers by fingerprint: in the files of `model`, then in `directory`, else with the caller's `fetch`.
 
-    What was fetched is used and stored only if its hash is the fingerprint. Without a directory, or where it cannot be written, nothing
-    is stored. A file of the directory that was damaged is fetched again.
+    A fetched tokenizer is used and stored only if its hash is the fingerprint. Without a directory, or if it cannot be written, nothing is
+    stored. A damaged file in the directory is fetched again.
     """
 
     def __init__(self, directory: Path | None = None, model: Path | None = None) -> None:
@@ -40,7 +40,7 @@ class TokenizerCache:
         self._model = model
 
     async def load(self, wanted: str, fetch: Fetch | None = None) -> Tokenizer:
-        """Raises ConfigError when what was found cannot serve, and what `fetch` raises. Reads and parses in a thread."""
+        """Raises ConfigError for a tokenizer that cannot be used, and what `fetch` raises. Reads and parses in a thread."""
         packed = await asyncio.to_thread(self.find, wanted)
         if packed is not None:
             return await asyncio.to_thread(packed.load)
@@ -55,7 +55,7 @@ class TokenizerCache:
         return tokenizer
 
     def find(self, wanted: str) -> PackedTokenizer | None:
-        """The tokenizer with this fingerprint, if it is on this machine. Raises ConfigError for what is no fingerprint."""
+        """The tokenizer with this fingerprint, if it is on this machine. Raises ConfigError for an invalid fingerprint."""
         if wanted == BUILT_IN:
             return PackedTokenizer(BUILT_IN)
         if not _FINGERPRINT.fullmatch(wanted):

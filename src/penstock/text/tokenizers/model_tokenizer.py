@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import tokenizers
 
-from penstock.text.detokenizer import ByteDetokenizer, ByteTables, Detokenizer, PieceDetokenizer, StepDetokenizer
+from penstock.text.detokenizer import ByteDetokenizer, ByteTables, Detokenizer, StepDetokenizer
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizers.cuts import SLICE, any_of, by_first_letter, can_slice, find_all, separators, slices
 from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, Answer, ChatPrompt
@@ -78,9 +78,6 @@ class ModelTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
-
-    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
-        return self.encode_part(self.render_chat(prompt))
 
     def render_chat(self, prompt: ChatPrompt) -> str:
         return self._templates.render(prompt)
@@ -159,10 +156,8 @@ class ModelTokenizer:
         return self._pieces[token_id]
 
     def detokenizer(self, visible: frozenset[str] = frozenset(), skip_special_tokens: bool = True) -> Detokenizer:
-        if self._is_byte_level:
-            return ByteDetokenizer(self._tables.find(visible, skip_special_tokens))
-        if self._is_sentence_piece:
-            return PieceDetokenizer(self._tables.find(visible, skip_special_tokens), self._strips)
+        if self._is_byte_level or self._is_sentence_piece:
+            return ByteDetokenizer(self._tables.find(visible, skip_special_tokens), self._strips)
         return StepDetokenizer(self._tokenizer, self._tables.shown(visible, skip_special_tokens))
 
     def _find_around(self) -> tuple[Sequence[int], Sequence[int]]:

@@ -24,7 +24,7 @@ class TokenizerSource(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     """All that a model's tokenizer is made from, wherever it was read.
 
     `definition` is the text of a `tokenizer.json`, `named_tokens` are those that a template may use by name, `templates` are the chat
-    templates by name. `size` is that of the model's vocabulary where it is known, else 0.
+    templates by name. `size` is the size of the model's vocabulary, 0 if unknown.
     """
 
     definition: str
@@ -69,11 +69,6 @@ def pack_tokenizer(model: Path | None) -> PackedTokenizer:
 
 def fingerprint(packed: bytes) -> str:
     return hashlib.sha256(packed).hexdigest()
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """`words`, a GGUF file or a model directory. Raises ConfigError when the file or directory cannot serve."""
-    return WordTokenizer() if name == BUILT_IN else read_source(Path(name)).load()
 
 
 def read_source(model: Path) -> TokenizerSource:

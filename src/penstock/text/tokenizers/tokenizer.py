@@ -96,9 +96,6 @@ class Tokenizer(Protocol):
     def encode_infill(self, prefix: str, suffix: str) -> list[int] | None:
         """The tokens of a prompt to write the text between the two. None if the vocabulary has no tokens for that."""
 
-    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
-        """The tokens of a chat: those of the parts of its rendered text, in order."""
-
     def render_chat(self, prompt: ChatPrompt) -> str:
         """The text of a chat, special tokens included. Raises RequestError if the model's template refuses it. Thread-safe."""
 

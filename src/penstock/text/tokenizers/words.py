@@ -125,9 +125,6 @@ class WordTokenizer:
     def encode_infill(self, prefix: str, suffix: str) -> list[int] | None:  # noqa: ARG002
         return None
 
-    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
-        return [token_id for part in self.parts(self.render_chat(prompt)) for token_id in self.encode_part(part)]
-
     def render_chat(self, prompt: ChatPrompt) -> str:
         """Roles and contents. Tools and documents are JSON in messages of their own, calls are text after the content."""
         if prompt.template not in (None, "default"):

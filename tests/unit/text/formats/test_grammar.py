@@ -18,7 +18,7 @@ from penstock.text.formats.grammar import MAX_GRAMMAR_BYTES, after_reasoning, to
 from penstock.text.formats.make import make_parser
 from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 from penstock.text.output import CallArguments, CallBegin, CallEnd, Part, Reasoning, joined
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.wire.errors import GrammarError, RequestError
 from penstock.wire.messages import Grammar
 from schemas import CASES
@@ -270,7 +270,7 @@ def test_many_tools() -> None:
 @pytest.mark.parametrize("tool_format", ["hermes", "llama3_json", "qwen3_coder", None])
 def test_the_default_models_vocabulary(tool_format: str | None) -> None:
     """It has none of the markers for tokens: they are spelled out."""
-    tokenizer = load_tokenizer(str(find_default_model()))
+    tokenizer = pack_tokenizer(find_default_model()).load()
     assert tokenizer.definition is not None
     compiler = GrammarCompiler(tokenizer.definition, tokenizer.vocab_size, frozenset({tokenizer.end_id}))
     read_with, grammar = tool_grammar(tool_format, SENSIBLE, True, "think", False)

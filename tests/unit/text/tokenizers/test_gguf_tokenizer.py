@@ -22,9 +22,10 @@ from penstock.text.tokenizers.gguf_file import read_gguf
 from penstock.text.tokenizers.gguf_tokenizer import read_gguf_tokenizer
 from penstock.text.tokenizers.model_settings import ModelSettings
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.wire.errors import ConfigError, RequestError
+from tokenizer_kinds import encode_chat
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,7 +59,7 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="module")
 def smollm() -> ModelTokenizer:
-    loaded = load_tokenizer(str(default_model()))
+    loaded = pack_tokenizer(default_model()).load()
     assert isinstance(loaded, ModelTokenizer)
     return loaded
 
@@ -126,7 +127,7 @@ def test_the_default_model_is_as_in_transformers(smollm: ModelTokenizer) -> None
             compared += 1
     assert compared > 200
     chat: list[Any] = [{"role": "user", "content": "How deep is the sea?"}]
-    assert smollm.encode_chat(ChatPrompt(chat)) == reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert encode_chat(smollm, ChatPrompt(chat)) == reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
 
 
 def test_text_survives(smollm: ModelTokenizer) -> None:
@@ -148,7 +149,7 @@ def test_control_tokens_are_special(smollm: ModelTokenizer) -> None:
 
 
 def test_the_chat_template_renders(smollm: ModelTokenizer) -> None:
-    token_ids = smollm.encode_chat(ChatPrompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]))
+    token_ids = encode_chat(smollm, ChatPrompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]))
     assert (token_ids[0], token_ids.count(1), token_ids.count(2)) == (1, 3, 2)
     assert smollm.decode(token_ids) == "system\nBe brief.\nuser\nHi\nassistant\n"
 
@@ -270,7 +271,7 @@ def test_kinds_of_tokens(tmp_path: Path) -> None:
     tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values)).load()
     first, end, tool, unused = (tokens.index(token) for token in ("<s>", "</s>", "<tool>", "[PAD]"))
     # The template has its own first token: no second one.
-    assert tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": "<tool>"}])) == [first, tool, end]
+    assert encode_chat(tokenizer, ChatPrompt([{"role": "user", "content": "<tool>"}])) == [first, tool, end]
     assert tokenizer.decode([first, tool, end]) == "<tool>"
     assert unused not in tokenizer.encode("[PAD]")
     assert tool in tokenizer.ordinary_ids
@@ -281,7 +282,7 @@ def test_kinds_of_tokens(tmp_path: Path) -> None:
 def test_a_file_without_a_template_refuses_a_chat(tmp_path: Path) -> None:
     tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", byte_level_values())).load()
     with pytest.raises(RequestError, match="no chat template"):
-        tokenizer.encode_chat(ChatPrompt([{"role": "user", "content": "x"}]))
+        encode_chat(tokenizer, ChatPrompt([{"role": "user", "content": "x"}]))
 
 
 def sentence_piece_values(**changes: Any) -> dict[str, Any]:
@@ -359,7 +360,7 @@ def test_sentence_pieces_serve_the_grammar_library(tmp_path: Path) -> None:
 def test_what_cannot_serve_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", byte_level_values(**changes))
     with pytest.raises(ConfigError, match=message) as refused:
-        load_tokenizer(str(path))
+        pack_tokenizer(path).load()
     assert str(path) in str(refused.value)
 
 
@@ -375,9 +376,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ]:
         damaged.write_bytes(content)
         with pytest.raises(ConfigError, match=r"damaged\.gguf"):
-            load_tokenizer(str(damaged))
+            pack_tokenizer(damaged).load()
     with pytest.raises(ConfigError, match=r"missing\.gguf: cannot read it: No such file"):
-        load_tokenizer(str(tmp_path / "missing.gguf"))
+        pack_tokenizer(tmp_path / "missing.gguf").load()
 
 
 def test_no_damage_goes_unnoticed_as_anything_but_a_config_error(tmp_path: Path) -> None:
@@ -394,4 +395,4 @@ def test_no_damage_goes_unnoticed_as_anything_but_a_config_error(tmp_path: Path)
 
 def test_a_model_in_several_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"split\.count is 3: expected 1"):
-        load_tokenizer(str(write(tmp_path / "part.gguf", byte_level_values() | {"split.count": 3})))
+        pack_tokenizer(write(tmp_path / "part.gguf", byte_level_values() | {"split.count": 3})).load()

@@ -13,9 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.text.detokenizer import StepDetokenizer
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
-from penstock.text.tokenizers.source import load_tokenizer
+from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.wire.errors import ConfigError, RequestError
+from tokenizer_kinds import encode_chat
 
 CORPUS = ["the water flows under pressure", "größer als 100 €", "日本語のテキスト 😀", "def f(x):\n    return x"] * 4
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -29,7 +30,7 @@ def save(directory: Path, tokenizer: tokenizers.Tokenizer, settings: dict[str, o
 
 
 def load(directory: Path) -> ModelTokenizer:
-    loaded = load_tokenizer(str(directory))
+    loaded = pack_tokenizer(directory).load()
     assert isinstance(loaded, ModelTokenizer)
     return loaded
 
@@ -106,7 +107,7 @@ def test_steps_hold_incomplete_characters_back(byte_level: ModelTokenizer) -> No
 
 
 def test_the_template_is_rendered_and_ends_with_the_assistants_turn(byte_level: ModelTokenizer) -> None:
-    token_ids = byte_level.encode_chat(ChatPrompt([{"role": "user", "content": "water"}]))
+    token_ids = encode_chat(byte_level, ChatPrompt([{"role": "user", "content": "water"}]))
     assert byte_level.decode(token_ids) == "<|user|>water<|assistant|>"
 
 
@@ -118,7 +119,7 @@ def test_the_end_token_is_special_and_not_text(byte_level: ModelTokenizer, sente
 
 def test_a_model_without_a_template_refuses_a_chat(sentence_piece: ModelTokenizer) -> None:
     with pytest.raises(RequestError, match="no chat template"):
-        sentence_piece.encode_chat(ChatPrompt([{"role": "user", "content": "x"}]))
+        encode_chat(sentence_piece, ChatPrompt([{"role": "user", "content": "x"}]))
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentence_piece"])
@@ -133,7 +134,7 @@ def test_the_definition_makes_the_same_tokenizer(byte_level: ModelTokenizer) -> 
     assert byte_level.definition is not None
     again = tokenizers.Tokenizer.from_str(byte_level.definition)
     assert [again.encode(text).ids for text in CORPUS] == [byte_level.encode(text) for text in CORPUS]
-    assert load_tokenizer("words").definition is None
+    assert pack_tokenizer(None).load().definition is None
 
 
 @pytest.mark.parametrize("eos", [None, "<none>", {"content": "<none>"}])
@@ -141,16 +142,16 @@ def test_an_end_token_that_is_none_is_named(eos: object, tmp_path: Path, byte_le
     assert byte_level.definition is not None
     directory = save(tmp_path, tokenizers.Tokenizer.from_str(byte_level.definition), {"eos_token": eos})
     with pytest.raises(ConfigError, match="eos_token is"):
-        load_tokenizer(str(directory))
+        pack_tokenizer(directory).load()
 
 
 def test_a_template_that_is_none_is_refused_at_once(tmp_path: Path, byte_level: ModelTokenizer) -> None:
     assert byte_level.definition is not None
     broken: dict[str, object] = {"eos_token": "<eos>", "chat_template": "{% for %}"}
     with pytest.raises(ConfigError, match="chat template is wrong in line 1"):
-        load_tokenizer(str(save(tmp_path, tokenizers.Tokenizer.from_str(byte_level.definition), broken)))
+        pack_tokenizer(save(tmp_path, tokenizers.Tokenizer.from_str(byte_level.definition), broken)).load()
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
+        pack_tokenizer(tmp_path).load()

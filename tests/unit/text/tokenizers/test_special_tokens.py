@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from penstock.text.detokenizer import MAX_TABLES, ByteDetokenizer, ByteTables, PieceDetokenizer, StepDetokenizer
+from penstock.text.detokenizer import MAX_TABLES, ByteDetokenizer, ByteTables, StepDetokenizer
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
@@ -80,8 +80,8 @@ def test_steps_break_characters_off_as_well() -> None:
     assert detokenizer.finish() == ""
 
 
-def test_there_are_three_kinds_of_detokenizers() -> None:
-    kinds = {"smollm": ByteDetokenizer, "llama2": PieceDetokenizer, "stepwise": StepDetokenizer}
+def test_there_are_two_kinds_of_detokenizers() -> None:
+    kinds = {"smollm": ByteDetokenizer, "llama2": ByteDetokenizer, "stepwise": StepDetokenizer}
     assert {kind: type(tokenizer_of(kind).detokenizer(frozenset({"</s>"}))) for kind in kinds} == kinds
 
 
