@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.api.app import Services, make_app
 from penstock.api.auth.gate import Gate
-from penstock.api.auth.keys import Keyring, KeySettings
+from penstock.api.auth.keys import Keyring
 from penstock.api.models import Models
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
@@ -19,7 +19,7 @@ from penstock.api.responses.store import SqliteStore
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
-from penstock.config.front_end import Limits, ResumeLimits
+from penstock.config.front_end import KeySettings, Limits, ResumeLimits
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import MemoryStore
 from penstock.stream.mailbox import Mailbox

@@ -11,7 +11,6 @@ from typing import Any, Self
 from penstock.backends.simulated_tokens import tokens_between
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cluster.dispatch import Dispatcher, Production
-from penstock.cluster.links.link import UnixAddress
 from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
@@ -24,6 +23,7 @@ from penstock.router.policy import Hints
 from penstock.router.router import Router
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.text.tokenizers.cache import Fetch
+from penstock.wire.address import UnixAddress
 from penstock.wire.errors import GenerationFault, PenstockError
 from penstock.wire.messages import Delta, Fault, ModelInfo, Submit, Terminal
 from penstock.worker.runtime import WorkerRuntime

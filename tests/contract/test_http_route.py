@@ -29,7 +29,7 @@ from contract.backends.setups import SETUPS
 from cpu_engines import sglang_flags, vllm_flags
 from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest
 from penstock.backends.http.engine import HttpEngine
-from penstock.backends.http.settings import HttpEngineSettings
+from penstock.config.engines import HttpEngineSettings
 from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.wire.messages import Sampling
 

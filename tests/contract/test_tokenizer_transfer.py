@@ -13,12 +13,13 @@ from typing import Self
 import pytest
 
 from penstock.api.models import Models
-from penstock.cluster.links.link import UnixAddress, proof
+from penstock.cluster.links.link import proof
 from penstock.cluster.links.worker_link import connect
 from penstock.cluster.pool import WorkerPool
 from penstock.text.tokenizers.cache import TokenizerCache
 from penstock.text.tokenizers.source import PackedTokenizer, fingerprint, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
+from penstock.wire.address import UnixAddress
 from penstock.wire.codec import FrameReader, encode_frame
 from penstock.wire.errors import ConfigError, FrameMalformed, LinkBroken, LinkError
 from penstock.wire.messages import (

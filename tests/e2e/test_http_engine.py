@@ -17,7 +17,7 @@ from chat_model import chat_model
 from e2e.harness import Server, wait_until
 from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest
 from penstock.backends.http.engine import HttpEngine, probe
-from penstock.backends.http.settings import HttpEngineSettings, Route
+from penstock.config.engines import HttpEngineSettings, Route
 from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.messages import Sampling

@@ -60,7 +60,7 @@ def test_only_known_keys_come_in_and_none_is_to_be_seen(serve: Callable[..., Ser
     assert server.stop() == 0
     for shown in (metrics, "\n".join(server.log)):
         assert "psk-" not in shown
-    assert any("API keys that may come in: 3" in line for line in server.log)
+    assert any("API keys that are accepted: 3" in line for line in server.log)
 
 
 def test_a_key_is_revoked_without_a_restart(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -166,4 +166,4 @@ def test_an_empty_variable_is_no_open_door() -> None:
     environment = {**os.environ, "PENSTOCK_API_KEY": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
     assert done.returncode == 2
-    assert "PENSTOCK_API_KEY is set but has no key" in done.stderr
+    assert "PENSTOCK_API_KEY is set but empty" in done.stderr

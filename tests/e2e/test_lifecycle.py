@@ -207,9 +207,9 @@ def test_a_port_in_use_is_told_once(server: Server) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["serve", "--workers", "0"], "--workers is 0: expected more than 0"),
-        (["serve", "--port", "70000"], "--port is 70000: expected 0 to 65535"),
-        (["serve", "--step-ms", "-1"], "--step-ms is -1.0: expected 0 or more"),
+        (["serve", "--workers", "0"], "--workers is 0: expected 1 or more"),
+        (["serve", "--port", "70000"], "--port is 70000: expected 0 to 65,535"),
+        (["serve", "--step-ms", "-1"], "--step-ms is -1: expected 0 or more"),
         (["serve", "--model", "/nowhere"], "--model /nowhere"),
         (["worker", "--engine", "simulator", "--listen", "nowhere"], "expected unix:/path or tcp://host:port"),
         (["worker", "--engine", "simulator", "--listen", "tcp://127.0.0.1:0"], "needs a shared secret; set PENSTOCK_LINK_SECRET"),

@@ -111,7 +111,7 @@ def test_the_base_imports_no_extra() -> None:
     )
     program = f"""
 import sys
-import penstock.cli.main, penstock.cli.compose, penstock.cli.settings
+import penstock.cli.main, penstock.cli.compose
 found = [name for name in {extras.split()!r} if name in sys.modules]
 assert not found, found
 """

@@ -1,4 +1,4 @@
-"""`penstock bench`: its flags, and its parts put together. What is heavy is imported when it runs."""
+"""`penstock bench`: its settings and its wiring. Heavy libraries are imported when it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import random
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from penstock.config.resolve import add_flags, resolve
+from penstock.config.setting import narrowed, setting, settings_of
 from penstock.wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,108 +27,80 @@ if TYPE_CHECKING:
     from penstock.bench.load import Load, Progress
     from penstock.bench.report import Report
 
-ENDPOINTS = ("completions", "chat")
-MOST_SEED = 2**62
+MAX_SEED = 2**62 - 1
 INTERRUPTED = 130
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("--url has a user or password in it: use --api-key-env")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("expected an address such as http://127.0.0.1:8000")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    url: str
-    model: str | None
-    endpoint: str
-    api_key_variable: str | None
-    timeout: float
-    concurrency: int
-    requests: int
-    max_tokens: int
-    prompt_tokens: int
-    seed: int
-    ignore_eos: bool
-    verify: bool
-    tokenizer: Path | None
-    processes: tuple[str, ...]
-    json: Path | None
-    plot: Path | None
-    progress: bool
+    """What to ask of a server, and what to report."""
+
+    url: str = setting("http://127.0.0.1:8000", "address of the server", group="server under test", unit="URL", parse=_url)
+    model: str | None = setting(None, "model to ask for", group="server under test", unit="NAME", unset="the server's first")
+    endpoint: str = setting("completions", "endpoint to use", group="server under test", choices=("completions", "chat"))
+    api_key_env: str | None = setting(None, "environment variable that has the API key", group="server under test", unit="VARIABLE")
+    timeout: float = setting(600.0, "longest time that a request may take", group="server under test", unit="SECONDS", above=0)
+    concurrency: int = setting(64, "requests at the same time", group="load", unit="N", minimum=1, aliases=("-c",))
+    requests: int = setting(256, "requests in total", group="load", unit="N", minimum=1, aliases=("-n",))
+    max_tokens: int = setting(128, "tokens to generate per request", group="load", unit="TOKENS", minimum=1)
+    prompt_tokens: int = setting(16, "words per prompt; all prompts differ", group="load", unit="WORDS", minimum=1)
+    seed: int | None = setting(
+        None,
+        "seed of the first request; each further one has the next",
+        group="load",
+        unit="N",
+        minimum=0,
+        maximum=MAX_SEED,
+        unset="random",
+    )
+    ignore_eos: bool = setting(True, "send `ignore_eos`; switch it off for servers that refuse it", group="load")
+    verify: bool = setting(False, "compare every stream with the text that the simulator must make", group="report")
+    tokenizer: Path | None = setting(
+        None,
+        "model directory or GGUF file with the server's tokenizer, for --verify",
+        group="report",
+        unit="PATH",
+        unset="the tokenizer cache of this machine",
+    )
+    processes: tuple[str, ...] = setting(
+        (),
+        "measure CPU and memory of this process: NAME=PID, or a part of its command line, such as frontend; repeat for several",
+        group="report",
+        name="process",
+        unit="NAME",
+    )
+    json: Path | None = setting(None, "write all figures to this file", group="report", unit="FILE")
+    plot: Path | None = setting(None, "write a picture (PNG) to this file", group="report", unit="FILE")
+    progress: bool = setting(True, "show a progress bar", group="report")
 
 
 def add_bench_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="load an OpenAI-compatible server, measure it, and verify every token of the simulator's",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        epilog="Exit status: 0 when every request succeeded and, with --verify, no token was lost, repeated or reordered; else 1. "
-        "2: a setting that cannot work. 130: interrupted with Ctrl-C; what was measured until then is reported.",
+        help="load an OpenAI-compatible server, measure it, and verify every token of the simulator",
+        epilog="Exit status: 0 if every request succeeded and, with --verify, no token was lost, repeated or reordered; else 1. "
+        "2: a setting that cannot work. 130: interrupted with Ctrl-C; the figures so far are reported.",
     )
-    group = parser.add_argument_group("server")
-    group.add_argument("--url", default="http://127.0.0.1:8000", help="where it is")
-    group.add_argument("--model", metavar="NAME", help="the model to ask for (default: the server's first)", default=argparse.SUPPRESS)
-    group.add_argument("--endpoint", choices=ENDPOINTS, default="completions", help="which of its endpoints to use")
-    group.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="the environment variable that has the bearer token", default=argparse.SUPPRESS
-    )
-    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="the longest that a request may take")
-    group = parser.add_argument_group("load")
-    group.add_argument("-c", "--concurrency", type=int, default=64, metavar="N", help="requests at a time")
-    group.add_argument("-n", "--requests", type=int, default=256, metavar="N", help="requests in all")
-    group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to generate for each")
-    group.add_argument("--prompt-tokens", type=int, default=16, metavar="N", help="words in each prompt; no two prompts are the same")
-    group.add_argument(
-        "--seed", type=int, help="seed of the first request; each has the next (default: drawn anew)", default=argparse.SUPPRESS
-    )
-    group.add_argument("--no-ignore-eos", action="store_true", help="do not send `ignore_eos`, for servers that refuse it")
-    group = parser.add_argument_group("what to look at")
-    group.add_argument("--verify", action="store_true", help="compare every stream with the text that the simulator must have made")
-    group.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="a model directory or GGUF file with the server's tokenizer, for --verify (default: the tokenizer cache of this machine)",
-        default=argparse.SUPPRESS,
-    )
-    group.add_argument(
-        "--process",
-        action="append",
-        metavar="NAME",
-        help="measure CPU and memory of this process: NAME=PID, or a part of its command line, such as frontend; repeat for each",
-        default=argparse.SUPPRESS,
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write all figures there", default=argparse.SUPPRESS)
-    group.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (PNG) there", default=argparse.SUPPRESS)
-    group.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add_flags(parser, settings_of(BenchSettings))
 
 
 def bench_settings(arguments: argparse.Namespace) -> BenchSettings:
-    given: Mapping[str, Any] = vars(arguments)
-    for flag in ("concurrency", "requests", "max_tokens", "prompt_tokens", "timeout"):
-        if not given[flag] > 0:
-            raise ConfigError(f"--{flag.replace('_', '-')} is {given[flag]}: expected more than 0")
-    seed = given.get("seed", random.getrandbits(31))
-    if not 0 <= seed < MOST_SEED:
-        raise ConfigError(f"--seed is {seed}: expected 0 or more, and less than 2^62")
-    if arguments.verify and arguments.no_ignore_eos:
+    """Only flags count here. Raises ConfigError."""
+    settings = resolve(settings_of(BenchSettings), arguments, {}, {}).build(BenchSettings)
+    if settings.verify and not settings.ignore_eos:
         raise ConfigError("--verify needs `ignore_eos`, to know where each text ends: leave out --no-ignore-eos")
-    return BenchSettings(
-        url=_url(arguments.url),
-        model=given.get("model"),
-        endpoint=arguments.endpoint,
-        api_key_variable=given.get("api_key_env"),
-        timeout=arguments.timeout,
-        concurrency=arguments.concurrency,
-        requests=arguments.requests,
-        max_tokens=arguments.max_tokens,
-        prompt_tokens=arguments.prompt_tokens,
-        seed=seed,
-        ignore_eos=not arguments.no_ignore_eos,
-        verify=arguments.verify,
-        tokenizer=given.get("tokenizer"),
-        processes=tuple(given.get("process", ())),
-        json=_writable("--json", given.get("json")),
-        plot=_writable("--plot", given.get("plot")),
-        progress=not arguments.no_progress,
-    )
+    _check_writable("--json", settings.json)
+    _check_writable("--plot", settings.plot)
+    return settings
 
 
 def run_bench(parsed: argparse.Namespace) -> int:
@@ -148,20 +122,12 @@ async def _bench(settings: BenchSettings) -> int:
     from penstock.bench.report import make_report
     from penstock.bench.verify import make_verifier
 
-    async with Client(settings.url, settings.endpoint, settings.timeout, _api_key(settings.api_key_variable)) as client:
+    async with Client(settings.url, settings.endpoint, settings.timeout, _api_key(settings.api_key_env)) as client:
         model = await _model(client, settings)
         verifier = make_verifier(model.engine, model.tokenizer, settings.tokenizer) if settings.verify else None
         processes = find_processes(settings.processes)
-        workload = Workload(
-            model.id,
-            settings.endpoint,
-            settings.requests,
-            settings.concurrency,
-            settings.max_tokens,
-            settings.prompt_tokens,
-            settings.seed,
-            settings.ignore_eos,
-        )
+        seed = random.getrandbits(31) if settings.seed is None else settings.seed
+        workload = narrowed(settings, Workload, model=model.id, seed=seed)
         load = Load(client, workload)
         gc.collect()
         gc.freeze()
@@ -171,7 +137,7 @@ async def _bench(settings: BenchSettings) -> int:
     verification = verifier.verify(load.streams, settings.max_tokens) if verifier is not None else None
     about = {"url": settings.url, "verify": settings.verify, "timeout": settings.timeout, **asdict(workload)}
     report = make_report(load, processes, verification, about)
-    _hand_out(settings, load, report)
+    _write_report(settings, load, report)
     if load.interrupted:
         return INTERRUPTED
     return 0 if report.is_good else 1
@@ -193,7 +159,7 @@ async def _model(client: Client, settings: BenchSettings) -> Model:
     raise ConfigError(f"--model is {settings.model!r}: the server has {known}")
 
 
-def _hand_out(settings: BenchSettings, load: Load, report: Report) -> None:
+def _write_report(settings: BenchSettings, load: Load, report: Report) -> None:
     from rich.console import Console
 
     from penstock.bench.plot import write_plot
@@ -224,17 +190,8 @@ def _progress(settings: BenchSettings) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError("--url has a user or password in it: use --api-key-env")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"--url is {text!r}: expected an address such as http://127.0.0.1:8000")
-    return text.rstrip("/").removesuffix("/v1")
-
-
 def _api_key(variable: str | None) -> str | None:
-    """The key is taken from the environment, never from the command line, where others could read it."""
+    """The API key, from the environment: other users of the machine can read command lines."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -243,16 +200,15 @@ def _api_key(variable: str | None) -> str | None:
     return key
 
 
-def _writable(flag: str, path: Path | None) -> Path | None:
-    """Says now, not after the run, that a file cannot be written."""
+def _check_writable(flag: str, path: Path | None) -> None:
+    """Raises ConfigError before the run for a file that cannot be written after it."""
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         raise ConfigError(f"{flag} is {path}: it cannot be written")
-    return path
 
 
 def _raise_file_limit(connections: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # some systems cap it lower; then what is, is
+    with contextlib.suppress(ValueError, OSError):  # some systems cap it lower: keep the current limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and connections + 32 > soft:

@@ -1,4 +1,4 @@
-"""`penstock doctor`: which engines can be used here, in which versions, and what each of them gives."""
+"""`penstock doctor`: the engines that can run here, their versions and features."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 
 from penstock import __version__
 from penstock.backends.external.engine import EngineReport, Feature
+from penstock.config.engines import HttpEngineSettings
+from penstock.config.resolve import resolve
+from penstock.config.setting import settings_of
 from penstock.wire.errors import ConfigError
 
 EXIT_PROBLEM = 1
@@ -21,26 +24,26 @@ _OWN_FEATURES = ("sessions", "KV events", "logprobs", "prompt logprobs")
 
 
 def add_doctor_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor", help="which engines can be used here, and what each gives: sessions, KV events, logprobs, grammar …"
-    )
+    parser = commands.add_parser("doctor", help="engines that can run here, and their features: sessions, KV events, logprobs, grammar …")
     parser.add_argument(
         "--engine",
         action="append",
         choices=[*sorted(REPORTS), HTTP],
         metavar="NAME",
-        help=f"only this one, of {', '.join(sorted(REPORTS))} and, with --url, {HTTP}; repeat for each",
+        help=f"only this engine: {', '.join(sorted(REPORTS))}, or {HTTP} with --url; repeat for several (default: all)",
     )
-    parser.add_argument("--url", metavar="URL", help="ask the engine that runs behind this address, as --engine http would")
-    parser.add_argument("--upstream-model", metavar="NAME", help="the model's name there (default: the only one that it has)")
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--url", metavar="URL", help="examine the engine behind this address, as --engine http would")
+    parser.add_argument("--upstream-model", metavar="NAME", help="name of the model there (default: the only model of the server)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run_doctor(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> int:
-    """Exits with a problem where one that was asked for by name has one."""
+    """Returns EXIT_PROBLEM if an engine that was named has a problem."""
     names = arguments.engine or ([] if arguments.url else list(REPORTS))
     if arguments.url is None and (HTTP in names or arguments.upstream_model is not None):
-        raise ConfigError("--engine http and --upstream-model need --url, that of the engine's server, such as http://127.0.0.1:30000")
+        raise ConfigError(
+            "--engine http and --upstream-model need --url: the address of the engine's server, such as http://127.0.0.1:30000"
+        )
     reports = [REPORTS[name]() for name in names if name != HTTP]
     if arguments.url:
         reports.append(_report_http(arguments.url, arguments.upstream_model, environment))
@@ -67,7 +70,7 @@ def describe(report: EngineReport) -> str:
 
 def _report_simulator() -> EngineReport:
     features = [Feature(name, is_available=True) for name in _OWN_FEATURES]
-    grammar = Feature("grammar", is_available=False, detail="its tokens follow from the seed")
+    grammar = Feature("grammar", is_available=False, detail="its tokens depend on the seed only")
     return EngineReport("simulator", __version__, "always", None, (*features, grammar, _NO_DISAGGREGATION))
 
 
@@ -101,12 +104,14 @@ def _report_sglang() -> EngineReport:
 
 def _report_http(url: str, upstream_model: str | None, environment: Mapping[str, str]) -> EngineReport:
     from penstock.backends.http.engine import probe
-    from penstock.backends.http.settings import HttpEngineSettings, api_key_from
 
-    return asyncio.run(probe(HttpEngineSettings(url=url, model_name=upstream_model, api_key=api_key_from(environment))))
+    flags = argparse.Namespace(
+        engine_url=("--url", [url]), **({"upstream_model": ("--upstream-model", [upstream_model])} if upstream_model else {})
+    )
+    return asyncio.run(probe(resolve(settings_of(HttpEngineSettings), flags, environment, {}).build(HttpEngineSettings)))
 
 
-_NO_DISAGGREGATION = Feature("disaggregation", is_available=False, detail="prefill and decode are in one worker")
+_NO_DISAGGREGATION = Feature("disaggregation", is_available=False, detail="prefill and decode run in one worker")
 
 REPORTS: dict[str, Callable[[], EngineReport]] = {
     "embedded": _report_embedded,

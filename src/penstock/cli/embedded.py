@@ -6,9 +6,19 @@ import logging
 import time
 from collections.abc import Callable
 
-from penstock.cli.models import model_name
-from penstock.cli.settings import WorkerSettings
-from penstock.config.engines import EmbeddedSettings, EngineConfig
+from penstock.cli.engines import model_name
+from penstock.config.commands import WorkerSettings
+from penstock.config.engines import (
+    CPU_KV_GIB,
+    CPU_TOKEN_BUDGET,
+    GPU_KV_SHARE,
+    GPU_TOKEN_BUDGET,
+    PAGE_SIZE,
+    EmbeddedSettings,
+    EngineConfig,
+)
+from penstock.config.setting import narrowed
+from penstock.text.formats.make import choose_formats
 from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
@@ -30,30 +40,29 @@ except ImportError as missing:
 
 log = logging.getLogger(__name__)
 
-PAGE_SIZE = 16
 GIB = 2**30
-CPU_KV_MEMORY = 2.0
-SHARE_OF_GPU = 0.85
-CPU_TOKEN_BUDGET = 512
-GPU_TOKEN_BUDGET = 8192
 
 
 def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
-    """What is wrong with the model's files or the settings is told here, before anything heavy is loaded."""
+    """Mistakes in the settings and the model's files raise ConfigError here, before anything heavy is loaded."""
     path = find_default_model() if settings.model is None else settings.model.resolve()
     checkpoint = open_checkpoint(path)
     packed = pack_tokenizer(path)
     tokenizer = packed.load()
-    tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
-    device = _device(settings.embedded.device)
+    tool_parser, reasoning_parser = choose_formats(settings.parsers, tokenizer)
+    device = _device(settings.embedded)
     trained = covered_length(checkpoint.shape)
     context_length = settings.context_length or trained
     if context_length > trained:
-        log.warning("--context-length %d is beyond the %d tokens that the model is made for: stretched by YaRN", context_length, trained)
+        log.warning(
+            "--context-length %d is more than the %d tokens that the model was trained for: positions are stretched (YaRN)",
+            context_length,
+            trained,
+        )
     pages = _known_pages(settings.embedded, checkpoint.shape, device)
     if pages is not None and pages * PAGE_SIZE < context_length:
         context_length = pages * PAGE_SIZE
-        log.warning("the context is cut to %d tokens: there is no room for the KV of more; see --kv-memory", context_length)
+        log.warning("the context is cut to %d tokens: the KV memory has no room for more; see --kv-memory", context_length)
     info = ModelInfo(
         name=settings.served_name or model_name(path),
         engine="embedded",
@@ -83,18 +92,9 @@ def load_engine(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model = Model(checkpoint.shape, checkpoint.tensors(), context_length, dtype, device)
-    budget = CPU_TOKEN_BUDGET if device.type == "cpu" else GPU_TOKEN_BUDGET
-    config = EngineConfig(
-        context_length=context_length,
-        kv_pages=_known_pages(settings, checkpoint.shape, device) or _pages_in(_memory_left(device), checkpoint.shape, dtype),
-        page_size=PAGE_SIZE,
-        max_batch=settings.max_batch,
-        token_budget=settings.token_budget or budget,
-        lease_share=settings.lease_share,
-        max_sessions=settings.max_sessions,
-        session_grace=settings.session_grace,
-        reproducible=settings.reproducible,
-    )
+    budget = settings.token_budget or (CPU_TOKEN_BUDGET if device.type == "cpu" else GPU_TOKEN_BUDGET)
+    pages = _known_pages(settings, checkpoint.shape, device) or _pages_in(_memory_left(settings, device), checkpoint.shape, dtype)
+    config = narrowed(settings, EngineConfig, context_length=context_length, kv_pages=pages, token_budget=budget)
     end_ids = checkpoint.end_ids | {tokenizer.end_id}
     vocab_size = min(tokenizer.vocab_size, checkpoint.shape.vocab_size)
     compiler = None if tokenizer.definition is None else GrammarCompiler(tokenizer.definition, vocab_size, end_ids)
@@ -102,32 +102,43 @@ def load_engine(
 
 
 def _known_pages(settings: EmbeddedSettings, shape: ModelShape, device: torch.device) -> int | None:
-    """How many pages of KV there will be, where that does not depend on what the weights leave on a GPU."""
+    """The number of KV pages; None if it depends on the memory that the weights leave on a GPU."""
     if settings.kv_blocks is not None:
         return settings.kv_blocks
     if settings.kv_memory is None and device.type != "cpu":
         return None
-    return _pages_in(int((settings.kv_memory or CPU_KV_MEMORY) * GIB), shape, _dtype(device))
+    return _pages_in(int((settings.kv_memory or CPU_KV_GIB) * GIB), shape, _dtype(device))
 
 
 def _pages_in(memory: int, shape: ModelShape, dtype: torch.dtype) -> int:
     page_bytes = 2 * shape.layers * PAGE_SIZE * shape.kv_heads * shape.head_dim * dtype.itemsize
     if memory < page_bytes:
-        raise ConfigError(f"--kv-memory: {memory / GIB:.3f} GiB hold no page of {page_bytes:,} bytes, which {PAGE_SIZE} tokens need")
+        raise ConfigError(
+            f"the KV memory of {memory / GIB:.3f} GiB is too small: {PAGE_SIZE} tokens need {page_bytes:,} bytes; see --kv-memory"
+        )
     return memory // page_bytes
 
 
-def _memory_left(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_GPU)
+def _memory_left(settings: EmbeddedSettings, device: torch.device) -> int:
+    """Bytes for KV on a GPU that has the weights already."""
+    free, total = torch.cuda.mem_get_info(device)
+    if settings.gpu_memory_utilization is None:
+        return int(free * GPU_KV_SHARE)
+    return max(0, int(total * settings.gpu_memory_utilization) - (total - free))
 
 
 def _dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _device(name: str) -> torch.device:
+def _device(settings: EmbeddedSettings) -> torch.device:
+    name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is cuda: torch finds no GPU here; use --device cpu")
+        raise ConfigError("--device is cuda, but torch finds no GPU here: use --device cpu")
+    if name == "cpu" and settings.gpu_memory_utilization is not None:
+        raise ConfigError(
+            f"--gpu-memory-utilization is {settings.gpu_memory_utilization:g}, but the model runs on a CPU: use --kv-memory GIB instead"
+        )
     return torch.device(name)

@@ -1,35 +1,81 @@
-"""Wires the engines of others: vLLM, SGLang, and whatever already runs behind HTTP."""
+"""Wires the engine that the settings name: from a model to a backend."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.backends.external.backend import EventFeed, ExternalBackend
 from penstock.backends.external.engine import EventEndpoints, ExternalEngine
-from penstock.backends.http.settings import HttpEngineSettings, api_key_from
-from penstock.cli.models import find_model, model_name
-from penstock.cli.settings import WorkerSettings
-from penstock.config.engines import EngineSettings
+from penstock.backends.simulator import Simulator, Vocabulary
+from penstock.config.commands import WorkerSettings
 from penstock.grammar.compile_queue import CompileQueue
+from penstock.text.formats.make import choose_formats
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
 from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
+from penstock.wire.errors import ConfigError
 from penstock.wire.messages import KvEvents, ModelInfo
 from penstock.worker.backend import Backend
 
 log = logging.getLogger(__name__)
 
-# Stands for what is known when the engine runs.
+SIMULATED_CONTEXT = 131_072
+# Until the engine runs and tells.
 UNKNOWN = 1
+_QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
+    """The engine that the settings name, and the tokenizer of its model. Raises ConfigError before anything heavy is loaded."""
+    match settings.engine:
+        case "embedded":
+            if settings.embedded.reproducible:
+                _ask_for_equal_rounding()
+            # torch is heavy, and an extra.
+            from penstock.cli.embedded import make_embedded
+
+            return make_embedded(settings, on_failure)
+        case "simulator":
+            return _make_simulator(settings)
+        case _:
+            return make_external(settings, on_failure)
+
+
+def _ask_for_equal_rounding() -> None:
+    """Tells the matrix library, before it is loaded, to round a row the same way whatever rows are computed with it."""
+    instructions = "AVX512" if " avx512f " in Path("/proc/cpuinfo").read_text(encoding="utf-8") else "AVX2"
+    os.environ.setdefault("MKL_CBWR", f"{instructions},STRICT")
+
+
+def _make_simulator(settings: WorkerSettings) -> tuple[Backend, PackedTokenizer]:
+    packed = pack_tokenizer(settings.model)
+    tokenizer = packed.load()
+    tool_parser, reasoning_parser = choose_formats(settings.parsers, tokenizer)
+    model = ModelInfo(
+        name=settings.served_name or (settings.model.resolve().name if settings.model is not None else settings.engine),
+        engine=settings.engine,
+        tokenizer=packed.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        context_length=settings.context_length or SIMULATED_CONTEXT,
+        block_size=settings.simulator.block_size,
+        max_batch=settings.simulator.max_batch,
+        capabilities=("kv_events", "sessions", "logprobs", "prompt_logprobs"),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+    )
+    return Simulator(settings.simulator, model, Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id)), packed
 
 
 def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
-    """What is wrong with the model's files or the settings is told here, before anything heavy is loaded."""
+    """vLLM, SGLang, or a server behind HTTP."""
     assert settings.model is not None
-    # Only the tokenizer is read here, so any model file will do where the engine has its own.
+    # Only the tokenizer is read here. A server behind HTTP has its own model, so a GGUF file is enough.
     path = find_model(settings.model, takes_gguf=settings.engine == "http")
     packed = pack_tokenizer(path)
     tokenizer = packed.load()
@@ -39,7 +85,7 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
         end_ids |= read_end_ids(path)
     engine = _make_engine(settings, path, tokenizer)
     grammars = _make_grammars(tokenizer, vocab_size, end_ids)
-    tool_parser, reasoning_parser = settings.parsers.resolve(tokenizer)
+    tool_parser, reasoning_parser = choose_formats(settings.parsers, tokenizer)
     model = ModelInfo(
         name=settings.served_name or (model_name(path) if settings.model.exists() else settings.model.name),
         engine=settings.engine,
@@ -50,56 +96,28 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
-    foreign = settings.foreign
+    limits = settings.external
     backend = ExternalBackend(
-        model, engine, grammars, _make_feed, on_failure, max_sessions=foreign.max_sessions, session_grace=foreign.session_grace
+        model, engine, grammars, _make_feed, on_failure, max_sessions=limits.max_sessions, session_grace=limits.session_grace
     )
     return backend, packed
 
 
 def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> ExternalEngine:
+    in_process = replace(settings.external, model=str(directory))
     match settings.engine:
         case "vllm":
             from penstock.backends.vllm.engine import VllmEngine
 
-            return VllmEngine(_engine_settings(settings, directory))
+            return VllmEngine(in_process)
         case "sglang":
             from penstock.backends.sglang.engine import SglangEngine
 
-            return SglangEngine(_engine_settings(settings, directory))
+            return SglangEngine(in_process)
         case _:
             from penstock.backends.http.engine import HttpEngine
 
-            return HttpEngine(_http_settings(settings), tokenizer)
-
-
-def _engine_settings(settings: WorkerSettings, directory: Path) -> EngineSettings:
-    foreign = settings.foreign
-    return EngineSettings(
-        model=str(directory),
-        engine_args=foreign.engine_args,
-        context_length=settings.context_length,
-        max_batch=foreign.max_batch,
-        kv_memory=foreign.kv_memory,
-        kv_blocks=foreign.kv_blocks,
-        block_size=foreign.block_size,
-        streaming_sessions=foreign.streaming_sessions,
-        any_version=foreign.any_version,
-    )
-
-
-def _http_settings(settings: WorkerSettings) -> HttpEngineSettings:
-    foreign = settings.foreign
-    assert foreign.url is not None
-    return HttpEngineSettings(
-        url=foreign.url,
-        model_name=foreign.upstream_model,
-        api_key=api_key_from(os.environ),
-        route=foreign.route,
-        events=None if foreign.kv_events is None else EventEndpoints(foreign.kv_events, foreign.kv_replay),
-        block_size=foreign.block_size,
-        context_length=settings.context_length,
-    )
+            return HttpEngine(settings.http, tokenizer)
 
 
 def _make_grammars(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> CompileQueue[str] | None:
@@ -118,3 +136,33 @@ def _make_feed(endpoints: EventEndpoints, block_size: int, on_events: Callable[[
     from penstock.backends.external.zmq_events import KvEventFeed
 
     return KvEventFeed(endpoints, block_size, on_events)
+
+
+# Which model `--model` means, and what it is called.
+
+
+def model_name(path: Path) -> str:
+    """The name of the file or directory, without its suffix and quantization."""
+    return path.name if path.is_dir() else _QUANTIZATION.sub("", path.stem)
+
+
+def find_model(model: Path, *, takes_gguf: bool = False) -> Path:
+    """The directory or file itself, or where the hub's library has put the model of this name. Raises ConfigError."""
+    if model.is_dir() or (takes_gguf and model.is_file() and model.suffix == ".gguf"):
+        return model.resolve()
+    if model.exists() or not _HUB_NAME.fullmatch(str(model)):
+        what = "is a file" if model.exists() else "does not exist"
+        or_gguf = ", a GGUF file" if takes_gguf else ""
+        raise ConfigError(f"--model {model} {what}: expected a directory in Hugging Face's layout{or_gguf}, or a model's name there")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(model)))
+    except ImportError as missing:
+        raise ConfigError(
+            f"--model {model} is not a directory, and fetching it from the hub needs the package {missing.name!r}"
+        ) from missing
+    except (OSError, ValueError) as error:
+        # The library raises nothing else.
+        first_line = str(error).strip().split("\n", 1)[0]
+        raise ConfigError(f"--model {model} is not a directory, and could not be fetched from the hub: {first_line}") from error

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.api.auth.keys import KEY_PREFIX, MOST_LIMIT, Key, check_name, key_digest, parse_keys, read_key_file
-from penstock.config.front_end import QuotaLimits
+from penstock.api.auth.keys import KEY_PREFIX, check_name, parse_keys, read_key_file
+from penstock.config.front_end import Key, QuotaLimits, key_digest
+from penstock.config.setting import settings_of
 from penstock.wire.errors import ConfigError
 
 KEY_BYTES = 32
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
-_HEADER = "# API keys of a Penstock server. Of each there is only the SHA-256 hash. A running server reads changes within a second.\n"
+_HEADER = "# API keys of a Penstock server, as SHA-256 hashes. A running server reads changes within a second.\n"
 _TABLE = re.compile(r"\s*\[\[\s*keys\s*\]\]")
 _COMMENT = re.compile(r"\s*(?:#.*)?\Z", re.DOTALL)
 
@@ -31,12 +32,12 @@ def add_key_parser(commands: Any) -> None:
     new = actions.add_parser(
         "new", help="make a key, print it once, and add its hash to the file", epilog="The key is the only line on standard output."
     )
-    new.add_argument("name", metavar="NAME", help="who it is for, as logs and metrics will say")
-    new.add_argument("--requests-per-minute", type=int, metavar="N", help="most requests (default: what the server says)")
-    new.add_argument("--tokens-per-minute", type=int, metavar="N", help="most tokens, of prompts and answers together (default: the same)")
-    new.add_argument("--concurrency", type=int, metavar="N", help="most generations at once (default: the same)")
+    new.add_argument("name", metavar="NAME", help="name of the key's owner in logs and metrics")
+    new.add_argument("--requests-per-minute", metavar="N", help="most requests per minute (default: the server's limit)")
+    new.add_argument("--tokens-per-minute", metavar="N", help="most tokens per minute, of prompts and answers together (default: the same)")
+    new.add_argument("--concurrency", metavar="N", help="most generations at once (default: the same)")
     listing = actions.add_parser("list", help="names and limits of the file's keys")
-    remove = actions.add_parser("remove", help="take a key out of the file: it is refused within a second")
+    remove = actions.add_parser("remove", help="remove a key from the file; the server rejects it within a second")
     remove.add_argument("name", metavar="NAME")
     for action in (new, listing, remove):
         action.add_argument("--file", type=Path, required=True, metavar="PATH", help="the key file")
@@ -46,7 +47,7 @@ def run_key(arguments: argparse.Namespace) -> int:
     match arguments.action:
         case "new":
             print(new_key(arguments.file, arguments.name, _limits(arguments)))
-            print(f"key {arguments.name!r} was added to {arguments.file}; it is shown this once", file=sys.stderr)
+            print(f"key {arguments.name!r} was added to {arguments.file}; it is not shown again", file=sys.stderr)
         case "remove":
             remove_key(arguments.file, arguments.name)
             print(f"key {arguments.name!r} was removed from {arguments.file}", file=sys.stderr)
@@ -56,13 +57,13 @@ def run_key(arguments: argparse.Namespace) -> int:
 
 
 def new_key(path: Path, name: str, limits: QuotaLimits) -> str:
-    """A new random key, whose hash is in the file now. Raises ConfigError when the name is taken or the file is wrong."""
+    """Adds the hash of a new random key to the file and returns the key. Raises ConfigError when the name is taken or the file is wrong."""
     check_name(name)
     with _locked(path):
         keys = read_key_file(path) if path.exists() else ()
         text = path.read_text(encoding="utf-8") if path.exists() else _HEADER
         if any(key.name == name for key in keys):
-            raise ConfigError(f"key file {path}: there is a key {name!r} already")
+            raise ConfigError(f"key file {path}: it already has a key {name!r}")
         secret = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
         key = Key(name, key_digest(secret.encode()), limits)
         _write(path, text.rstrip("\n") + "\n" + _entry(key), (*keys, key))
@@ -70,22 +71,19 @@ def new_key(path: Path, name: str, limits: QuotaLimits) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Takes a key out of the file; the rest of it stays as it is. Raises ConfigError when there is no such key."""
+    """Removes a key from the file and leaves the rest as it is. Raises ConfigError when there is no such key."""
     with _locked(path):
         keys = read_key_file(path)
         index = next((index for index, key in enumerate(keys) if key.name == name), None)
         if index is None:
-            raise ConfigError(f"key file {path}: there is no key {name!r}")
+            raise ConfigError(f"key file {path}: it has no key {name!r}")
         text = _without_table(path.read_text(encoding="utf-8"), index)
         _write(path, text, (*keys[:index], *keys[index + 1 :]))
 
 
 def _limits(arguments: argparse.Namespace) -> QuotaLimits:
-    for name in LIMITS:
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= MOST_LIMIT:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: expected 1 to {MOST_LIMIT:,}")
-    return QuotaLimits(*(getattr(arguments, name) for name in LIMITS))
+    given = [(name, getattr(arguments, name), setting) for name, setting in zip(LIMITS, settings_of(QuotaLimits).values(), strict=True)]
+    return QuotaLimits(*(None if text is None else setting.read(text, f"--{name.replace('_', '-')}") for name, text, setting in given))
 
 
 def _entry(key: Key) -> str:
@@ -95,7 +93,7 @@ def _entry(key: Key) -> str:
 
 
 def _without_table(text: str, index: int) -> str:
-    """Without the lines of one table. Comments after its values are not its own."""
+    """The text without one table. Comments after the table's values stay."""
     lines = text.splitlines(keepends=True)
     starts = [number for number, line in enumerate(lines) if _TABLE.match(line)]
     if index >= len(starts):
@@ -117,7 +115,7 @@ def _table(keys: Sequence[Key]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone with the file, among commands like this. Raises ConfigError when its folder cannot be used."""
+    """Keeps other `penstock key` commands away from the file. Raises ConfigError when its folder cannot be used."""
     try:
         folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -130,13 +128,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str, expected: Sequence[Key]) -> None:
-    """Replaces the file in one step, and only when the new text says what is expected. A new file is for its owner alone."""
+    """Replaces the file in one step, if the new text has the expected keys. Only the owner can read a new file."""
     try:
         found: Sequence[Key] | None = parse_keys(text)
     except ConfigError:
         found = None
     if found != expected:
-        raise ConfigError(f"key file {path}: is written in a way that this command cannot change; change it by hand")
+        raise ConfigError(f"key file {path}: this command cannot change its layout; change it by hand")
     try:
         _replace(path.resolve(), text.encode())
     except OSError as error:
@@ -148,10 +146,10 @@ def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with open(descriptor, "wb") as file:  # noqa: PTH123, it is open already
+        with open(descriptor, "wb") as file:  # noqa: PTH123, a descriptor
             file.write(content)
             if before is not None:
-                with contextlib.suppress(PermissionError):  # whoever may not give it away keeps it
+                with contextlib.suppress(PermissionError):  # only root may give a file away
                     os.fchown(descriptor, before.st_uid, before.st_gid)
                 os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             file.flush()

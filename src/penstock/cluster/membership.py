@@ -8,9 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from penstock.cluster.links.link import Address, parse_address
 from penstock.cluster.redis_store import RedisStore
-from penstock.wire.errors import ConfigError
+from penstock.wire.address import Address, parse_address
 
 log = logging.getLogger(__name__)
 
@@ -116,10 +115,10 @@ class Discovery:
         for name, address in members.items():
             try:
                 parsed[name] = parse_address(address)
-            except ConfigError as error:
+            except ValueError as error:
                 refused[name] = address
                 if self._refused.get(name) != address:
-                    log.error("worker %s cannot be used: %s", name, error)  # noqa: TRY400, the message is enough
+                    log.error("worker %s cannot be used: its address is %r: %s", name, address, error)  # noqa: TRY400, the message is enough
         self._refused = refused
         return parsed
 

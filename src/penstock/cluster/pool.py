@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from penstock.cluster.links.link import Address
 from penstock.cluster.links.worker_link import WorkerLink, connect
+from penstock.config.commands import FrontEndSettings
 from penstock.text.tokenizers.cache import Fetch
+from penstock.wire.address import Address
 from penstock.wire.errors import HandshakeRefused, LinkError, PenstockError, WorkerStalled
 from penstock.wire.messages import ModelInfo
 
@@ -62,7 +63,7 @@ class WorkerPool:
         front_end: str,
         secret: str,
         prepare: Callable[[ModelInfo, Fetch], Awaitable[None]],
-        stall_seconds: float = 30.0,
+        stall_seconds: float = FrontEndSettings.worker_stall,
     ) -> None:
         self._fixed = frozenset(addresses)
         self._wanted = self._fixed

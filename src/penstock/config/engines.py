@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
+from urllib.parse import urlsplit
 
 from penstock.config.setting import setting
+from penstock.wire.errors import ConfigError
 
 PAGE_SIZE = 16
 CPU_TOKEN_BUDGET = 512
@@ -32,7 +34,7 @@ def check_event_address(text: str) -> str:
 
 
 # Settings that several engines have, each with its own default.
-_context_length = partial(
+context_length_setting = partial(
     setting,
     help="longest prompt and answer together. Beyond the length that the model was trained for, the embedded engine stretches positions "
     "(YaRN). For --engine http: only used if the server does not say",
@@ -50,7 +52,7 @@ _kv_memory = partial(
     unit="GIB",
     above=0,
     group="engine",
-    unset=f"embedded: {CPU_KV_GIB:g} on a CPU, {GPU_KV_SHARE:.0%} of the memory left after loading the weights on a GPU",
+    unset=f"{CPU_KV_GIB:g} on a CPU; on a GPU {GPU_KV_SHARE:.0%} of the memory that the weights leave; vLLM decides itself",
 )
 _gpu_memory_utilization = partial(
     setting,
@@ -159,7 +161,7 @@ class EngineSettings(SessionSettings):
         parse=split_words,
         is_whole=True,
     )
-    context_length: int | None = _context_length(None)
+    context_length: int | None = context_length_setting(None)
     max_batch: int | None = _max_batch(None)
     kv_memory: float | None = _kv_memory(None)
     kv_blocks: int | None = _kv_blocks(None)
@@ -171,3 +173,63 @@ class EngineSettings(SessionSettings):
     )
     any_version: bool = setting(False, "accept a version of vLLM or SGLang that Penstock is not tested with", name="any_engine_version")
     gpu_memory_utilization: float | None = _gpu_memory_utilization(None)
+
+
+def checked_url(url: str) -> str:
+    """The address of an engine's server without `/v1`, which every route adds itself. Raises ConfigError, which never shows a password."""
+    if "@" in url:
+        # Checked first: every other message shows the address.
+        raise ConfigError(f"--url has credentials in it, which logs would show: put the key into {ENGINE_KEY_VARIABLE} instead")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url is not an address: {error}; expected one such as http://127.0.0.1:8000") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(f"--url is {url!r}: expected an address such as http://127.0.0.1:8000")
+    if parts.query or parts.fragment or port == 0 or any(letter.isspace() or not letter.isprintable() for letter in url):
+        # The address is not shown: a query may have a key in it.
+        raise ConfigError(
+            "--url has a query, a fragment, spaces or the port 0: expected an address such as http://127.0.0.1:8000; "
+            f"a key goes into {ENGINE_KEY_VARIABLE}"
+        )
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def check_engine_key(key: str) -> str:
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("has characters that an HTTP header cannot have")
+    return key
+
+
+@dataclass(frozen=True)
+class HttpEngineSettings(SessionSettings):
+    """An engine that already runs behind HTTP. The key is never shown."""
+
+    GROUP: ClassVar[str] = "engine behind HTTP"
+    ENGINES: ClassVar[tuple[str, ...]] = ("http",)
+
+    url: str = setting(
+        "",
+        "address of the engine's server",
+        name="engine_url",
+        aliases=("--url",),
+        unit="URL",
+        parse=checked_url,
+        unset="required for --engine http",
+    )
+    model_name: str | None = setting(
+        None, "name of the model there", name="upstream_model", unit="NAME", unset="the only model of the server"
+    )
+    api_key: str | None = setting(
+        None, "API key for the engine's server", name="engine_api_key", parse=check_engine_key, is_secret=True, has_flag=False
+    )
+    route: Route = setting("auto", "API to use there; auto: the best that the server offers", choices=get_args(Route))
+    kv_events: str | None = setting(
+        None, "where the engine publishes KV events, such as tcp://127.0.0.1:5557", unit="ADDRESS", parse=check_event_address
+    )
+    kv_replay: str | None = setting(None, "where it repeats KV events that were missed", unit="ADDRESS", parse=check_event_address)
+    block_size: int | None = _block_size(None)
+    context_length: int | None = context_length_setting(None)
+    connect_seconds: float = 10.0
+    idle_seconds: float = 600.0

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from penstock.config.setting import setting
+from penstock.wire.errors import ConfigError
 
 Policy = Literal["kv", "round-robin", "least-loaded", "random"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 MIB = 2**20
 MAX_QUOTA = 10**12
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+NO_STORE = "none"
+ANY_ORIGIN = "*"
+_KEY = re.compile(r"(?!.*,)[!-~]{1,512}")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+
+
+def check_origin(origin: str) -> str:
+    """An origin as browsers send it, or `*`. Raises ValueError."""
+    if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+        raise ValueError("expected scheme://host or scheme://host:port in lower case, without a path, or *")
+    return origin
+
+
+def check_path(path: str) -> str:
+    if not path:
+        raise ValueError(f"expected a path, or {NO_STORE}")
+    return path
 
 
 @dataclass(frozen=True)
@@ -137,6 +160,30 @@ class StoreLimits:
 
 
 @dataclass(frozen=True)
+class StoreSettings:
+    """Where responses and conversations are kept."""
+
+    GROUP: ClassVar[str] = "stored responses"
+
+    path: str | None = setting(
+        None,
+        f"file that keeps responses and conversations; {NO_STORE}: they are not kept",
+        name="response_store",
+        unit="PATH",
+        parse=check_path,
+        unset="penstock/responses.db in $XDG_STATE_HOME or ~/.local/state",
+    )
+    limits: StoreLimits = StoreLimits()
+
+    def location(self, environment: Mapping[str, str]) -> Path | None:
+        """The file; None: nothing is kept."""
+        if self.path is not None:
+            return None if self.path == NO_STORE else Path(self.path)
+        state = environment.get("XDG_STATE_HOME") or Path(environment.get("HOME") or Path.cwd()) / ".local" / "state"
+        return Path(state) / "penstock" / "responses.db"
+
+
+@dataclass(frozen=True)
 class QuotaLimits:
     """What one API key may use. None: unlimited."""
 
@@ -162,3 +209,64 @@ class QuotaLimits:
 
 
 NO_LIMITS = QuotaLimits()
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that is accepted. `digest` is its SHA-256; the key itself is not kept."""
+
+    name: str
+    digest: bytes = field(repr=False)
+    limits: QuotaLimits = NO_LIMITS
+
+
+def key_digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def read_key(text: str) -> Key:
+    """A key without a name. Raises ValueError."""
+    if not _KEY.fullmatch(text):
+        raise ValueError("expected 1 to 512 visible ASCII characters, without a comma or space")
+    return Key("", key_digest(text.encode()))
+
+
+@dataclass(frozen=True)
+class KeySettings:
+    """Where API keys come from. Without a key and a key file, clients need no key. An empty key file rejects every key."""
+
+    GROUP: ClassVar[str] = "API keys"
+
+    given: tuple[Key, ...] = setting(
+        (),
+        f"a key that clients may use; repeat for several. Other users of this machine can read command lines: prefer {API_KEY_VARIABLE} in "
+        "the environment (several keys: with commas), or --key-file",
+        name="api_key",
+        unit="KEY",
+        parse=read_key,
+        is_secret=True,
+        is_joined=True,
+    )
+    file: Path | None = setting(
+        None, "file with the hashes of keys and their limits; see `penstock key new --help`", name="key_file", unit="PATH"
+    )
+    defaults: QuotaLimits = NO_LIMITS
+
+    def __post_init__(self) -> None:
+        """Names the keys that have no name, and drops repeated ones."""
+        unique: dict[bytes, Key] = {}
+        for key in self.given:
+            unique.setdefault(key.digest, key)
+        numbered = [replace(key, name=key.name or f"api-key-{number}") for number, key in enumerate(unique.values(), 1)]
+        object.__setattr__(self, "given", tuple(numbered))
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self.given) or self.file is not None
+
+    def check(self) -> None:
+        """Raises ConfigError for limits that would hold for no key."""
+        for name, value in vars(self.defaults).items():
+            if value is not None and not self.are_needed:
+                flag = {"concurrency": "key_concurrency"}.get(name, name).replace("_", "-")
+                raise ConfigError(f"--{flag} is {value}, but there are no keys: give --key-file or {API_KEY_VARIABLE}")

@@ -32,8 +32,8 @@ class Declaration:
     `name` is the name outside, by default the field's. `unset` says in words what None stands for. `scale`: how many of the field's units
     are one `unit`, such as 2**20 for a field in bytes that is given in MiB. `parse` turns text into a value and raises ValueError, or
     ConfigError for a message that must not show the text; with `is_whole` it makes a whole tuple of one text. `hint` ends the message of a
-    failed check. A secret never comes from the file and is never shown. `engines` take the setting; by default, all that its class is for.
-    `serve` sets what is not `is_forwarded` itself.
+    failed check. A secret never comes from the file and is never shown. `is_joined`: values of flag and variable are joined. `engines`
+    take the setting; by default, all that its class is for. `serve` sets what is not `is_forwarded` itself.
     """
 
     help: str
@@ -52,6 +52,7 @@ class Declaration:
     is_whole: bool = False
     hint: str = ""
     is_secret: bool = False
+    is_joined: bool = False
     has_flag: bool = True
     is_forwarded: bool = True
 
@@ -158,6 +159,7 @@ def settings_of(settings_class: type) -> dict[str, Setting]:
     for owner, each, hint in _declared(settings_class):
         declared: Declaration = each.metadata[_KEY]
         kind, is_list = _kind_of(hint)
+        kind = float if declared.scale != 1 else kind
         engines = declared.engines or getattr(owner, "ENGINES", ("",))
         name = declared.name or each.name
         group = declared.group or getattr(owner, "GROUP", "")

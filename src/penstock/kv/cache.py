@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from penstock.config.engines import SessionSettings
 from penstock.kv.blocks import KvEventLog, block_hash
 from penstock.kv.radix import Key, Lease, Node, RadixTree
 from penstock.lazy_heap import LazyHeap
@@ -22,7 +23,7 @@ from penstock.wire.messages import BlocksStored, Snapshot
 class KVCache:
     """Which page holds what. The tensors are the engine's."""
 
-    def __init__(self, pages: int, page_size: int, lease_share: float = 0.5) -> None:
+    def __init__(self, pages: int, page_size: int, lease_share: float = SessionSettings.lease_share) -> None:
         self.pages = pages
         self.page_size = page_size
         self.events = KvEventLog()

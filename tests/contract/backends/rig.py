@@ -6,16 +6,16 @@ import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import uvloop
 
 from chat_model import chat_model, random_prompt
 from contract.backends.judges import Judge, ModelJudge, SimulatorJudge
 from contract.backends.setups import Setup
-from penstock.cli.compose import make_backend
-from penstock.cli.flags import make_parser
-from penstock.cli.settings import WorkerSettings, worker_settings
+from penstock.cli.engines import make_backend
+from penstock.cli.main import load
+from penstock.config.commands import WorkerSettings
 from penstock.router.index import KvFeed, PrefixIndex
 from penstock.stream.slot import Slot
 from penstock.wire.errors import StreamError
@@ -385,7 +385,7 @@ class Rig:
 
     def _settings(self, flags: Sequence[str]) -> WorkerSettings:
         address = f"unix:{self.folder / 'worker.sock'}"
-        return worker_settings(make_parser().parse_args(self.setup.arguments(self.directory, "--listen", address, *flags)), {})
+        return cast(WorkerSettings, load(self.setup.arguments(self.directory, "--listen", address, *flags), {}).settings)
 
     def _on_failure(self) -> None:
         self.failures += 1

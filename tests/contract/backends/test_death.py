@@ -15,9 +15,9 @@ import psutil
 
 from contract.backends.rig import Generation, Rig
 from contract.backends.setups import MAX_BATCH
-from penstock.cluster.links.link import UnixAddress
 from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.stream.mailbox import Doorbell, Mailbox
+from penstock.wire.address import UnixAddress
 from penstock.wire.errors import LinkBroken
 from penstock.wire.messages import Fault
 from workers import send

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from contract.backends.rig import Generation, Rig
-from penstock.cluster.links.link import UnixAddress
 from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.stream.mailbox import Doorbell, Mailbox
+from penstock.wire.address import UnixAddress
 from penstock.wire.messages import Cancel, Finish, Message, Ready, Segment, Step, Submit
 from penstock.worker.runtime import FrontEndPort
 from workers import send

@@ -14,13 +14,13 @@ from starlette.types import Message
 
 from penstock.api.app import Services, make_app
 from penstock.api.auth.gate import TENANT
-from penstock.api.auth.keys import Keyring, KeySettings
+from penstock.api.auth.keys import Keyring
 from penstock.api.models import Models
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.request import PromptContext
 from penstock.api.pipeline.runner import Runner
-from penstock.config.front_end import Limits, ResumeLimits
+from penstock.config.front_end import KeySettings, Limits, ResumeLimits
 from penstock.metrics.frontend import FrontEndMetrics, Tally
 from penstock.router.affinity import Binding, session_key
 from penstock.router.policy import Hints, SessionWish

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from chat_model import chat_model
 from penstock.backends.external.engine import EngineReport, Feature
+from penstock.cli.compose import worker_arguments
 from penstock.cli.doctor import REPORTS, describe
-from penstock.cli.engines import make_external
-from penstock.cli.flags import make_parser
-from penstock.cli.main import main
-from penstock.cli.models import find_model, model_name
-from penstock.cli.settings import ForeignSettings, WorkerSettings, serve_settings, worker_settings
+from penstock.cli.engines import find_model, make_external, model_name
+from penstock.cli.main import load, main
+from penstock.config.commands import WorkerSettings
+from penstock.config.engines import EngineSettings
 from penstock.engine.checkpoints.checkpoint import find_default_model
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
 from penstock.text.tokenizers.source import pack_tokenizer
@@ -23,26 +24,31 @@ from penstock.wire.errors import ConfigError
 
 
 def worker(*arguments: str) -> WorkerSettings:
-    return worker_settings(make_parser().parse_args(["worker", "--listen=unix:/tmp/w.sock", *arguments]), {})
+    return cast(WorkerSettings, load(["worker", "--listen=unix:/tmp/w.sock", *arguments], {}).settings)
+
+
+def given_to_workers(*arguments: str) -> tuple[str, ...]:
+    loaded = load(["serve", *arguments], {})
+    return worker_arguments(loaded.settings, loaded.resolved)
 
 
 def test_engine_arguments_are_split_as_a_shell_would() -> None:
     settings = worker("--engine=vllm", "--model=m", "--engine-args=--dtype float32 --x '{\"a\": 1}'", "--max-batch=8", "--kv-memory=0.5")
-    assert settings.foreign == ForeignSettings(engine_args=("--dtype", "float32", "--x", '{"a": 1}'), max_batch=8, kv_memory=0.5)
+    assert settings.external == EngineSettings(engine_args=("--dtype", "float32", "--x", '{"a": 1}'), max_batch=8, kv_memory=0.5)
 
 
 def test_serve_hands_on_what_is_for_its_workers() -> None:
     flags = ["--engine=sglang", "--model=m", "--engine-args=--page-size 32 --tp 2", "--streaming-sessions", "--any-engine-version"]
-    given = serve_settings(make_parser().parse_args(["serve", *flags]), {}).worker_arguments
+    given = given_to_workers(*flags)
     assert set(flags) <= set(given)
-    assert worker(*given).foreign.engine_args == ("--page-size", "32", "--tp", "2")
-    assert worker(*given).foreign.streaming_sessions
+    assert worker(*given).external.engine_args == ("--page-size", "32", "--tp", "2")
+    assert worker(*given).external.streaming_sessions
 
 
 def test_the_cores_are_divided_among_the_workers_of_our_own_engine_alone() -> None:
     """Others have no such flag."""
     for flags, is_told in ((["--engine=embedded"], True), (["--engine=simulator"], False), (["--engine=vllm", "--model=m"], False)):
-        given = serve_settings(make_parser().parse_args(["serve", "--workers=2", *flags]), {}).worker_arguments
+        given = given_to_workers("--workers=2", *flags)
         assert any(argument.startswith("--threads=") for argument in given) == is_told
         worker(*given)
 
@@ -68,7 +74,11 @@ def test_the_cores_are_divided_among_the_workers_of_our_own_engine_alone() -> No
         (["--engine=embedded", "--engine-args=--tp 2"], "--engine-args is for --engine vllm or sglang, not for embedded"),
         (["--engine=vllm", "--model=m", "--streaming-sessions"], "--streaming-sessions is for --engine sglang, not for vllm"),
         (["--engine=vllm", "--model=m", "--engine-args=--x 'y"], '--engine-args is "--x \'y": No closing quotation'),
-        (["--engine=simulator", "--block-size=0"], "--block-size is 0"),
+        (["--engine=simulator", "--block-size=0"], "--block-size is 0: expected 1 or more"),
+        (["--engine=embedded", "--step-ms=1"], "--step-ms is for --engine simulator, not for embedded"),
+        (["--engine=vllm", "--model=m", "--tensor-parallel-size=2"], "--tensor-parallel-size is 2: expected 1; Penstock's own engine"),
+        (["--gpu-memory-utilization=0.9", "--kv-memory=2"], "--gpu-memory-utilization, --kv-memory and --kv-blocks all size"),
+        (["--gpu-memory-utilization=1.5"], "--gpu-memory-utilization is 1.5: expected more than 0 to 1"),
         (["--engine=embedded", "--block-size=8"], "--block-size is for --engine simulator or vllm or sglang or http, not for embedded"),
     ],
 )
@@ -78,7 +88,7 @@ def test_what_cannot_work_is_refused_by_name(flags: list[str], said: str) -> Non
     assert str(refused.value).startswith(said)
     assert "password" not in str(refused.value)
     with pytest.raises(ConfigError):
-        serve_settings(make_parser().parse_args(["serve", *flags]), {})
+        load(["serve", *flags], {})
 
 
 def test_a_model_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +104,7 @@ def test_a_model_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"/nowhere/at/all does not exist: expected a directory"):
         find_model(Path("/nowhere/at/all"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="--model nobody/nothing is no directory here, and could not be fetched: "):
+    with pytest.raises(ConfigError, match="--model nobody/nothing is not a directory, and could not be fetched from the hub: "):
         find_model(Path("nobody/nothing"))
 
 

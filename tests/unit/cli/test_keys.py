@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from penstock.api.auth.keys import read_key_file
-from penstock.cli.flags import make_parser
 from penstock.cli.keys import new_key, remove_key
-from penstock.cli.main import main
-from penstock.cli.settings import front_end_settings, serve_settings
+from penstock.cli.main import load, main
+from penstock.config.commands import FrontEndSettings, WorkerSettings
 from penstock.config.front_end import NO_LIMITS, QuotaLimits
 from penstock.wire.errors import ConfigError
 
@@ -62,10 +61,10 @@ def test_list_shows_names_and_limits_and_no_hash(path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["new", "alice"], "there is a key 'alice' already"),
+        (["new", "alice"], "it already has a key 'alice'"),
         (["new", "a/b"], "key name 'a/b': expected 1 to 64 of the characters"),
         (["new", "bob", "--concurrency", "0"], "--concurrency is 0: expected 1 to"),
-        (["remove", "bob"], "there is no key 'bob'"),
+        (["remove", "bob"], "it has no key 'bob'"),
     ],
 )
 def test_what_cannot_be_done_is_said_and_changes_nothing(
@@ -146,15 +145,14 @@ def test_commands_at_the_same_time_lose_no_key(path: Path) -> None:
 
 def test_keys_go_to_the_front_end_by_the_environment() -> None:
     arguments = [*SERVE, "--api-key", "psk-first", "--api-key", "psk-second", "--cors-origin", "*", "--key-concurrency", "3"]
-    settings = serve_settings(make_parser().parse_args(arguments), {"PENSTOCK_API_KEY": "psk-third, psk-fourth,"})
-    assert settings.front_end_environment == {"PENSTOCK_API_KEY": "psk-first,psk-second,psk-third,psk-fourth"}
-    assert "--cors-origin=*" in settings.front_end_arguments
-    assert "--key-concurrency=3" in settings.front_end_arguments
-    assert "psk-" not in repr(settings)
-    assert "psk-" not in " ".join((*settings.front_end_arguments, *settings.worker_arguments))
-    front_end = front_end_settings(
-        make_parser().parse_args([*FRONT_END, *(argument for argument in settings.front_end_arguments)]), settings.front_end_environment
-    )
+    loaded = load(arguments, {"PENSTOCK_API_KEY": "psk-third, psk-fourth,"})
+    words, environment = loaded.resolved.arguments_for(FrontEndSettings), loaded.resolved.environment_for(FrontEndSettings, {})
+    assert environment == {"PENSTOCK_API_KEY": "psk-first,psk-second,psk-third,psk-fourth"}
+    assert {"--cors-origin=*", "--key-concurrency=3"} <= set(words)
+    assert loaded.resolved.environment_for(WorkerSettings, {"PENSTOCK_API_KEY": "psk-third", "HOME": "/h"}) == {"HOME": "/h"}
+    assert "psk-" not in repr(loaded)
+    assert "psk-" not in " ".join((*words, *loaded.resolved.arguments_for(WorkerSettings)))
+    front_end = load([*FRONT_END, *words], environment).settings
     assert [key.name for key in front_end.keys.given] == ["api-key-1", "api-key-2", "api-key-3", "api-key-4"]
     assert front_end.keys.given[3].digest == hashlib.sha256(b"psk-fourth").digest()
     assert front_end.keys.defaults == QuotaLimits(None, None, 3)
@@ -163,15 +161,13 @@ def test_keys_go_to_the_front_end_by_the_environment() -> None:
     assert hashlib.sha256(b"psk-fourth").hexdigest() not in repr(front_end)
 
 
-def test_a_key_file_is_handed_on_and_looked_at_first(path: Path) -> None:
+def test_a_key_file_is_forwarded_and_read_first(path: Path) -> None:
     new_key(path, "alice", NO_LIMITS)
-    settings = serve_settings(make_parser().parse_args([*SERVE, "--key-file", str(path), "--tokens-per-minute", "9"]), {})
-    assert f"--key-file={path}" in settings.front_end_arguments
-    assert "--tokens-per-minute=9" in settings.front_end_arguments
-    assert settings.front_end_environment == {}
+    loaded = load([*SERVE, "--key-file", str(path), "--tokens-per-minute", "9"], {})
+    assert {f"--key-file={path}", "--tokens-per-minute=9"} <= set(loaded.resolved.arguments_for(FrontEndSettings))
     path.write_text("[[keys]\n")
     with pytest.raises(ConfigError, match=r"keys\.toml: .*at line 1"):
-        serve_settings(make_parser().parse_args([*SERVE, "--key-file", str(path)]), {})
+        load([*SERVE, "--key-file", str(path)], {})
 
 
 @pytest.mark.parametrize(
@@ -180,17 +176,17 @@ def test_a_key_file_is_handed_on_and_looked_at_first(path: Path) -> None:
         (["--requests-per-minute", "5"], {}, "--requests-per-minute is 5, but there are no keys"),
         (["--tokens-per-minute", "0"], {"PENSTOCK_API_KEY": "x"}, "--tokens-per-minute is 0: expected 1 to"),
         (["--key-concurrency", "-1", "--api-key", "x"], {}, "--key-concurrency is -1: expected 1 to"),
-        ([], {"PENSTOCK_API_KEY": ""}, "PENSTOCK_API_KEY is set but has no key"),
-        ([], {"PENSTOCK_API_KEY": " , "}, "PENSTOCK_API_KEY is set but has no key"),
-        (["--api-key", ""], {}, "key 1 is not a key"),
+        ([], {"PENSTOCK_API_KEY": ""}, "PENSTOCK_API_KEY is set but empty"),
+        ([], {"PENSTOCK_API_KEY": " , "}, "PENSTOCK_API_KEY is set but empty"),
+        (["--api-key", ""], {}, "--api-key: expected 1 to 512 visible ASCII characters"),
         (["--key-file", "/nowhere/keys.toml"], {}, "key file /nowhere/keys.toml: No such file or directory"),
         (["--cors-origin", "example.org"], {}, "--cors-origin is 'example.org': expected scheme://host"),
     ],
 )
 def test_settings_that_cannot_work(arguments: list[str], environment: dict[str, str], says: str) -> None:
-    for base, settings in ((SERVE, serve_settings), (FRONT_END, front_end_settings)):
+    for base in (SERVE, FRONT_END):
         with pytest.raises(ConfigError) as caught:
-            settings(make_parser().parse_args([*base, *arguments]), environment)
+            load([*base, *arguments], environment)
         assert says in str(caught.value)
 
 

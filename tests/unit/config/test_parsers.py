@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cli.flags import make_parser
-from penstock.cli.settings import serve_settings, worker_settings
-from penstock.text.formats.chosen import ParserSettings
+from penstock.cli.main import load
+from penstock.config.commands import REASONING_PARSERS, TOOL_PARSERS, ParserSettings, WorkerSettings
+from penstock.text.formats.make import choose_formats
+from penstock.text.formats.tables import REASONING_FORMATS, TOOL_FORMATS
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.wire.errors import ConfigError
 from tokenizer_kinds import byte_level, tokenizer_of
@@ -20,32 +21,34 @@ def model(template: str | None) -> ModelTokenizer:
 
 
 def test_auto_asks_the_template() -> None:
-    assert ParserSettings().resolve(model(WITH_TOOLS)) == ("hermes", "think")
-    assert ParserSettings().resolve(model(WITHOUT_TOOLS)) == ("hermes", None)
-    assert ParserSettings().resolve(tokenizer_of("smollm")) == ("hermes", None)
-    assert ParserSettings().resolve(model(None)) == (None, None)
-    assert ParserSettings().resolve(tokenizer_of("WordTokenizer")) == (None, None)
+    assert choose_formats(ParserSettings(), model(WITH_TOOLS)) == ("hermes", "think")
+    assert choose_formats(ParserSettings(), model(WITHOUT_TOOLS)) == ("hermes", None)
+    assert choose_formats(ParserSettings(), tokenizer_of("smollm")) == ("hermes", None)
+    assert choose_formats(ParserSettings(), model(None)) == (None, None)
+    assert choose_formats(ParserSettings(), tokenizer_of("WordTokenizer")) == (None, None)
 
 
 def test_flags_come_first() -> None:
-    assert ParserSettings("none", "none").resolve(model(WITH_TOOLS)) == (None, None)
-    assert ParserSettings("mistral", "granite").resolve(model(WITH_TOOLS)) == ("mistral", "granite")
-    assert ParserSettings("auto", "none").resolve(model(WITH_TOOLS)) == ("hermes", None)
+    assert choose_formats(ParserSettings("none", "none"), model(WITH_TOOLS)) == (None, None)
+    assert choose_formats(ParserSettings("mistral", "granite"), model(WITH_TOOLS)) == ("mistral", "granite")
+    assert choose_formats(ParserSettings("auto", "none"), model(WITH_TOOLS)) == ("hermes", None)
     with pytest.raises(ConfigError, match="harmony"):
-        ParserSettings("harmony", "auto").resolve(model(WITH_TOOLS))
+        choose_formats(ParserSettings("harmony", "auto"), model(WITH_TOOLS))
 
 
 def test_the_command_line() -> None:
-    parser = make_parser()
-    settings = worker_settings(parser.parse_args(["worker", "--listen=unix:/x", "--tool-parser=hermes", "--reasoning-parser=none"]))
-    assert settings.parsers == ParserSettings("hermes", "none")
-    served = serve_settings(parser.parse_args(["serve", "--tool-parser=mistral"]))
-    assert {"--tool-parser=mistral", "--reasoning-parser=auto"} <= set(served.worker_arguments)
+    loaded = load(["worker", "--listen=unix:/x", "--tool-parser=hermes", "--reasoning-parser=none"], {})
+    assert loaded.settings.parsers == ParserSettings("hermes", "none")
+    assert "--tool-parser=mistral" in load(["serve", "--tool-parser=mistral"], {}).resolved.arguments_for(WorkerSettings)
 
 
 @pytest.mark.parametrize("flag", ["--tool-parser", "--reasoning-parser"])
-def test_a_name_that_is_none_is_told_once(flag: str) -> None:
-    parser = make_parser()
-    for command, settings in ((["serve"], serve_settings), (["worker", "--listen=unix:/x"], worker_settings)):
-        with pytest.raises(ConfigError, match=rf"{flag} is 'nope': expected one of auto, none, .*harmony"):
-            settings(parser.parse_args([*command, f"{flag}=nope"]))
+@pytest.mark.parametrize("command", [["serve"], ["worker", "--listen=unix:/x"]])
+def test_an_unknown_format_is_refused(flag: str, command: list[str]) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag} is 'nope': expected one of auto, none, .*harmony"):
+        load([*command, f"{flag}=nope"], {})
+
+
+def test_the_settings_know_every_format() -> None:
+    assert ("auto", "none", *TOOL_FORMATS) == TOOL_PARSERS
+    assert ("auto", "none", *REASONING_FORMATS) == REASONING_PARSERS

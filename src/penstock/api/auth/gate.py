@@ -15,8 +15,9 @@ from penstock.api.anthropic.errors import AnthropicErrors
 from penstock.api.auth.keys import Keyring, presented_key
 from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import ErrorShape, OpenAIErrors, refusal
+from penstock.config.front_end import ANY_ORIGIN
 from penstock.metrics.frontend import Tally
-from penstock.wire.errors import ConfigError, RequestError
+from penstock.wire.errors import RequestError
 
 TENANT = "penstock.tenant"
 """Where a scope has the Tenant of its request."""
@@ -26,11 +27,9 @@ OPEN_PATHS = frozenset({"/live", "/ready", "/metrics", "/docs", "/openapi.json"}
 
 DISCARD_BYTES = 8 * 1024 * 1024
 DISCARD_SECONDS = 5.0
-ANY_ORIGIN = "*"
 _ANTHROPIC = "/v1/messages"
 _METHODS = "GET, HEAD, POST, DELETE"
 _PREFLIGHT_SECONDS = "600"
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 # A list of header names, and nothing that could begin another header.
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,4096}")
 _EXPOSED = b", ".join(
@@ -46,13 +45,6 @@ _MESSAGES = {
     "missing": f"an API key is needed: {_HINT}",
     "unknown": f"the API key is not known here: {_HINT}",
 }
-
-
-def check_origin(origin: str) -> str:
-    """An origin as browsers send it, or `*`. Raises ConfigError."""
-    if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
-        raise ConfigError(f"--cors-origin is {origin!r}: expected scheme://host or scheme://host:port in lower case, without a path, or *")
-    return origin
 
 
 class Gate:

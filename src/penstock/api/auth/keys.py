@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.api.auth.quota import Clock, Quota
-from penstock.config.front_end import NO_LIMITS, QuotaLimits
+from penstock.config.front_end import MAX_QUOTA, NO_LIMITS, Key, KeySettings, QuotaLimits, key_digest
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError
 
@@ -33,24 +33,13 @@ NOBODY = "nobody"
 
 KEY_PREFIX = "psk-"
 RELOAD_SECONDS = 1.0
-MOST_LIMIT = 10**12
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _GIVEN_NAME = re.compile(r"api-key-[0-9]+")
 _BEARER = re.compile(rb"\Abearer(?:\s+|\Z)", re.IGNORECASE)
-_VISIBLE = re.compile(r"[!-~]{1,512}")
 # So much of a hash is looked up in a table, which takes a time that depends on it; the rest is compared in constant time.
 _PREFIX_BYTES = 4
 # Owners that are remembered where no key is asked for, so that clients cannot fill the memory by inventing keys.
 _MOST_STRANGERS = 4096
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key that may come in. `digest` is its SHA-256; the key itself is not known."""
-
-    name: str
-    digest: bytes = field(repr=False)
-    limits: QuotaLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +62,6 @@ def owner_of(key: bytes) -> str:
     return hashlib.blake2b(key, digest_size=16, person=b"penstock-owner").hexdigest() if key else NOBODY
 
 
-def key_digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def given_keys(keys: Iterable[str]) -> tuple[Key, ...]:
-    """Keys that were given as they are, named in their order. Raises ConfigError, which does not show them."""
-    found = []
-    for number, key in enumerate(dict.fromkeys(keys), 1):
-        if not _VISIBLE.fullmatch(key) or "," in key:
-            raise ConfigError(f"--api-key: key {number} is not a key: expected 1 to 512 visible ASCII characters, no comma or space")
-        found.append(Key(f"api-key-{number}", key_digest(key.encode())))
-    return tuple(found)
-
-
 def check_name(name: str) -> str:
     """A name that may stand in a log and in a metric. Raises ConfigError."""
     if not _NAME.fullmatch(name):
@@ -99,7 +74,7 @@ def check_name(name: str) -> str:
     return name
 
 
-_Limit = Annotated[int, Meta(ge=1, le=MOST_LIMIT)]
+_Limit = Annotated[int, Meta(ge=1, le=MAX_QUOTA)]
 
 
 class _Entry(Struct, forbid_unknown_fields=True, frozen=True):
@@ -155,19 +130,6 @@ def _refuse_doubles(keys: Sequence[Key]) -> None:
             raise ConfigError(f"{holders[key.digest]!r} and {key.name!r} are the same key")
         names.add(key.name)
         holders[key.digest] = key.name
-
-
-@dataclass(frozen=True)
-class KeySettings:
-    """Where keys come from. Without any source nobody needs one; with a file that has none, nobody has one."""
-
-    given: tuple[Key, ...] = ()
-    file: Path | None = None
-    defaults: QuotaLimits = NO_LIMITS
-
-    @property
-    def are_needed(self) -> bool:
-        return bool(self.given) or self.file is not None
 
 
 class _Known:

@@ -20,6 +20,7 @@ from penstock.router.affinity import session_key
 from penstock.router.policy import Hints
 from penstock.text.formats.grammar import after_reasoning, tool_grammar
 from penstock.text.formats.make import make_parser, opens_reasoning, visible_tokens
+from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT
 from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import EncodedChat
@@ -30,8 +31,6 @@ MAX_CHOICES = 2048
 # The same as the engine's limit. Checked here, a grammar that is too large does not travel.
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_BIAS = 100
-DEFAULT_TOOL_FORMAT = "hermes"
-"""The format of tool calls for a model whose worker names none."""
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _NO_TOKENS: frozenset[str] = frozenset()

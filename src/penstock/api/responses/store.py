@@ -8,7 +8,6 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -26,15 +25,6 @@ from penstock.wire.errors import RequestError
 Result = TypeVar("Result")
 
 _LOST = ResponseFailure("server_error", "the server that was making the response has ended")
-
-
-@dataclass(frozen=True)
-class StoreSettings:
-    """Where the file is. Without `is_chosen` it is a default: when it cannot be used, nothing is stored."""
-
-    path: Path
-    limits: StoreLimits
-    is_chosen: bool
 
 
 class SqliteStore:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.backends.http.dialects import Body, message_in
-from penstock.backends.http.settings import HttpEngineSettings
 from penstock.backends.http.sse import DONE, EventReader, EventTooLarge
+from penstock.config.engines import HttpEngineSettings
 from penstock.wire.errors import ConfigError, PenstockError
 
 try:

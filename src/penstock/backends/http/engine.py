@@ -11,7 +11,7 @@ from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, En
 from penstock.backends.http.client import Broken, EngineClient, Silent, Stream, Unreachable
 from penstock.backends.http.dialects import Reader, lost, refused
 from penstock.backends.http.probe import Found, find_route
-from penstock.backends.http.settings import HttpEngineSettings
+from penstock.config.engines import HttpEngineSettings
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 

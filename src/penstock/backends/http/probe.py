@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from penstock.backends.external.engine import EngineFacts, EngineRefused, EngineReport, Feature
+from penstock.backends.external.engine import EngineFacts, EngineRefused, EngineReport, EventEndpoints, Feature
 from penstock.backends.external.in_process import version_numbers
 from penstock.backends.http.client import Answer, Broken, EngineClient, Unreachable
 from penstock.backends.http.completions import FOR_LLGUIDANCE, ID_MARK, CompletionsDialect, VllmDialect, read_event
 from penstock.backends.http.dialects import Body, Dialect, SglangDialect, SglangTraits
-from penstock.backends.http.settings import API_KEY_VARIABLE, HttpEngineSettings
 from penstock.backends.http.text import TextDialect, byte_tokens
 from penstock.backends.sglang.arguments import MERGES_FROM
+from penstock.config.engines import ENGINE_KEY_VARIABLE, HttpEngineSettings
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import Capability
@@ -121,7 +121,7 @@ class _Probe:
         self.tried.append(f"{method} {path}: {answer.status} {answer.message[:200]}")
         if answer.status == 401:
             what = "needs an API key" if self.settings.api_key is None else "rejects the API key"
-            raise ConfigError(f"--url {self.settings.url}: the engine {what}; set {API_KEY_VARIABLE}: {answer.message[:200]}")
+            raise ConfigError(f"--url {self.settings.url}: the engine {what}; set {ENGINE_KEY_VARIABLE}: {answer.message[:200]}")
         return None
 
     async def make(self, path: str, body: Body) -> Mapping[str, Any] | None:
@@ -144,7 +144,7 @@ class _Probe:
         return EngineFacts(
             context_length=min(said, default=0),
             block_size=block_size or self.settings.block_size or USUAL_BLOCK_SIZE,
-            events=self.settings.events,
+            events=self._endpoints,
             capabilities=capabilities,
             **known,
         )
@@ -156,8 +156,12 @@ class _Probe:
         )
 
     def events(self, hint: str = "if the server has them, set --kv-events") -> Feature:
-        known = self.settings.events
-        return Feature("KV events", known is not None, hint if known is None else f"from {known.publisher}")
+        known = self.settings.kv_events
+        return Feature("KV events", known is not None, hint if known is None else f"from {known}")
+
+    @property
+    def _endpoints(self) -> EventEndpoints | None:
+        return None if self.settings.kv_events is None else EventEndpoints(self.settings.kv_events, self.settings.kv_replay)
 
 
 # SGLang.

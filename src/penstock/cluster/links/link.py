@@ -1,4 +1,4 @@
-"""What both ends of a link share: addresses, frames over an asyncio transport, and the proof of the secret."""
+"""What both ends of a link share: frames over an asyncio transport, and the proof of the secret."""
 
 from __future__ import annotations
 
@@ -8,44 +8,11 @@ import hmac
 import logging
 import socket
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import cast
 
 from penstock.wire.codec import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameReader, encode_frame
-from penstock.wire.errors import ConfigError, FrameMalformed, HandshakeRefused, LinkBroken, LinkError
+from penstock.wire.errors import FrameMalformed, HandshakeRefused, LinkBroken, LinkError
 from penstock.wire.messages import PROTOCOL_VERSION, Goodbye, Message
-
-
-@dataclass(frozen=True)
-class UnixAddress:
-    path: str
-
-    def __str__(self) -> str:
-        return f"unix:{self.path}"
-
-
-@dataclass(frozen=True)
-class TcpAddress:
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
-
-
-Address = UnixAddress | TcpAddress
-
-
-def parse_address(text: str) -> Address:
-    """`unix:/path` or `tcp://host:port`. Raises ConfigError for anything else."""
-    if text.startswith("unix:") and len(text) > len("unix:"):
-        return UnixAddress(text.removeprefix("unix:"))
-    host, _, port = text.removeprefix("tcp://").rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if text.startswith("tcp://") and host and port.isascii() and port.isdigit() and int(port) < 65536:
-        return TcpAddress(host, int(port))
-    raise ConfigError(f"address {text!r} is not valid; expected unix:/path or tcp://host:port")
-
 
 log = logging.getLogger(__name__)
 

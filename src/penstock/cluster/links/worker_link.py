@@ -8,8 +8,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, Address, LinkProtocol, UnixAddress, check_proof, check_version, proof, unexpected
+from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
 from penstock.stream.mailbox import Doorbell, Mailbox
+from penstock.wire.address import Address, UnixAddress
 from penstock.wire.codec import encode_frame
 from penstock.wire.errors import FrameMalformed, GenerationFault, HandshakeRefused, LinkBroken, LinkError, PenstockError, StreamError
 from penstock.wire.messages import (

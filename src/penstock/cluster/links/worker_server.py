@@ -9,7 +9,8 @@ import secrets
 import socket
 from pathlib import Path
 
-from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, Address, LinkProtocol, UnixAddress, check_proof, check_version, proof, unexpected
+from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
+from penstock.wire.address import Address, UnixAddress
 from penstock.wire.errors import ConfigError, FrameMalformed, HandshakeRefused, LinkError
 from penstock.wire.messages import (
     PROTOCOL_VERSION,

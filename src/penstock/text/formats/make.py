@@ -1,15 +1,17 @@
 """What the rest of the program calls.
 
-`make_parser` for one answer, `opens_reasoning` for its prompt, `visible_tokens` for the detokenizer, `detect` and `check_formats` when a
-model is loaded. `grammar.py` has the grammars.
+`make_parser` for one answer, `opens_reasoning` for its prompt, `visible_tokens` for the detokenizer, `choose_formats` when a model is
+loaded. `grammar.py` has the grammars.
 """
 
 from __future__ import annotations
 
+from penstock.config.commands import AUTO, NONE, ParserSettings
 from penstock.text.formats.harmony import HarmonyParser
 from penstock.text.formats.parser import FormatParser, Schemas
-from penstock.text.formats.tables import HARMONY, JSON, REASONING_FORMATS, TOOL_FORMATS
+from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT, HARMONY, JSON, REASONING_FORMATS, TOOL_FORMATS
 from penstock.text.output import OutputParser
+from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
 
 
@@ -100,3 +102,26 @@ def detect(template: str) -> tuple[str | None, str | None]:
     tool = next((name for name, signs in _TOOL_SIGNS if all(sign in template for sign in signs)), None)
     reasoning = next((name for name, sign in _REASONING_SIGNS if sign in template), None)
     return (tool if "tools" in template or tool == HARMONY else None), reasoning
+
+
+def choose_formats(settings: ParserSettings, tokenizer: Tokenizer) -> tuple[str | None, str | None]:
+    """The formats of this model's tool calls and reasoning. Raises ConfigError for two that cannot be read together."""
+    tool, reasoning = None, None
+    if tokenizer.chat_template is not None:
+        tool, reasoning = detect(tokenizer.chat_template)
+        tool = tool if tokenizer.renders_tools else DEFAULT_TOOL_FORMAT
+    chosen = (
+        tool if settings.tool == AUTO else _named(settings.tool),
+        reasoning if settings.reasoning == AUTO else _named(settings.reasoning),
+    )
+    check_formats(*chosen)
+    return chosen
+
+
+def check_parsers(settings: ParserSettings) -> None:
+    """Raises ConfigError for two formats that cannot be read together."""
+    check_formats(_named(settings.tool), _named(settings.reasoning))
+
+
+def _named(name: str) -> str | None:
+    return None if name in (AUTO, NONE) else name

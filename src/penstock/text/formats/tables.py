@@ -13,6 +13,9 @@ from penstock.text.formats.pythonic_calls import GemmaCalls, PythonicCalls
 from penstock.text.formats.source import Markers, Source, Steps
 from penstock.text.formats.tagged_calls import NO_STRING, STRING, TaggedCalls
 
+DEFAULT_TOOL_FORMAT = "hermes"
+"""What `penstock.text.tool_prompt` asks for, if the chat template knows no tools."""
+
 HARMONY = "harmony"
 JSON = "json"
 

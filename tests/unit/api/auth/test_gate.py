@@ -11,10 +11,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.auth import gate
-from penstock.api.auth.gate import OPEN_PATHS, TENANT, Gate, check_origin
-from penstock.api.auth.keys import NOBODY, Headers, Keyring, KeySettings, given_keys, owner_of, presented_key
+from penstock.api.auth.gate import OPEN_PATHS, TENANT, Gate
+from penstock.api.auth.keys import NOBODY, Headers, Keyring, owner_of, presented_key
+from penstock.config.front_end import KeySettings, check_origin, read_key
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
-from penstock.wire.errors import ConfigError
 
 KEY = "psk-the-right-one"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -52,7 +52,7 @@ class Front:
         self.seen: list[Any] = []
         self.received = 0
         self.body_megabytes = 1
-        self._gate = Gate(self._app, Keyring(KeySettings(given_keys(keys)), self.tally), self.tally, cors)
+        self._gate = Gate(self._app, Keyring(KeySettings(tuple(map(read_key, keys))), self.tally), self.tally, cors)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.seen.append(scope[TENANT])
@@ -132,7 +132,7 @@ async def test_a_body_that_does_not_come_does_not_keep_the_answer(monkeypatch: p
         await asyncio.Event().wait()
         raise AssertionError
 
-    door = Gate(Front()._app, Keyring(KeySettings(given_keys([KEY])), Tally()), Tally())
+    door = Gate(Front()._app, Keyring(KeySettings(tuple(map(read_key, [KEY]))), Tally()), Tally())
     await door({"type": "http", "method": "POST", "path": "/v1/models", "headers": []}, receive, send)
     assert Answer(sent).status == 401
 
@@ -270,5 +270,5 @@ def test_origins(origin: str) -> None:
     "origin", ["", "chat.example.org", PAGE + "/", PAGE + "/x", PAGE.upper(), "https://a,https://b", "null", "https://a b"]
 )
 def test_what_is_no_origin(origin: str) -> None:
-    with pytest.raises(ConfigError, match="--cors-origin is"):
+    with pytest.raises(ValueError, match="expected scheme://host"):
         check_origin(origin)

@@ -11,22 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.api.auth import keys as module
-from penstock.api.auth.keys import (
-    NOBODY,
-    Headers,
-    Key,
-    Keyring,
-    KeySettings,
-    Tenant,
-    check_name,
-    given_keys,
-    key_digest,
-    owner_of,
-    parse_keys,
-    presented_key,
-    read_key_file,
-)
-from penstock.config.front_end import QuotaLimits
+from penstock.api.auth.keys import NOBODY, Headers, Keyring, Tenant, check_name, owner_of, parse_keys, presented_key, read_key_file
+from penstock.config.front_end import Key, KeySettings, QuotaLimits, key_digest, read_key
+from penstock.config.setting import settings_of
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError, RequestError
 
@@ -93,7 +80,7 @@ def test_hashes_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         return hmac.compare_digest(first, second)
 
     monkeypatch.setattr(module, "hmac", type("Recorder", (), {"compare_digest": staticmethod(compare)}))
-    keyring = Keyring(KeySettings(given_keys([ALICE])), Tally())
+    keyring = Keyring(KeySettings(tuple(map(read_key, [ALICE]))), Tally())
     assert keyring.tenant_of(ALICE.encode()) is not None
     assert compared == [(key_digest(ALICE.encode()), key_digest(ALICE.encode()))]
 
@@ -130,20 +117,20 @@ def test_a_file_without_keys_lets_nobody_in(tmp_path: Path) -> None:
 
 
 def test_given_keys_and_those_of_a_file_together(tmp_path: Path) -> None:
-    file = KeyFile(tmp_path, entry("alice", ALICE), given=given_keys([BOB, "third", BOB]), defaults=QuotaLimits(5, None, 7))
+    file = KeyFile(tmp_path, entry("alice", ALICE), given=tuple(map(read_key, [BOB, "third", BOB])), defaults=QuotaLimits(5, None, 7))
     assert [file.name_of(key) for key in (ALICE, BOB, "third")] == ["alice", "api-key-1", "api-key-2"]
     assert len(file.keyring) == 3
     tenant = file.keyring.tenant_of(BOB.encode())
     assert tenant is not None
     assert tenant.quota.limits == QuotaLimits(5, None, 7)
     with pytest.raises(ConfigError, match="'api-key-1' and 'alice' are the same key"):
-        KeyFile(tmp_path, entry("alice", ALICE), given=given_keys([ALICE]))
+        KeyFile(tmp_path, entry("alice", ALICE), given=tuple(map(read_key, [ALICE])))
 
 
 @pytest.mark.parametrize("key", ["", "with space", "with,comma", "ümlaut", "new\nline", "x" * 513])
 def test_what_is_no_key_is_refused_and_not_shown(key: str) -> None:
-    with pytest.raises(ConfigError, match="--api-key: key 2 is not a key") as caught:
-        given_keys(["right", key])
+    with pytest.raises(ConfigError, match="--api-key: expected 1 to 512 visible ASCII characters") as caught:
+        settings_of(KeySettings)["api_key"].read(["right", key], "--api-key")
     assert not key or key not in str(caught.value)
 
 
@@ -274,7 +261,7 @@ def test_a_key_in_the_place_of_a_name_is_not_shown() -> None:
 
 
 def test_nothing_of_a_key_is_shown() -> None:
-    settings = KeySettings(given_keys([ALICE]))
+    settings = KeySettings(tuple(map(read_key, [ALICE])))
     tally = Tally()
     keyring = Keyring(settings, tally)
     tenant = keyring.tenant_of(ALICE.encode())

@@ -12,11 +12,11 @@ import pytest
 from front_end import FrontEnd, Produce, request, says
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.auth.gate import Gate
-from penstock.api.auth.keys import Keyring, KeySettings, given_keys
+from penstock.api.auth.keys import Keyring
 from penstock.api.auth.quota import Quota
 from penstock.api.openai.chat import parse_chat
 from penstock.api.pipeline.request import PromptContext
-from penstock.config.front_end import Limits, QuotaLimits
+from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import Mailbox
 from penstock.text.transcript import Transcripts
@@ -29,7 +29,7 @@ KEY = "psk-test"
 def limited(produce: Produce, **limits: int) -> tuple[FrontEnd, Quota]:
     """A front end that knows one key, and what that may use."""
     front_end = FrontEnd(produce)
-    keyring = Keyring(KeySettings(given=given_keys([KEY]), defaults=QuotaLimits(**limits)), front_end.tally)
+    keyring = Keyring(KeySettings(given=tuple(map(read_key, [KEY])), defaults=QuotaLimits(**limits)), front_end.tally)
     front_end.app = Gate(front_end.application, keyring, front_end.tally)
     tenant = keyring.tenant_of(KEY.encode())
     assert tenant is not None

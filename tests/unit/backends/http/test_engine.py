@@ -14,7 +14,8 @@ import pytest
 from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest, EventEndpoints
 from penstock.backends.http.client import Broken, EngineClient
 from penstock.backends.http.engine import HttpEngine, probe
-from penstock.backends.http.settings import HttpEngineSettings, Route, api_key_from, checked_url
+from penstock.config.engines import HttpEngineSettings, Route, checked_url
+from penstock.config.setting import settings_of
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import Fault
@@ -227,7 +228,6 @@ def shown(chunks: list[Chunk]) -> str:
 )
 def test_an_address_is_taken_with_or_without_the_api(url: str, right: str) -> None:
     assert checked_url(url) == right
-    assert HttpEngineSettings(url).url == right
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_an_address_is_taken_with_or_without_the_api(url: str, right: str) -> No
 )
 def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
-        HttpEngineSettings(url)
+        checked_url(url)
 
 
 @pytest.mark.parametrize(
@@ -247,17 +247,15 @@ def test_a_wrong_address_is_refused(url: str) -> None:
 )
 def test_a_password_is_never_shown(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        HttpEngineSettings(url)
+        checked_url(url)
     assert "geheim" not in str(caught.value)
     assert "PENSTOCK_ENGINE_API_KEY" in str(caught.value)
 
 
 def test_the_key_is_never_shown() -> None:
     assert "geheim" not in repr(HttpEngineSettings("http://host", api_key="geheim"))
-    assert api_key_from({"PENSTOCK_ENGINE_API_KEY": "geheim"}) == "geheim"
-    assert api_key_from({"PENSTOCK_ENGINE_API_KEY": ""}) is api_key_from({}) is None
     with pytest.raises(ConfigError) as caught:
-        api_key_from({"PENSTOCK_ENGINE_API_KEY": "geheim\r\nx: y"})
+        settings_of(HttpEngineSettings)["engine_api_key"].read("geheim\r\nx: y", "PENSTOCK_ENGINE_API_KEY")
     assert "geheim" not in str(caught.value)
 
 
@@ -323,7 +321,7 @@ async def test_a_wrong_key_is_named() -> None:
 
 async def test_sglang_is_recognized_by_its_information() -> None:
     async with upstream(sglang(not_found, kv_events={"endpoint_port_base": 5557})) as server:
-        engine = HttpEngine(HttpEngineSettings(server.url, events=EventEndpoints("tcp://x:1")), TOKENIZER)
+        engine = HttpEngine(HttpEngineSettings(server.url, kv_events="tcp://x:1"), TOKENIZER)
         facts = await engine.start(print)
         await engine.close()
         assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (998, 32, 128, 8)

@@ -1,0 +1,36 @@
+"""Where a worker listens: `unix:/path` or `tcp://host:port`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class UnixAddress:
+    path: str
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+@dataclass(frozen=True)
+class TcpAddress:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+Address = UnixAddress | TcpAddress
+
+
+def parse_address(text: str) -> Address:
+    """Raises ValueError for other texts."""
+    if text.startswith("unix:") and len(text) > len("unix:"):
+        return UnixAddress(text.removeprefix("unix:"))
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if text.startswith("tcp://") and host and port.isascii() and port.isdigit() and int(port) < 65536:
+        return TcpAddress(host, int(port))
+    raise ValueError("expected unix:/path or tcp://host:port")
