@@ -647,7 +647,7 @@ async def test_a_worker_that_nobody_can_reach_is_refused_by_name(server: RedisSe
             await seen.until(HERE)
             await store.deregister("odd", "http://odd")
     assert [record.getMessage() for record in caplog.records if "odd" in record.getMessage()] == [
-        "worker odd cannot be used: address 'http://odd' is not valid; expected unix:/path or tcp://host:port"
+        "worker odd cannot be used: its address is 'http://odd': expected unix:/path or tcp://host:port"
     ]
 
 
