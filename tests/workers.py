@@ -1,4 +1,4 @@
-"""Real workers, links and a front end's dispatch, in one process: what breaks between them can be broken by the test."""
+"""Real workers, links and dispatch in one process. A test can break what is between them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_model(name: str = "simulator", tokenizer: str = "words", **changes: Any
 
 
 class Worker:
-    """A worker on a Unix socket. Leaving it is an orderly end; `vanish` is not."""
+    """A worker on a Unix socket. Leaving the context is an orderly end."""
 
     def __init__(self, folder: Path, name: str, model: ModelInfo | None = None, **config: Any) -> None:
         self.name = name
@@ -59,7 +59,7 @@ class Worker:
         self.simulator.check_integrity()
 
     def break_links(self) -> None:
-        """As if the process had died, and was there again at once, without what ran."""
+        """As if the process had died and restarted at once, without its generations."""
         for link in list(self.server.links):
             link.abort()
 
@@ -95,7 +95,7 @@ class Reader:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that has come so far, also what was not read."""
+        """All tokens that have arrived, read or not."""
         return tuple(self.mailbox.history)
 
     def read(self) -> tuple[Delta | None, Terminal | None]:
@@ -145,7 +145,7 @@ class FrontEnd:
         return reader, asyncio.create_task(_finished(production, reader.mailbox))
 
     async def run(self, request: Submit, hints: Hints | None = None, owner: str = "somebody") -> tuple[Turn, Reader]:
-        """One turn, from its beginning to its end."""
+        """Runs one complete turn."""
         turn = self.turn(hints, owner)
         try:
             await self.sessions.begin(turn, "simulator")
@@ -199,7 +199,7 @@ def send(link: WorkerLink, request: Submit, mailbox: Mailbox) -> Sent:
 
 
 def submit(number: int, max_tokens: int = 16, prompt: int = 40, **fields: Any) -> Submit:
-    """Its prompt, of so many tokens, is its own."""
+    """A request with its own prompt of `prompt` tokens."""
     ids = tuple(tokens_between(number + 1_000_000, 0, prompt, WORDS))
     return Submit(number.to_bytes(16, "big"), ids, max_tokens, seed=number, ignore_eos=True, **fields)
 
@@ -209,7 +209,7 @@ def expected(number: int, count: int) -> tuple[int, ...]:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Fails when it does not come true."""
+    """Raises TimeoutError if the condition does not become true in time."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Generations that outlive their workers, wait for room, and are never sent when nobody wants them any more."""
+"""Generations survive their workers, wait for room, and are never sent after their client left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers import SECRET, WORDS, FrontEnd, Worker, expected, fault_of, make_mo
 
 
 class Mute(LinkProtocol):
-    """A worker that is welcoming and then does nothing, or breaks every link on which work comes."""
+    """A worker that accepts links and then does nothing, or breaks every link on which it gets work."""
 
     def __init__(self, name: str, breaks: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Mute(LinkProtocol):
 
 
 class MuteWorker(Worker):
-    """Stands in for a worker whose process hangs, or dies of whatever it is given."""
+    """Stands in for a worker whose process hangs, or dies with every request."""
 
     def __init__(self, folder: Path, name: str, breaks: bool = False) -> None:
         super().__init__(folder, name)
@@ -102,7 +102,7 @@ async def test_a_lost_worker_loses_no_token(tmp_path: Path) -> None:
             assert delta.prompt.cached_tokens == 0, "the prompt is reported once, as the first worker found it"
 
 
-async def test_a_worker_that_hands_over_is_left(tmp_path: Path) -> None:
+async def test_generations_leave_a_worker_that_hands_over(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a") as old, Worker(tmp_path, "b") as new, FrontEnd([old, new]) as front_end:
         started = [front_end.start(submit(number, 400)) for number in range(10)]
         await until(lambda: min(len(reader.tokens) for reader, _ in started) > 20)
@@ -141,7 +141,7 @@ async def test_a_worker_that_owes_nothing_may_be_silent(tmp_path: Path) -> None:
 
 
 class SickSimulator(Simulator):
-    """Gives back all that it is given."""
+    """Fails every generation with a retryable fault."""
 
     def submit(self, request: Submit) -> None:
         self._refused.append(Segment(request.id, None, Fault("engine_failed", "sick", retryable=True)))
@@ -156,8 +156,8 @@ class SickWorker(Worker):
         self.server = WorkerServer(self.runtime, name, self.address, SECRET)
 
 
-async def test_a_sick_worker_fails_nobody_as_long_as_there_is_another(tmp_path: Path) -> None:
-    """It is the least loaded, for it gives everything back, and its prefixes are expected; and still it is not asked again."""
+async def test_a_failing_worker_fails_no_generation_while_there_is_another(tmp_path: Path) -> None:
+    """It has the least load and the expected prefixes, because it fails everything at once. Still it is not asked again."""
     async with SickWorker(tmp_path, "a") as sick, Worker(tmp_path, "b") as sound, FrontEnd([sick, sound]) as front_end:
         started = [front_end.start(submit(number, 20, prompt=320)) for number in range(40)]
         async with asyncio.timeout(20):
@@ -171,7 +171,7 @@ async def test_a_sick_worker_fails_nobody_as_long_as_there_is_another(tmp_path: 
         assert all(front_end.router.load_of(name) == 0 for name in "ab"), "what has ended weighs nothing"
 
 
-async def test_a_worker_that_is_silent_gets_nothing_new(tmp_path: Path) -> None:
+async def test_a_silent_worker_gets_no_new_generation(tmp_path: Path) -> None:
     async with MuteWorker(tmp_path, "mute") as mute, FrontEnd([mute], stall_seconds=4.0) as front_end:
         _, stuck = front_end.start(submit(1))
         await until(lambda: front_end.pool.members[0].is_quiet)
@@ -187,7 +187,7 @@ async def test_a_worker_that_is_silent_gets_nothing_new(tmp_path: Path) -> None:
         await asyncio.gather(stuck, return_exceptions=True)
 
 
-async def test_prefill_weighs_until_the_first_token(tmp_path: Path) -> None:
+async def test_prefill_counts_as_load_until_the_first_token(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a", step_ms=5.0) as one, Worker(tmp_path, "b", step_ms=5.0) as two, FrontEnd([one, two]) as front_end:
         reader, task = front_end.start(submit(1, 300, prompt=640))
         assert sum(front_end.router.load_of(name) for name in "ab") == 80, "forty blocks to prefill, and as many to hold"
@@ -199,7 +199,7 @@ async def test_prefill_weighs_until_the_first_token(tmp_path: Path) -> None:
         await until(lambda: sum(front_end.router.load_of(name) for name in "ab") == 0)
 
 
-async def test_events_that_were_missed_are_made_up_for(tmp_path: Path) -> None:
+async def test_missed_events_are_replaced_by_a_snapshot(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a") as one, Worker(tmp_path, "b") as two, FrontEnd([one, two]) as front_end:
         for worker in (one, two):
             for port in worker.runtime._ports:
@@ -211,7 +211,7 @@ async def test_events_that_were_missed_are_made_up_for(tmp_path: Path) -> None:
             await until(lambda: held()[0] == worker.simulator.stats().kv_blocks_cached > 0)  # noqa: B023
 
 
-async def test_what_kills_every_worker_ends_with_a_fault(tmp_path: Path) -> None:
+async def test_a_request_that_kills_every_worker_ends_with_a_fault(tmp_path: Path) -> None:
     async with MuteWorker(tmp_path, "deadly", breaks=True) as deadly, FrontEnd([deadly]) as front_end:
         _, task = front_end.start(submit(1, 50))
         with pytest.raises(GenerationFault) as caught:
@@ -223,7 +223,7 @@ async def test_what_kills_every_worker_ends_with_a_fault(tmp_path: Path) -> None
         assert len({request.id for request in deadly.submits}) == 4
 
 
-async def test_without_a_worker_it_waits_and_then_says_so(tmp_path: Path) -> None:
+async def test_without_a_worker_a_generation_waits_and_then_fails(tmp_path: Path) -> None:
     worker = Worker(tmp_path, "a")
     async with worker, FrontEnd([worker], worker_wait=0.3) as front_end:
         reader, task = front_end.start(submit(1, 100_000 // 2))
@@ -235,7 +235,7 @@ async def test_without_a_worker_it_waits_and_then_says_so(tmp_path: Path) -> Non
         assert fault_of(caught) == Fault("no_worker", "no worker for model 'simulator' came within 0.3 s")
 
 
-async def test_a_worker_that_comes_in_time_goes_on(tmp_path: Path) -> None:
+async def test_a_worker_that_comes_in_time_continues_the_generation(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a") as worker, FrontEnd([worker]) as front_end:
         reader, task = front_end.start(submit(1, 300))
         await until(lambda: len(reader.tokens) > 10)
@@ -258,7 +258,7 @@ async def test_each_model_has_its_own_workers(tmp_path: Path) -> None:
             task.cancel()
 
 
-async def test_a_worker_that_is_not_what_its_name_says_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_with_another_model_of_the_same_name_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(Worker(tmp_path, "a"))
         front_end = await stack.enter_async_context(FrontEnd([one]))
@@ -271,7 +271,21 @@ async def test_a_worker_that_is_not_what_its_name_says_is_refused(tmp_path: Path
         assert {member.name for member in front_end.pool.members} == {"a", "b"}
 
 
-async def test_more_than_there_is_room_for_waits_in_order_of_priority(tmp_path: Path) -> None:
+async def test_a_second_worker_of_the_same_name_waits_until_the_first_has_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    async with Worker(tmp_path, "a") as first, Worker(elsewhere, "a") as second, FrontEnd([first]) as front_end:
+        front_end.pool.discovered([second.address])
+        await until(lambda: "there is a worker named 'a' already; give each its own --name" in caplog.text)
+        (before,) = front_end.pool.members
+        await first.server.close()
+        await until(lambda: front_end.pool.members not in ([], [before]))
+        _, reader = await front_end.run(submit(1))
+        assert reader.tokens == expected(1, 16)
+        assert second.simulator.stats().prompt_tokens == 40
+
+
+async def test_generations_without_room_wait_in_order_of_priority(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a", make_model(max_batch=1), max_batch=1) as worker, FrontEnd([worker], worker_queue=1) as front_end:
         first, running = front_end.start(submit(1, 200))
         await until(lambda: len(first.tokens) > 0)
@@ -354,7 +368,7 @@ async def test_a_second_front_end_learns_what_is_cached_from_a_snapshot(tmp_path
             assert turn.worker == placed[number]
 
 
-async def test_siblings_go_together(tmp_path: Path) -> None:
+async def test_requests_with_the_same_new_prefix_go_to_one_worker(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}", step_ms=5.0)) for number in range(4)]
         front_end = await stack.enter_async_context(FrontEnd(workers))
@@ -378,7 +392,7 @@ async def test_the_router_can_be_overridden_for_one_request(tmp_path: Path) -> N
         assert {turn.decisions[0][1].reason for turn in seen} == {"round_robin"}
 
 
-async def test_draining_is_announced_and_heeded(tmp_path: Path) -> None:
+async def test_a_draining_worker_gets_no_new_generation(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a") as old, Worker(tmp_path, "b") as new, FrontEnd([old, new]) as front_end:
         old.runtime.drain()
         await until(lambda: len(front_end.pool.usable("simulator")) == 1)

@@ -1,4 +1,4 @@
-"""Both stores keep the same contract; and several processes over one Redis agree, without it go on, and with it come back."""
+"""Both stores have the same contract. Processes that share a Redis agree, work without it, and use it again when it is back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def own_server() -> Iterator[RedisServer]:
-    """For a test that ends it."""
+    """For a test that kills it."""
     with RedisServer() as running:
         yield running
 
@@ -54,7 +54,7 @@ Stores = Callable[[int], AbstractAsyncContextManager[list[AffinityStore]]]
 
 @pytest.fixture(params=["memory", "redis"])
 def stores(request: pytest.FixtureRequest) -> Stores:
-    """So many front ends that share their bindings; with the memory store, one that is asked by all."""
+    """Makes stores for several front ends that share their bindings. Memory: one store for all."""
 
     @asynccontextmanager
     async def in_memory(count: int) -> AsyncIterator[list[AffinityStore]]:
@@ -77,7 +77,7 @@ def stores(request: pytest.FixtureRequest) -> Stores:
 
 
 async def check_redis(url: str, prefix: str) -> None:
-    """Every key ends by itself, whatever becomes of the front ends."""
+    """Every key has a time to live."""
     async with Redis.from_url(url) as client:
         keys = [key async for key in client.scan_iter(match=prefix + "*", count=1000)]
         lives = [await client.pttl(key) for key in keys]
@@ -99,7 +99,7 @@ async def until_available(store: RedisStore, is_available: bool) -> None:
 
 
 def at_once(call: Coroutine[Any, Any, Answer]) -> Answer:
-    """The result of a call that waits for nothing."""
+    """The result of a call that does not wait."""
     try:
         call.send(None)
     except StopIteration as end:
@@ -131,7 +131,7 @@ async def test_the_first_claim_holds(stores: Stores) -> None:
         assert other.is_available
 
 
-async def test_values_come_back_as_they_were(stores: Stores) -> None:
+async def test_values_come_back_unchanged(stores: Stores) -> None:
     async with stores(2) as (one, other):
         binding = Binding('ü/"\\ 世界', "wörker:1 \n", "org/model", (1 << 62) + 1, 0.1, 1_790_000_000.123456)
         key = session_key("geheim ü", "org/model", binding.session)
@@ -165,7 +165,7 @@ async def test_only_the_first_rebinds(stores: Stores) -> None:
         assert await other.list_sessions(OWNER, 9) == [bound("s", 2, "worker-1")]
 
 
-async def test_rebinding_what_is_gone_makes_a_session_again(stores: Stores) -> None:
+async def test_rebinding_a_session_that_is_gone_makes_it_again(stores: Stores) -> None:
     async with stores(1) as (store,):
         assert await store.rebind(key_of("s"), 1, bound("s", 2), 60.0, OWNER) == bound("s", 2)
         assert await store.list_sessions(OWNER, 9) == [bound("s", 2)]
@@ -182,7 +182,7 @@ async def test_a_rebound_session_keeps_its_owner(stores: Stores) -> None:
         assert (await store.claim(key_of("t"), bound("t", 3), 60.0, OWNER, quota=1)).won
 
 
-async def test_it_ends_by_itself_and_makes_room(stores: Stores) -> None:
+async def test_a_binding_ends_by_itself_and_makes_room(stores: Stores) -> None:
     async with stores(2) as (one, other):
         await one.claim(key_of("long"), bound("long", 1), 60.0, OWNER)
         await one.claim(key_of("short"), bound("short", 1), 0.15, OWNER)
@@ -220,7 +220,7 @@ async def test_the_quota_is_per_owner_and_not_for_affinity(stores: Stores) -> No
             assert (await store.claim(key_of(session), bound(session, 1), 60.0, OWNER, quota=2)).won
         assert await store.claim(key_of("c"), bound("c", 1), 60.0, OWNER, quota=2) == Claim(None, won=False)
         assert await store.get(key_of("c")) is None
-        # What is there already is no new session.
+        # A session that exists is not a new one.
         assert await store.claim(key_of("a"), bound("a", 2), 60.0, OWNER, quota=2) == Claim(bound("a", 1), won=False)
         assert (await store.claim(session_key("other", "m", "c"), bound("c", 1), 60.0, "other", quota=2)).won
         assert (await store.claim(affinity_key(OWNER, "m", "c"), bound("", 1), 60.0)).won
@@ -295,8 +295,8 @@ async def test_epochs_are_never_given_twice(stores: Stores) -> None:
 # Redis alone.
 
 
-async def test_what_ended_is_swept_from_the_index(server: RedisServer) -> None:
-    """More than one sweep takes, all before the one that lives."""
+async def test_ended_sessions_are_swept_from_the_index(server: RedisServer) -> None:
+    """More than one sweep removes, all before a live one."""
     prefix = f"{os.urandom(8).hex()}:"
     async with redis_store(server.url, prefix) as store:
         await asyncio.gather(*[store.claim(key_of(f"a{n}"), bound(f"a{n}", 1), 60.0, OWNER) for n in range(2500)])
@@ -326,7 +326,7 @@ async def test_epochs_go_on_when_a_clock_goes_back_or_redis_forgets(server: Redi
         assert await store.next_epoch() == future + 2
 
 
-async def test_prefixes_keep_apart(server: RedisServer) -> None:
+async def test_prefixes_separate_stores(server: RedisServer) -> None:
     async with redis_store(server.url, "one:") as one, redis_store(server.url, "two:") as two:
         assert (await one.claim("key", bound("", 1), 60.0)).won
         assert await two.get("key") is None
@@ -335,7 +335,7 @@ async def test_prefixes_keep_apart(server: RedisServer) -> None:
 
 
 async def test_a_cancelled_call_spoils_no_other(server: RedisServer) -> None:
-    """Its answer, which is still to come, must not be taken for that of another."""
+    """The late answer of a cancelled call must not be taken for the answer of another."""
     # With a time limit of the library's own, too, which makes it lose cancellations.
     async with redis_store(f"{server.url}?socket_timeout=5", f"{os.urandom(8).hex()}:") as store:
         await store.claim("a", bound("", 1), 60.0)
@@ -351,14 +351,14 @@ async def test_a_cancelled_call_spoils_no_other(server: RedisServer) -> None:
         assert store.is_available
 
 
-async def test_thousands_at_once_are_no_outage(server: RedisServer) -> None:
+async def test_thousands_of_calls_at_once_are_not_an_outage(server: RedisServer) -> None:
     async with redis_store(server.url, f"{os.urandom(8).hex()}:") as store:
         await store.claim("a", bound("", 1), 60.0)
         assert set(await asyncio.gather(*[store.get("a") for _ in range(5000)])) == {bound("", 1)}
         assert store.is_available
 
 
-async def test_a_process_that_was_kept_from_running_has_not_lost_its_redis(server: RedisServer) -> None:
+async def test_a_process_that_was_paused_has_not_lost_its_redis(server: RedisServer) -> None:
     async with redis_store(server.url, f"{os.urandom(8).hex()}:") as store:
         await store.claim("a", bound("", 1), 60.0)
         asked = [asyncio.create_task(store.get("a")) for _ in range(3)]
@@ -369,7 +369,7 @@ async def test_a_process_that_was_kept_from_running_has_not_lost_its_redis(serve
         assert store.is_available
 
 
-async def test_a_lost_redis_is_done_without(own_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_redis_calls_are_answered_as_if_alone(own_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock")
     async with redis_store(own_server.url) as store:
         await store.claim(key_of("s"), bound("s", 1), 60.0, OWNER)
@@ -404,7 +404,7 @@ async def test_a_lost_redis_is_done_without(own_server: RedisServer, caplog: pyt
     assert "is back" in said[1][1]
 
 
-async def test_a_loss_is_noticed_while_nobody_asks(own_server: RedisServer) -> None:
+async def test_a_loss_is_noticed_without_any_call(own_server: RedisServer) -> None:
     async with redis_store(own_server.url) as store:
         own_server.kill()
         await until_available(store, is_available=False)
@@ -437,7 +437,7 @@ async def test_a_redis_that_hangs_is_waited_for_once(own_server: RedisServer, ca
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) <= 2
 
 
-async def test_once_it_is_lost_nobody_waits_behind_those_who_still_do(own_server: RedisServer) -> None:
+async def test_once_redis_is_lost_queued_calls_return_at_once(own_server: RedisServer) -> None:
     async with redis_store(own_server.url, probe_seconds=60.0) as store:
         own_server.suspend()
         try:
@@ -453,7 +453,7 @@ async def test_once_it_is_lost_nobody_waits_behind_those_who_still_do(own_server
 
 
 async def test_a_redis_that_takes_no_writes_is_lost_until_it_does(own_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
-    """A replica, or a full one: that it answers to a ping says nothing."""
+    """A replica or a full Redis answers a ping but takes no writes."""
     async with redis_store(own_server.url) as store, Redis.from_url(own_server.url) as client:
         await client.config_set("maxmemory", "1")
         assert await store.claim("key", bound("", 1), 60.0) == Claim(bound("", 1), won=True)
@@ -470,7 +470,7 @@ async def test_a_redis_that_takes_no_writes_is_lost_until_it_does(own_server: Re
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
 
 
-async def test_what_is_no_binding_fails_no_request(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_broken_binding_fails_no_request(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     prefix = f"{os.urandom(8).hex()}:"
     async with redis_store(server.url, prefix) as store, Redis.from_url(server.url) as client:
         await client.hset(f"{prefix}binding:key", mapping={"epoch": "1", "binding": '{"session": 5'})
@@ -480,7 +480,7 @@ async def test_what_is_no_binding_fails_no_request(server: RedisServer, caplog: 
     assert "ERROR" in [record.levelname for record in caplog.records]
 
 
-async def test_close_leaves_nothing_and_calls_go_on(own_server: RedisServer) -> None:
+async def test_calls_after_close_are_answered(own_server: RedisServer) -> None:
     store = RedisStore(own_server.url, probe_seconds=PROBE)
     await store.start()
     calls = [asyncio.create_task(store.get("key")) for _ in range(100)]
@@ -499,12 +499,12 @@ async def test_close_leaves_nothing_and_calls_go_on(own_server: RedisServer) -> 
 
 
 @pytest.mark.parametrize("url", ["http://localhost:6379", "localhost:6379", "", "redis://localhost:port", "redis://localhost:99999"])
-def test_what_is_no_url_of_a_redis_is_refused(url: str) -> None:
+def test_a_wrong_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--store .* cannot be used: expected a redis://, rediss:// or unix:// URL"):
         RedisStore(url)
 
 
-async def test_options_that_nobody_knows_are_refused_at_the_start() -> None:
+async def test_unknown_options_are_refused_at_the_start() -> None:
     store = RedisStore("redis://127.0.0.1:1/?no_such_option=1")
     with pytest.raises(ConfigError, match=r"--store redis://127.0.0.1:1/ cannot be used: it has unknown options"):
         await store.start()
@@ -512,7 +512,7 @@ async def test_options_that_nobody_knows_are_refused_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "unix:///nowhere/at/all", "rediss://127.0.0.1:1/0"])
-async def test_what_cannot_be_reached_is_said_and_waited_for(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_redis_that_cannot_be_reached_is_logged_and_waited_for(url: str, caplog: pytest.LogCaptureFixture) -> None:
     async with redis_store(url) as store:
         assert not store.is_available
         assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
@@ -532,7 +532,7 @@ async def test_a_redis_that_comes_later_is_used() -> None:
             assert not (await store.claim("key", bound("", 2), 60.0)).won
 
 
-async def test_the_password_is_told_to_redis_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_redis_sees_the_password(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with RedisServer("--requirepass", "hunter2") as server:
         async with redis_store(server.url_with_password("hunter2")) as store:
@@ -577,7 +577,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
 
 
 class Seen:
-    """What a front end has been told, in order."""
+    """The addresses that a front end was told, in order."""
 
     def __init__(self) -> None:
         self.told: list[frozenset[Address]] = []
@@ -616,7 +616,7 @@ async def test_workers_are_found_while_they_are_registered(server: RedisServer) 
     assert seen.told == [frozenset({HERE}), frozenset({HERE, THERE}), frozenset({HERE})]
 
 
-async def test_a_worker_that_dies_is_a_member_no_longer(server: RedisServer) -> None:
+async def test_a_dead_worker_is_no_longer_a_member(server: RedisServer) -> None:
     async with redis_store(server.url, f"{os.urandom(8).hex()}:") as store:
         await store.register("dead", "unix:/dead", 0.05)
         await store.register("alive", "unix:/alive", 60.0)
@@ -639,7 +639,7 @@ async def test_a_restarted_worker_replaces_itself(server: RedisServer) -> None:
                 assert await store.members() == {"worker-0": str(THERE)}
 
 
-async def test_a_worker_that_nobody_can_reach_is_refused_by_name(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_with_a_wrong_address_is_refused_by_name(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     async with redis_store(server.url, f"{os.urandom(8).hex()}:") as store:
         seen = Seen()
         await store.register("odd", "http://odd", 60.0)
@@ -652,7 +652,7 @@ async def test_a_worker_that_nobody_can_reach_is_refused_by_name(server: RedisSe
 
 
 async def test_workers_stay_while_redis_is_lost_and_register_again(own_server: RedisServer) -> None:
-    """Redis comes back empty. Nobody loses a worker over it."""
+    """Redis comes back empty. No front end loses a worker."""
     async with redis_store(own_server.url) as of_worker, redis_store(own_server.url) as of_front_end:
         seen = Seen()
         async with Registration(of_worker, "worker-0", HERE, renew_seconds=0.05), Discovery(of_front_end.members, seen, poll_seconds=0.01):
@@ -670,7 +670,7 @@ async def test_workers_stay_while_redis_is_lost_and_register_again(own_server: R
 
 
 class Listing:
-    """A directory that says what it is told to, one answer a poll."""
+    """Gives a list of answers, one per poll."""
 
     def __init__(self, *answers: dict[str, str] | None) -> None:
         self.answers = list(answers)
@@ -689,11 +689,11 @@ class Listing:
         return self.answers.pop(0)
 
 
-async def test_who_vanishes_lingers_but_not_for_ever() -> None:
+async def test_a_worker_that_vanishes_stays_for_a_while() -> None:
     here = {"worker-0": str(HERE)}
     seconds = iter(range(1000))
     seen = Seen()
-    # A second a poll: seen at 0; unknown until 3, which counts as seen; vanished from 4 on, so gone at 7.
+    # One second per poll. Seen at 0; unknown until 3, which counts as seen; vanished from 4 on, so gone at 7.
     directory = Listing(here, None, None, None, {}, {}, {}, {}, here, {})
     told_at: list[int] = []
     clock = 0.0

@@ -1,4 +1,4 @@
-"""Sessions from the front end to the worker and back: every event of their life, over real links."""
+"""Sessions over real links: open, continue, close, expire, move, divert, over quota."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def leased(workers: list[Worker]) -> int:
 
 
 def longer(request: Submit, number: int) -> Submit:
-    """The next turn: what was asked and answered, and something new."""
+    """The next turn: the transcript so far, and a new message."""
     answer = expected(request.seed, request.max_tokens)
     following = submit(number)
     return Submit(following.id, request.token_ids + answer + following.token_ids, 16, seed=number, ignore_eos=True)
@@ -79,7 +79,7 @@ async def test_open_is_bound_only_when_the_worker_has_granted_it(tmp_path: Path)
         front_end.sessions.end(turn)
 
 
-async def test_overlapping_turns_both_run_and_an_open_one_is_joined(tmp_path: Path) -> None:
+async def test_overlapping_turns_share_one_session(tmp_path: Path) -> None:
     async with three_workers(tmp_path) as workers, FrontEnd(workers) as front_end:
         both = await asyncio.gather(*[front_end.run(submit(number, 50), wish("open")) for number in (1, 2, 3)])
         assert len({turn.worker for turn, _ in both}) == 1
@@ -161,7 +161,7 @@ async def test_a_session_expires_after_the_end_of_its_last_turn(tmp_path: Path) 
         assert leased(workers) == 0
 
 
-async def test_the_worker_ends_what_a_dead_front_end_left(tmp_path: Path) -> None:
+async def test_the_worker_ends_the_sessions_of_a_dead_front_end(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a", session_grace=0.1) as worker:
         async with FrontEnd([worker]) as front_end:
             await front_end.run(submit(1), wish("open", timeout=0.3))
@@ -186,7 +186,7 @@ async def test_over_the_quota_of_a_key_a_turn_is_served_and_says_so(tmp_path: Pa
         assert turn.state == "open"
 
 
-async def test_over_the_quota_of_a_worker_too(tmp_path: Path) -> None:
+async def test_over_the_quota_of_a_worker_a_turn_is_served_and_says_so(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a", max_sessions=1) as worker, FrontEnd([worker]) as front_end:
         await front_end.run(submit(1), wish("open", "one"))
         turn, reader = await front_end.run(submit(2), wish("open", "two"))
@@ -213,7 +213,7 @@ async def test_a_session_whose_worker_is_gone_moves(tmp_path: Path) -> None:
         assert other.simulator.stats().sessions == 1
 
 
-async def test_a_session_that_finds_no_lease_where_it_goes_keeps_its_time_and_moves_later(tmp_path: Path) -> None:
+async def test_a_session_that_gets_no_lease_on_its_new_worker_keeps_its_timeout_and_moves_later(tmp_path: Path) -> None:
     now = 0.0
     store = MemoryStore(clock=lambda: now)
     async with AsyncExitStack() as stack:
@@ -236,7 +236,7 @@ async def test_a_session_that_finds_no_lease_where_it_goes_keeps_its_time_and_mo
         listing = await front_end.sessions.get_session("somebody", "agent")
         assert listing is not None
         assert (listing[0].worker, other.simulator.stats().sessions) == (other.name, 1)
-        # Without a lease, too, it ends when its time has come, and not with the time that a running turn has.
+        # Even without a lease it ends after its timeout, without the margin of a running turn.
         await other.server.close()
         await until(lambda: not front_end.pool.members)
         async with Worker(tmp_path, home.name, max_sessions=0) as full:
@@ -312,7 +312,7 @@ async def test_a_subagent_goes_to_its_parents_worker(tmp_path: Path) -> None:
         assert held(workers) == 8
 
 
-async def test_a_cache_key_goes_where_it_went_and_has_no_lease(tmp_path: Path) -> None:
+async def test_an_affinity_key_goes_to_its_last_worker_and_has_no_lease(tmp_path: Path) -> None:
     async with three_workers(tmp_path) as workers, FrontEnd(workers) as front_end:
         first, _ = await front_end.run(submit(1), Hints(affinity="app"))
         for number in range(2, 6):
@@ -359,7 +359,7 @@ async def test_two_front_ends_on_one_store_agree(tmp_path: Path) -> None:
         await until(lambda: held(workers) == 0 and len(one.sessions) == len(two.sessions) == 0)
 
 
-async def test_opened_on_two_front_ends_at_once_there_is_one_winner(tmp_path: Path) -> None:
+async def test_a_session_opened_on_two_front_ends_at_once_has_one_worker(tmp_path: Path) -> None:
     store = MemoryStore()
     async with three_workers(tmp_path) as workers, FrontEnd(workers, store=store) as one, FrontEnd(workers, store=store, name="two") as two:
         for number in range(10):
@@ -377,7 +377,7 @@ async def test_opened_on_two_front_ends_at_once_there_is_one_winner(tmp_path: Pa
         await until(lambda: held(workers) == 10)
 
 
-async def test_nothing_is_left_of_many_sessions(tmp_path: Path) -> None:
+async def test_many_sessions_leave_nothing_behind(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a", max_sessions=10_000) as worker, FrontEnd([worker], quota=10_000) as front_end:
         for number in range(300):
             await front_end.run(submit(number, 1, prompt=20), wish("open", f"agent-{number}", timeout=0.05 if number % 2 else 60.0))
@@ -394,7 +394,7 @@ async def test_nothing_is_left_of_many_sessions(tmp_path: Path) -> None:
 
 
 class SlowStore(MemoryStore):
-    """A store whose writing takes as long as the test likes."""
+    """A store whose writes wait for the test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ class SlowStore(MemoryStore):
         return await super().rebind(key, old_epoch, binding, seconds, owner)
 
 
-async def test_a_session_that_moves_while_it_is_bound_is_bound_where_it_went(tmp_path: Path) -> None:
+async def test_a_session_that_moves_during_its_binding_is_bound_to_its_new_worker(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(2)]
         store = SlowStore()
@@ -456,7 +456,7 @@ async def test_a_session_that_is_closed_while_it_moves_stays_closed(tmp_path: Pa
 
 
 class HeldRenewals(MemoryStore):
-    """A store in which what prolongs a running turn's binding takes as long as the test likes."""
+    """A store in which the renewals of running turns wait for the test."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock=clock)
@@ -500,7 +500,7 @@ async def test_a_turn_of_any_length_keeps_its_session(tmp_path: Path) -> None:
         await until(lambda: front_end.sessions.is_idle)
 
 
-async def test_a_renewal_that_comes_after_the_last_turns_end_prolongs_nothing(tmp_path: Path) -> None:
+async def test_a_renewal_after_the_end_of_the_last_turn_prolongs_nothing(tmp_path: Path) -> None:
     now = 0.0
     store = HeldRenewals(clock=lambda: now)
     async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store, keep_alive_seconds=0.01) as front_end:
@@ -517,7 +517,7 @@ async def test_a_renewal_that_comes_after_the_last_turns_end_prolongs_nothing(tm
 
 
 class HeldReaper(MemoryStore):
-    """A store that answers the reaper, and the end of a turn, when the test likes."""
+    """A store in which the reaper and the end of a turn wait for the test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -542,7 +542,7 @@ class HeldReaper(MemoryStore):
 
 
 @pytest.mark.parametrize("first", ["the turn's end", "the reaper"])
-async def test_a_turn_while_the_reaper_asks_keeps_its_session(tmp_path: Path, first: str) -> None:
+async def test_a_turn_that_begins_while_the_reaper_asks_keeps_its_session(tmp_path: Path, first: str) -> None:
     store = HeldReaper()
     key = session_key("somebody", "simulator", "agent")
     async with Worker(tmp_path, "a") as worker, FrontEnd([worker], store=store) as front_end:
@@ -566,7 +566,7 @@ async def test_a_turn_while_the_reaper_asks_keeps_its_session(tmp_path: Path, fi
         assert len(front_end.sessions) == 0
 
 
-async def test_a_claim_that_was_lost_gives_its_lease_back(tmp_path: Path) -> None:
+async def test_a_lost_claim_gives_its_lease_back(tmp_path: Path) -> None:
     async with three_workers(tmp_path) as workers:
         store = SlowStore()
         async with FrontEnd(workers, store=store) as front_end:

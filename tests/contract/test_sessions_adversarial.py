@@ -1,4 +1,4 @@
-"""Turns, closes and expiries at random moments, over two front ends and a store that takes its time: nothing is lost, nothing is left."""
+"""Turns, closes and expiries at random moments, with two front ends and a slow store: no token is lost, no lease is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers import FrontEnd, Worker, expected, submit, until
 
 
 class Slow(MemoryStore):
-    """Every answer takes a while, as over a network, on the way there and on the way back."""
+    """Every call takes a while, before and after it is carried out, as over a network."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Clients:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_nothing_is_lost_and_nothing_is_left(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_token_is_lost_and_no_lease_is_left(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     store = Slow(seed)
     links_break = seed % 2 == 0
     # Where a link is broken nobody can give a lease back, and the worker's own timer ends it. Elsewhere that would not come in time:

@@ -1,4 +1,4 @@
-"""Which deaths of a child end the service, and which are mended."""
+"""Which exits of a child end the service, and which lead to a restart."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def child(starts: Path, *statuses: int) -> Child:
     return Child(ChildSpec("a child", [sys.executable, "-c", PROGRAM, str(starts), *map(str, statuses)], dict(os.environ)))
 
 
-async def test_a_mistake_at_the_first_start_ends_it(tmp_path: Path) -> None:
+async def test_a_wrong_setting_at_the_first_start_ends_the_service(tmp_path: Path) -> None:
     failing = child(tmp_path / "starts", EXIT_CONFIG)
     assert (await failing.run(), failing.restarts) == (EXIT_CONFIG, 0)
 
 
 @pytest.mark.parametrize("statuses", [(1,), (1, EXIT_CONFIG, EXIT_CONFIG)], ids=["a death", "what it needs is away"])
-async def test_what_has_run_before_is_started_again_until_it_runs(tmp_path: Path, statuses: tuple[int, ...]) -> None:
-    """An engine behind HTTP may be away when its worker starts again; so may a port be taken."""
+async def test_a_child_that_has_run_before_is_restarted_until_it_runs(tmp_path: Path, statuses: tuple[int, ...]) -> None:
+    """At a restart an engine behind HTTP may be away, or a port may be taken, for a while."""
     mended = child(tmp_path / "starts", *statuses)
     running = asyncio.create_task(mended.run())
     while not (tmp_path / "starts.stays").exists() and not running.done():

@@ -1,4 +1,4 @@
-"""Whatever a link loses, repeats or reorders, the index comes to what the worker has."""
+"""The index ends up with the worker's blocks, even if events are lost, repeated or late."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_gap_asks_once_until_the_snapshot_comes(index: PrefixIndex, feed: KvFe
     assert feed.receive(KvEvents(14, stored(3)))
 
 
-def test_a_snapshot_too_old_to_go_on_from_is_followed_by_another(index: PrefixIndex, feed: KvFeed) -> None:
+def test_a_snapshot_that_is_too_old_is_followed_by_another(index: PrefixIndex, feed: KvFeed) -> None:
     assert feed.receive(KvEvents(13, stored(3)))
     feed.load(Snapshot(11, stored(1)))
     assert not feed.is_current
@@ -103,7 +103,7 @@ def test_a_snapshot_too_old_to_go_on_from_is_followed_by_another(index: PrefixIn
     assert known(index) == {NAMES[2], NAMES[3], NAMES[4]}
 
 
-def test_a_snapshot_older_than_what_is_known_is_ignored(index: PrefixIndex, feed: KvFeed) -> None:
+def test_a_snapshot_older_than_the_index_is_ignored(index: PrefixIndex, feed: KvFeed) -> None:
     feed.receive(KvEvents(10, stored(1)))
     feed.load(Snapshot(10, stored(5)))
     assert known(index) == {NAMES[0], NAMES[1]}
@@ -113,7 +113,7 @@ def test_a_snapshot_older_than_what_is_known_is_ignored(index: PrefixIndex, feed
     assert known(index) == {NAMES[6], NAMES[8]}
 
 
-def test_what_is_kept_may_overlap(index: PrefixIndex, feed: KvFeed) -> None:
+def test_kept_events_may_overlap(index: PrefixIndex, feed: KvFeed) -> None:
     assert feed.receive(KvEvents(12, stored(2, 3)))
     assert not feed.receive(KvEvents(12, stored(2, 3, 4)))
     assert not feed.receive(KvEvents(13, stored(3)))
@@ -124,7 +124,7 @@ def test_what_is_kept_may_overlap(index: PrefixIndex, feed: KvFeed) -> None:
     assert known(index) == {NAMES[3], NAMES[4]}
 
 
-def test_what_is_kept_has_no_gap(index: PrefixIndex, feed: KvFeed) -> None:
+def test_kept_events_have_no_gap(index: PrefixIndex, feed: KvFeed) -> None:
     assert feed.receive(KvEvents(12, stored(2)))
     assert not feed.receive(KvEvents(14, stored(4)))
     # Event 13 is in neither.
@@ -135,7 +135,7 @@ def test_what_is_kept_has_no_gap(index: PrefixIndex, feed: KvFeed) -> None:
     assert known(index) == {NAMES[4], NAMES[5]}
 
 
-def test_what_is_kept_is_bounded(index: PrefixIndex, feed: KvFeed) -> None:
+def test_kept_events_are_bounded(index: PrefixIndex, feed: KvFeed) -> None:
     assert feed.receive(KvEvents(11, stored(*[1] * MAX_KEPT_EVENTS)))
     assert not feed.receive(KvEvents(11 + MAX_KEPT_EVENTS, stored(2)))
     assert len(feed._kept) == MAX_KEPT_EVENTS
@@ -148,8 +148,8 @@ actions = st.lists(st.tuples(st.integers(0, 8), st.lists(st.sampled_from(NAMES),
 
 
 @given(st.lists(actions, max_size=30), st.randoms(use_true_random=False), st.floats(0, 0.6), st.floats(0, 0.6))
-def test_it_converges(batches: list[list[tuple[int, list[bytes]]]], chance: random.Random, trouble: float, delay: float) -> None:
-    """Batches are lost, repeated and late; snapshots are late, and sometimes come twice. When the link is good again, all is well."""
+def test_the_index_converges(batches: list[list[tuple[int, list[bytes]]]], chance: random.Random, trouble: float, delay: float) -> None:
+    """Batches are lost, repeated and late; snapshots are late or come twice. When the link works again, the index is right."""
     index, worker = PrefixIndex(), Worker()
     index.join("w", 5.0)
     feed = KvFeed(index, "w")

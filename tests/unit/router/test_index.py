@@ -1,4 +1,4 @@
-"""The index says what a naive table would, keeps its bounds, and forgets a worker at the cost of what it held."""
+"""The index agrees with a naive table, keeps its bounds, and forgets a worker in time linear in its blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ operations = st.one_of(
 
 
 class Naive:
-    """The same, with a table of each worker, looked through from the start."""
+    """The same with one table per worker and a linear search."""
 
     def __init__(self) -> None:
         self.known: dict[str, set[bytes]] = {worker: set() for worker in WORKERS}
@@ -144,7 +144,7 @@ def test_a_prediction_ends_after_its_time(index: PrefixIndex) -> None:
     assert index.held("a") == (0, 0)
 
 
-def test_a_repeated_prediction_lasts_anew(index: PrefixIndex) -> None:
+def test_a_repeated_prediction_lasts_longer(index: PrefixIndex) -> None:
     index.predict("a", NAMES[:2], 10.0)
     index.predict("a", NAMES[:1], 13.0)
     assert index.overlaps(NAMES, 15.0) == {"a": 1}
@@ -158,7 +158,7 @@ def test_a_repeated_prediction_does_not_keep_a_later_one_alive(index: PrefixInde
     assert index.overlaps(NAMES, 16.0) == {"a": 1}
 
 
-def test_what_is_stored_supersedes_its_prediction(index: PrefixIndex) -> None:
+def test_a_stored_block_replaces_its_prediction(index: PrefixIndex) -> None:
     index.predict("a", NAMES[:2], 0.0)
     index.stored("a", NAMES[:2])
     index.predict("a", NAMES[:2], 1.0)
@@ -189,7 +189,7 @@ def test_predictions_beyond_the_bound_push_out_the_ends_of_the_oldest(index: Pre
     assert index.overlaps(NAMES[6:], 1.0) == {"a": 2}
 
 
-def test_the_place_of_one_that_left_is_used_again(index: PrefixIndex) -> None:
+def test_the_bit_of_a_worker_that_left_is_used_again(index: PrefixIndex) -> None:
     for number in range(100):
         index.stored("a", NAMES[:2])
         index.leave("a")
@@ -224,7 +224,7 @@ class CountingDict(dict[bytes, int]):
         return super().items()
 
 
-def test_leaving_costs_what_was_held() -> None:
+def test_leaving_takes_one_operation_per_block() -> None:
     index = PrefixIndex()
     index.join("large", 5.0)
     index.join("small", 5.0)

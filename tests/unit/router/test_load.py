@@ -1,4 +1,4 @@
-"""The load is what was sent and has not ended, and what the worker reports beyond it."""
+"""The load is our running generations plus what the worker reports beyond them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_a_generation_counts_twice_until_its_first_token_and_once_until_its_end(
     assert (load.blocks, load.generations) == (0, 0)
 
 
-def test_one_that_ends_before_its_first_token_leaves_nothing() -> None:
+def test_a_generation_that_ends_before_its_first_token_leaves_nothing() -> None:
     load = WorkerLoad()
     load.begin(40).ended()
     assert (load.blocks, load.generations) == (0, 0)
 
 
-def test_what_others_sent_is_known_from_the_report() -> None:
+def test_the_work_of_other_front_ends_is_known_from_the_report() -> None:
     load = WorkerLoad()
     ours = load.begin(40)
     ours.first_token()
@@ -59,7 +59,7 @@ def test_a_worker_whose_last_generation_ended_has_no_load_without_another_report
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=60))
-def test_it_adds_up(steps: list[tuple[int, int]]) -> None:
+def test_the_load_adds_up(steps: list[tuple[int, int]]) -> None:
     load = WorkerLoad()
     assignments: list[Assignment] = []
     for kind, number in steps:

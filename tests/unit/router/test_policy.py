@@ -46,13 +46,13 @@ def test_load_outweighs_overlap_in_the_end() -> None:
     assert (decision.worker, decision.reason) == ("a", "least_loaded")
 
 
-def test_equals_go_by_their_generations_then_by_turn() -> None:
+def test_equal_workers_are_chosen_by_generations_then_in_turn() -> None:
     assert decide([WorkerView("a", active=2), WorkerView("b", active=1), WorkerView("c", active=2)]).worker == "b"
     equals = [WorkerView("a"), WorkerView("b"), WorkerView("c")]
     assert [decide(equals, turn=turn).worker for turn in range(6)] == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_a_worker_far_ahead_of_the_others_is_not_taken_for_its_prefix() -> None:
+def test_a_worker_with_too_large_a_lead_is_not_taken_for_its_prefix() -> None:
     def chosen(active: int, fewest: int) -> str:
         view = [WorkerView("a", 1000, active=active), WorkerView("b", active=fewest), WorkerView("c", load=1, active=fewest)]
         return decide(view, RouteRequest(blocks=1000)).worker
@@ -106,7 +106,7 @@ def test_the_preferred_worker_is_taken_before_the_cheapest() -> None:
         (WorkerView("p", 40, load=9000), "overloaded"),
     ],
 )
-def test_a_preference_that_is_not_followed_says_why(preferred: WorkerView | None, diverted: str) -> None:
+def test_a_diversion_has_a_reason(preferred: WorkerView | None, diverted: str) -> None:
     view = [WorkerView("a"), WorkerView("b"), *([preferred] if preferred is not None else [])]
     decision = decide(view, PREFERRING)
     assert (decision.worker, decision.reason, decision.diverted) == ("a", "least_loaded", diverted)
@@ -175,7 +175,7 @@ requests = st.builds(
 
 
 @given(views, requests, st.floats(0, 3), st.integers(0, 10**9), st.floats(0, 1, exclude_max=True))
-def test_there_is_always_a_choice_and_never_a_worse_one_than_needed(
+def test_there_is_always_a_choice_and_never_an_unusable_worker_without_need(
     view: list[WorkerView], request: RouteRequest, temperature: float, turn: int, draw: float
 ) -> None:
     decision = decide(view, request, RouterSettings(temperature=temperature), turn, draw)

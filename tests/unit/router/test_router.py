@@ -1,4 +1,4 @@
-"""Workers come and go, events and reports arrive, and requests find their places."""
+"""Workers come and go, events and reports arrive, and requests get their workers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def never() -> Sequence[bytes]:
 
 @pytest.mark.parametrize("tail", [0, 1])
 def test_siblings_with_a_new_prefix_go_to_one_worker(router: Router, tail: int) -> None:
-    """Fifty at once, none of them begun: the same 40 blocks, and behind them `tail` of their own, or one that is not full."""
+    """Fifty at once, none begun: the same 40 blocks, then `tail` blocks of their own or one partly filled block."""
     names = [chain("prefix", 40) + chain(f"own {number}", tail) for number in range(50)]
     placed = Counter(place(router, own, 41)[0].worker for own in names)
     assert len(placed) == 1
@@ -96,15 +96,15 @@ def test_distinct_prompts_of_any_length_spread_evenly_while_others_end(router: R
 
 
 def test_one_prefix_that_all_share_does_not_fill_one_worker(router: Router) -> None:
-    """A system prompt in front of everything attracts, but the load behind it tells."""
+    """A common system prompt attracts requests, but load counts as well."""
     placed: Counter[str] = Counter()
     for number in range(400):
         placed[place(router, chain("system", 10) + chain(f"own {number}", 30), 41)[0].worker] += 1
     assert max(placed.values()) < 1.3 * min(placed.values())
 
 
-def test_a_long_prefix_that_all_share_is_computed_by_all_in_the_end(router: Router) -> None:
-    """However much cheaper the first is: it would have all the work, and the others none."""
+def test_a_long_common_prefix_is_computed_by_every_worker_in_the_end(router: Router) -> None:
+    """Else the first worker, which is always cheaper, would get all the work."""
     placed: Counter[str] = Counter()
     for number in range(1000):
         placed[place(router, chain("system", 1000) + chain(f"own {number}", 5), 1006)[0].worker] += 1
@@ -137,7 +137,7 @@ def test_predictions_last_longer_for_engines_without_events(router: Router, cloc
     assert router.index.overlaps(chain("two", 10), clock.now) == {}
 
 
-def test_nothing_is_hashed_where_it_would_not_matter(router: Router) -> None:
+def test_nothing_is_hashed_without_need(router: Router) -> None:
     decision = router.choose(CANDIDATES[:1], never, 40)
     assert decision is not None
     assert (decision.worker, decision.reason, decision.names) == ("a", "only", ())
@@ -158,7 +158,7 @@ def test_a_prompt_without_a_full_block_predicts_nothing(router: Router) -> None:
     assert router.load_of(decision.worker) == 0
 
 
-def test_a_preferred_worker_is_charged_only_for_what_it_lacks(router: Router) -> None:
+def test_a_preferred_worker_is_charged_only_for_missing_blocks(router: Router) -> None:
     router.receive("b", KvEvents(0, (BlocksStored(b"", tuple(chain("session", 100))),)))
     decision = router.choose(CANDIDATES, chain("session", 101), 102, preferred="b", preferred_reason="session")
     assert decision is not None
@@ -199,7 +199,7 @@ def test_a_worker_that_left_leaves_nothing_behind(router: Router) -> None:
     assert router.load_of("a") == 62
 
 
-def test_joining_again_begins_anew(router: Router) -> None:
+def test_a_worker_that_joins_again_starts_empty(router: Router) -> None:
     router.receive("a", KvEvents(0, (BlocksStored(b"", tuple(chain("cached", 30))),)))
     assert router.join("a", model())
     assert router.index.held("a") == (0, 0)
@@ -208,7 +208,7 @@ def test_joining_again_begins_anew(router: Router) -> None:
     assert router.index.held("a") == (1, 0)
 
 
-def test_models_take_turns_of_their_own(router: Router) -> None:
+def test_each_model_has_its_own_round_robin(router: Router) -> None:
     for name in ("x", "y"):
         router.join(name, model("other"))
     placed: Counter[str] = Counter()
