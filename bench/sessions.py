@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 
 import programs
-from penstock.backends.simulated_tokens import tokens_between
+from penstock.backends.simulator import tokens_between
 from penstock.text.tokenizers.words import WordTokenizer
 from servers import SECRET, Process, serving
 

@@ -8,8 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.backends.simulated_tokens import tokens_between
-from penstock.backends.simulator import Simulator, Vocabulary
+from penstock.backends.simulator import Simulator, Vocabulary, tokens_between
 from penstock.cluster.dispatch import Dispatcher, Production
 from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.links.worker_server import WorkerServer

@@ -141,7 +141,7 @@ def measure(model: Model, batch: int, bandwidth: float, pages: int) -> dict[str,
     while generated < batch:
         generated += len(engine.step())
     times: list[float] = []
-    contexts = [len(sequence.tokens) for sequence in engine._scheduler]
+    contexts = [len(sequence.tokens) for sequence in engine._scheduler.decoding.values()]
     for _ in range(MEASURED_STEPS - 16):
         _finish(model.device)
         began = time.perf_counter()

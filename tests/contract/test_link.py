@@ -10,8 +10,7 @@ from typing import Self
 
 import pytest
 
-from penstock.backends.simulated_tokens import tokens_between
-from penstock.backends.simulator import Simulator, Vocabulary
+from penstock.backends.simulator import Simulator, Vocabulary, tokens_between
 from penstock.cluster.links.link import proof
 from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.cluster.links.worker_server import WorkerServer

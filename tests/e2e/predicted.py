@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.backends.simulated_tokens import tokens_between
+from penstock.backends.simulator import tokens_between
 from penstock.text.tokenizers.words import WordTokenizer
 
 WORDS = WordTokenizer()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.backends.simulated_tokens import tokens_between
+from penstock.backends.simulator import tokens_between
 from penstock.bench.client import Client
 from penstock.bench.stream import Stream
 from penstock.text.tokenizers.words import WordTokenizer

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.backends.simulated_tokens import tokens_between
+from penstock.backends.simulator import tokens_between
 from penstock.bench.stream import Stream
 from penstock.text.tokenizers.cache import TokenizerCache, default_directory
 from penstock.text.tokenizers.tokenizer import Tokenizer

@@ -32,8 +32,7 @@ try:
     from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
     from penstock.engine.engine import Engine
     from penstock.engine.model import Model
-    from penstock.engine.rope import covered_length
-    from penstock.engine.shape import ModelShape
+    from penstock.engine.shape import ModelShape, covered_length
     from penstock.grammar.grammar import GrammarCompiler
 except ImportError as missing:
     raise ConfigError(f"the embedded engine needs the package {missing.name!r}: pip install 'penstock[engine]'") from missing

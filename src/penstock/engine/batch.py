@@ -1,4 +1,4 @@
-"""From the scheduler's choice to the tensors of a step."""
+"""Turns the scheduler's choice into the tensors of a step."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from torch import Tensor
 
 from penstock.engine.attention import AttentionPlan, DecodeGroup, PromptPart
 from penstock.engine.model import Batch
-from penstock.engine.scheduler import Work
-from penstock.engine.sequence import Sequence
+from penstock.engine.scheduler import S, Sequence, Work
 
-# Sequences whose gathered keys and values stay in a processor's cache together.
+# As many sequences as fit into a processor's cache with their gathered keys and values.
 CPU_GROUP = 16
-# Pages that a group may take with its padding: one long sequence must not make many short ones as wide.
-MOST_GATHERED = 32_768
+# Pages of a group with its padding. It keeps one long sequence from padding many short ones.
+MAX_GROUP_PAGES = 32_768
 
 
 class BatchBuilder:
-    """Prompts first, then the sequences with one token, in groups of like length, so that little of a group is padding."""
+    """Prompts come first, then sequences with one token, in groups of similar length, so that groups need little padding."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size = page_size
         self._device = device
-        # A GPU would rather have one large group than little padding.
+        # On a GPU one large group is faster, even with more padding.
         self._group = CPU_GROUP if device.type == "cpu" else 1 << 30
 
-    def order(self, work: Items[Work]) -> list[Work]:
+    def order(self, work: Items[Work[S]]) -> list[Work[S]]:
         """The work in the order of its rows."""
         prompts = [item for item in work if item.length > 1]
         return [*prompts, *sorted((item for item in work if item.length == 1), key=lambda item: item.sequence.computed)]
 
-    def build(self, work: Items[Work], wanted: Items[int]) -> Batch:
-        """`work` as ordered. The tokens of a part are its sequence's from the first without KV; `wanted` are rows."""
+    def build(self, work: Items[Work[S]], wanted: Items[int]) -> Batch:
+        """`work` comes from `order`; `wanted` are the rows whose logits are needed."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -55,23 +54,23 @@ class BatchBuilder:
         size = self._page_size
         return [pages[position // size] * size + position % size for position in range(start, start + count)]
 
-    def _groups(self, work: Items[Work], rows: int) -> Iterable[DecodeGroup]:
+    def _groups(self, work: Items[Work[S]], rows: int) -> Iterable[DecodeGroup]:
         row = rows - len(work)
         for group in self._split([item.sequence for item in work]):
             tables = [sequence.pages for sequence in group]
             longest = max(map(len, tables))
-            # With a page of its own: what others have in theirs is hidden from it, but a NaN would show through.
+            # Padded with its own last page: padding is masked, but a NaN in a page of others would show through.
             padded = [table + table[-1:] * (longest - len(table)) for table in tables]
             lengths = [sequence.computed + 1 for sequence in group]
             yield DecodeGroup(row, row + len(group), self._tensor(padded), self._tensor(lengths))
             row += len(group)
 
     def _split(self, sequences: Items[Sequence]) -> Iterable[list[Sequence]]:
-        """Shortest first, as they are ordered, so that the last of a group says how wide it is."""
+        """Sequences come shortest first, so the last one of a group is the widest."""
         group: list[Sequence] = []
         for sequence in sequences:
             width = len(sequence.path) + len(sequence.tail)
-            if group and (len(group) == self._group or (len(group) + 1) * width > MOST_GATHERED):
+            if group and (len(group) == self._group or (len(group) + 1) * width > MAX_GROUP_PAGES):
                 yield group
                 group = []
             group.append(sequence)

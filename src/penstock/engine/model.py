@@ -1,4 +1,4 @@
-"""The Llama-family decoder: Llama, Mistral, Qwen2, Qwen3 and what is shaped like them."""
+"""The Llama-family decoder: Llama, Mistral, Qwen2, Qwen3 and models of the same shape."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from penstock.engine.attention import AttentionPlan, KVStore, attend
-from penstock.engine.rope import rotary_frequencies
-from penstock.engine.shape import ModelShape
+from penstock.engine.shape import ModelShape, rotary_frequencies
 from penstock.wire.errors import ConfigError
 
 Parts = tuple[tuple[str, int], ...]
-"""Names of weights that become one, with the rows of each."""
+"""Names of weights that are joined into one matrix, with the rows of each."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: a row for each token that it computes. `wanted` are the rows whose logits are."""
+    """One step: a row for each token that it computes. `wanted` are the rows whose logits are needed."""
 
     token_ids: Tensor
     positions: Tensor
@@ -30,7 +29,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer, matrices as [in, out]. Those that take the same input are one matrix."""
+    """The weights of one layer, matrices as [in, out]. Matrices with the same input are joined."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -46,7 +45,7 @@ class Layer:
 
 
 class Model:
-    """Weights, and the way through them."""
+    """The weights, and a forward step through them."""
 
     def __init__(
         self, shape: ModelShape, weights: Iterable[tuple[str, Tensor]], context_length: int, dtype: torch.dtype, device: torch.device
@@ -72,7 +71,7 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, batch: Batch, store: KVStore) -> Tensor:
-        """The logits of the wanted rows, in float32; writes the keys and values of all rows."""
+        """The logits of the wanted rows, in float32. Writes the keys and values of all rows to the store."""
         hidden = self._embedding.index_select(0, batch.token_ids)
         rotation = self._rotation(batch.positions)
         for index, layer in enumerate(self._layers):
@@ -115,7 +114,7 @@ def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class _Weights:
-    """Checkpoint tensors by name, each taken once, with the shape that it must have."""
+    """Checkpoint tensors by name. Each is taken once, and its shape is checked."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> None:
         self._tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights}
@@ -123,16 +122,16 @@ class _Weights:
     def take(self, name: str, *shape: int) -> Tensor:
         tensor = self._tensors.pop(name, None)
         if tensor is None:
-            raise ConfigError(f"the model has no weight {name!r}, which its configuration asks for")
+            raise ConfigError(f"the model has no weight {name!r}, which its configuration needs")
         if tuple(tensor.shape) != shape:
-            raise ConfigError(f"the weight {name!r} has shape {tuple(tensor.shape)}: expected {shape} by the model's configuration")
+            raise ConfigError(f"the weight {name!r} has shape {tuple(tensor.shape)}; the model's configuration says {shape}")
         return tensor
 
     def check_all_taken(self) -> None:
-        """A weight that nobody takes is a part of the model that would be left out."""
+        """An unused weight would mean that a part of the model is ignored."""
         if self._tensors:
             names = ", ".join(sorted(self._tensors)[:3])
-            raise ConfigError(f"the model has {len(self._tensors)} weights that its configuration does not ask for, such as {names}")
+            raise ConfigError(f"the model has {len(self._tensors)} weights that its configuration does not need, such as {names}")
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return _input_first(self.take(name, rows, columns))
@@ -145,7 +144,7 @@ class _Weights:
 
 
 def _input_first(matrix: Tensor) -> Tensor:
-    """A matrix of [out, in] as [in, out]. On a CPU it is laid out so, too: batches of 8 to 16 rows are then up to twice as fast."""
+    """Turns [out, in] into [in, out]. On a CPU also in memory: batches of 8 to 16 rows are then up to twice as fast."""
     return matrix.t().contiguous() if matrix.device.type == "cpu" else matrix.t()
 
 

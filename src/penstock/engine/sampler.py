@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import SampledSequence
 from penstock.grammar.grammar import GrammarMatcher
 from penstock.wire.messages import Sampling, TokenLogprob
 
@@ -46,7 +46,7 @@ class Sampler:
     def __init__(self, end_ids: frozenset[int]) -> None:
         self._end_ids = sorted(end_ids)
 
-    def sample(self, logits: Tensor, rows: Rows[Sequence], restrict: Callable[[Tensor], None] | None = None) -> Sampled:
+    def sample(self, logits: Tensor, rows: Rows[SampledSequence], restrict: Callable[[Tensor], None] | None = None) -> Sampled:
         """One token per row. Changes `logits`. `restrict` bans, in place, the tokens that grammars do not allow."""
         tops = [row.request.logprobs for row in rows]
         raw = logits.clone() if any(top is not None for top in tops) else logits
@@ -64,7 +64,7 @@ class Sampler:
         logprobs = _logprobs(raw, tokens, tops)
         return Sampled([NO_TOKEN if wrong else token for token, wrong in zip(tokens, broken.tolist(), strict=True)], logprobs)
 
-    def _banned(self, sequence: Sequence) -> list[int]:
+    def _banned(self, sequence: SampledSequence) -> list[int]:
         return [*self._end_ids, *sequence.request.stop_ids]
 
 
@@ -73,7 +73,7 @@ def prompt_logprobs(logits: Tensor, tokens: Rows[int], top: int) -> list[TokenLo
     return [entry for entry in _logprobs(logits, list(tokens), [top] * len(tokens)) if entry is not None]
 
 
-def _adjust(row: Tensor, sequence: Sequence) -> None:
+def _adjust(row: Tensor, sequence: SampledSequence) -> None:
     """Penalties and bias. The repetition penalty also counts the prompt; the other two count only generated tokens."""
     sampling = sequence.request.sampling
     if sequence.generated_counts is not None:
@@ -90,7 +90,7 @@ def _adjust(row: Tensor, sequence: Sequence) -> None:
         row[list(ids)] += torch.tensor(biases, device=row.device)
 
 
-def _choose(logits: Tensor, rows: Rows[Sequence]) -> list[int]:
+def _choose(logits: Tensor, rows: Rows[SampledSequence]) -> list[int]:
     """The likeliest token of rows without a temperature; a drawn one of the others."""
     drawn = [index for index, sequence in enumerate(rows) if sequence.request.sampling.temperature >= MIN_TEMPERATURE]
     if not drawn:
@@ -103,7 +103,7 @@ def _choose(logits: Tensor, rows: Rows[Sequence]) -> list[int]:
     return _as_list(chosen)
 
 
-def _draw(logits: Tensor, rows: Rows[Sequence]) -> Tensor:
+def _draw(logits: Tensor, rows: Rows[SampledSequence]) -> Tensor:
     """The token where the running sum of the probabilities, by token id, passes the row's random number."""
     samplings = [row.request.sampling for row in rows]
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=logits.device)

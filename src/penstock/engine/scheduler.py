@@ -1,162 +1,374 @@
-"""Which sequences compute how many tokens in the next step, and who must make room.
+"""Which generations compute how many tokens in the next step, and which of them must make room.
 
-Those that have begun come first, the oldest before the newest. Every one that generates gets its token in every step; what the
-token budget leaves is for prompts, in pieces. A sequence is begun when there is room for its whole prompt. When the pool is
-short, the newest gives its pages back and is computed anew later; so the oldest always gets on, and nobody waits for ever.
+The embedded engine and the simulator share it. It knows tokens, pages and sessions, and no model.
+
+Generations that have started come first, the oldest before the newest. Each one that decodes gets one token per step. What the token
+budget leaves is for prompts, in pieces. A generation starts when there is room for its whole prompt. When the pool is short, the newest
+one gives its pages back and is computed again later. So the oldest always progresses, and nobody waits forever.
+
+When another generation computes the block that a waiting one needs next, the waiting one follows this leader, to share its pages later.
+It is not looked at again before the leader has computed all that they share, or has stopped.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Generic, NamedTuple, TypeVar
 
-from penstock.config.engines import EngineConfig
-from penstock.engine.sequence import Sequence
 from penstock.kv.cache import KVCache
-from penstock.kv.radix import Key, Node
+from penstock.kv.radix import Key, Lease, Node
+from penstock.kv.sessions import Session, Sessions
+from penstock.lazy_heap import LazyHeap
+from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, TokenLogprob, WorkerStats
+from penstock.worker.backend import total_length
 
-# Rows whose logits are all wanted take the whole vocabulary each: 8,192 of them would be gigabytes.
-MOST_REPORTED = 512
+
+class Sequence:
+    """One generation as the scheduler sees it.
+
+    `tokens` is the prompt and what was generated; the first `computed` of them have KV. Their pages are a `path` in the tree, then a
+    `tail` that only this sequence fills.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "computed",
+        "computing",
+        "followers",
+        "is_reported",
+        "leader",
+        "path",
+        "place",
+        "request",
+        "session",
+        "session_state",
+        "tail",
+        "tokens",
+    )
+
+    def __init__(self, request: Submit, session: Session | None = None, session_state: SessionState | None = None) -> None:
+        self.request = request
+        self.session = session
+        self.session_state = session_state
+        self.tokens = list(request.token_ids)
+        self.computed = 0
+        self.path: list[Node] = []
+        self.tail: list[int] = []
+        # Set when it first starts, and reported with its first token. A preemption does not change it.
+        self.cached_tokens: int | None = None
+        self.is_reported = False
+        # Its place in the queue, and what it waits for.
+        self.place = 0
+        self.leader: Sequence | None = None
+        # The block of its prompt that it computes now, and those who wait for it, by the number of blocks they share with it.
+        self.computing: tuple[Node, Key] | None = None
+        self.followers: LazyHeap[Sequence, int] | None = None
+
+    @property
+    def to_compute(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def pages(self) -> list[int]:
+        return [*[node.page for node in self.path], *self.tail]
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of its session. When the session is over, it has none."""
+        return None if self.session is None or self.session.is_over else self.session.lease
+
+    @property
+    def skips_cache(self) -> bool:
+        """Whether its whole prompt is computed, even where KV is cached."""
+        return False
+
+    @property
+    def max_piece(self) -> int:
+        """How many tokens of its prompt a step may compute."""
+        return sys.maxsize
+
+    def catch_up(self) -> None:
+        """Brings `tokens` and `computed` up to date, where a subclass does not do so with every token."""
+
+    def forget_pages(self) -> None:
+        """Its pages were given back: everything must be computed again."""
+        self.path, self.tail, self.computed = [], [], 0
 
 
-class Work(NamedTuple):
-    """`length` tokens of a sequence, from the first that has no KV."""
+S = TypeVar("S", bound=Sequence)
 
-    sequence: Sequence
+
+class Work(NamedTuple, Generic[S]):
+    """`length` tokens of a sequence, from the first one without KV."""
+
+    sequence: S
     length: int
 
 
-class Scheduler:
-    def __init__(self, config: EngineConfig, cache: KVCache) -> None:
-        self._config = config
-        self._cache = cache
-        self._waiting: OrderedDict[bytes, Sequence] = OrderedDict()
-        self._running: dict[bytes, Sequence] = {}
-        self.preemptions = 0
+class Scheduler(Generic[S]):
+    """Sequences wait, then run: first they prefill their prompt, then they decode."""
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
+    def __init__(self, cache: KVCache, sessions: Sessions, max_batch: int) -> None:
+        self.cache = cache
+        self.sessions = sessions
+        self.prefilling: dict[bytes, S] = {}
+        self.decoding: dict[bytes, S] = {}
+        self._max_batch = max_batch
+        self._running: dict[bytes, S] = {}  # both of the above, oldest first
+        self._waiting: dict[bytes, S] = {}
+        self._ready: LazyHeap[S, int] = LazyHeap()  # those waiting that follow nobody, by place
+        self._first_place = self._last_place = 0
+        self._leaders: dict[tuple[Node, Key], S] = {}  # by the block that they compute
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._prompt_tokens_cached = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        yield from self._running.values()
-        yield from self._waiting.values()
+    def validate(self, request: Submit) -> Fault | None:
+        """The fault of a request that needs more pages than there are."""
+        pages = self.cache.pages_for(total_length(request))
+        if pages > self.cache.pages:
+            return Fault("kv_too_small", f"the request needs {pages} KV pages and the worker has {self.cache.pages}")
+        return None
 
-    def add(self, sequence: Sequence) -> None:
-        self._waiting[sequence.request.id] = sequence
+    def add(self, sequence: S) -> None:
+        """Puts a sequence at the end of the queue."""
+        self._last_place += 1
+        self._wait(sequence, self._last_place)
 
-    def remove(self, generation: bytes) -> Sequence | None:
-        """Takes a sequence out, in whatever state, and gives back all that it held."""
+    def cancel(self, generation: bytes, now: float) -> bool:
+        """Ends a sequence in any state and frees all that it held. Returns whether it was there."""
         sequence = self._waiting.pop(generation, None)
-        if sequence is None:
-            sequence = self._running.pop(generation, None)
-            if sequence is not None:
-                self._release(sequence)
-        return sequence
-
-    def schedule(self, now: float) -> list[Work]:
-        """The next step."""
-        budget = self._config.token_budget
-        work: list[Work] = []
-        for sequence in list(self._running.values()):
-            # One before it may have preempted it.
-            if sequence.to_compute == 1 and sequence.request.id in self._running and self._make_room(sequence, now):
-                work.append(Work(sequence, 1))  # noqa: PERF401, for making room is no mere condition
-        # Prompts get on, however little, even when the budget is too small for all that generate.
-        budget = max(budget - len(work), self._cache.page_size)
-        for sequence in list(self._running.values()):
-            if sequence.to_compute > 1 and budget:
-                budget -= self._add_prompt(sequence, budget, work)
-        self._admit(budget, work, now)
-        return work
-
-    def computed(self, work: Work) -> None:
-        """The KV of these tokens is there: pages that are full can be shared from now on."""
-        sequence = work.sequence
-        sequence.computed += work.length
-        size = self._cache.page_size
-        first, last = len(sequence.path), sequence.computed // size
-        if last > first:
-            keys = [tuple(sequence.tokens[page * size : (page + 1) * size]) for page in range(first, last)]
-            full, sequence.tail = sequence.tail[: last - first], sequence.tail[last - first :]
-            parent = sequence.path[-1] if sequence.path else self._cache.root
-            sequence.path += self._cache.commit(parent, keys, full, sequence.lease, sequence.request.priority)
-
-    def _add_prompt(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
-        most = budget if sequence.prompt_logprobs is None else min(budget, MOST_REPORTED)
-        count = min(sequence.to_compute, most)
-        work.append(Work(sequence, count))
-        return count
-
-    def _make_room(self, sequence: Sequence, now: float) -> bool:
-        """A page for its next token; when there is none, the newest makes room, which may be itself."""
-        needed = self._cache.pages_for(len(sequence.tokens)) - len(sequence.path) - len(sequence.tail)
-        while needed > 0 and not self._cache.can_allocate(needed):
-            newest = next(reversed(self._running))
-            self._preempt(newest)
-            if newest == sequence.request.id:
+        if sequence is not None:
+            self._ready.discard(sequence)
+            if sequence.leader is not None and sequence.leader.followers is not None:
+                sequence.leader.followers.discard(sequence)
+        else:
+            sequence = self._running.get(generation)
+            if sequence is None:
                 return False
-        if needed > 0:
-            sequence.tail += self._cache.allocate(needed, now)
+            self._stop(sequence)
+        self.end_turn(sequence, now)
         return True
 
-    def _preempt(self, generation: bytes) -> None:
-        sequence = self._running.pop(generation)
-        self._release(sequence)
-        self.preemptions += 1
-        self._waiting[generation] = sequence
-        self._waiting.move_to_end(generation, last=False)
+    def finish(self, sequence: S, now: float) -> None:
+        """Ends a running sequence. Its KV stays cached, and leased for as long as the request asks."""
+        self._stop(sequence, sequence.request.retention_seconds, now)
+        self.end_turn(sequence, now)
 
-    def _release(self, sequence: Sequence) -> None:
-        self._cache.give_back(sequence.tail)
-        self._cache.release(sequence.path)
+    def end_turn(self, sequence: S, now: float) -> None:
+        session, request = sequence.session, sequence.request
+        if session is not None:
+            generated = len(sequence.tokens) - len(request.token_ids)
+            session.usage.count(len(request.token_ids), sequence.cached_tokens or 0, generated)
+            self.sessions.end_turn(session, now)
+
+    def schedule_decodes(self, now: float) -> list[Work[S]]:
+        """The next token of every sequence that decodes. Preempts the newest sequences when there are too few pages."""
+        work: list[Work[S]] = []
+        for generation, sequence in list(self.decoding.items()):
+            needed = self.cache.pages_for(len(sequence.tokens)) - len(sequence.path) - len(sequence.tail)
+            # An earlier one may have preempted it.
+            if generation in self.decoding and self.extend(sequence, needed, now):
+                work.append(Work(sequence, 1))
+        return work
+
+    def schedule_prompts(self, budget: int, now: float) -> list[Work[S]]:
+        """Pieces of prompts, at most `budget` tokens, oldest first; then starts what waits."""
+        work: list[Work[S]] = []
+        for sequence in self.prefilling.values():
+            if not budget:
+                break
+            budget -= _add_piece(work, sequence, budget)
+        while budget and len(self._running) < self._max_batch and (least := self._ready.least()) is not None:
+            sequence = least[1]
+            path = [] if sequence.skips_cache else self.cache.match(sequence.tokens)
+            leader = None if sequence.skips_cache else self._leader_at(self._next_block(sequence, path))
+            if leader is not None:
+                self._follow(sequence, leader, len(path))
+            elif self._start(sequence, path, now):
+                budget -= _add_piece(work, sequence, budget)
+            else:
+                break
+        return work
+
+    def computed(self, work: Work[S]) -> None:
+        """These tokens have KV now: full blocks can be shared from now on."""
+        sequence = work.sequence
+        sequence.computed += work.length
+        self._commit(sequence)
+        generation = sequence.request.id
+        if generation in self.prefilling:
+            if sequence.to_compute:
+                self._lead(sequence)
+            else:
+                self.decoding[generation] = self.prefilling.pop(generation)
+                self._stop_leading(sequence)
+
+    def extend(self, sequence: S, count: int, now: float) -> bool:
+        """Gives a running sequence more pages, and preempts the newest ones for it. Returns False if it was preempted itself."""
+        while not self.cache.can_allocate(count):
+            newest = next(reversed(self._running.values()))
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        if count > 0:
+            sequence.tail += self.cache.allocate(count, now)
+        return True
+
+    def report(self, sequence: S, logprobs: tuple[TokenLogprob | None, ...] | None) -> PromptReport:
+        """What the client is told of the prompt, once, with the first token."""
+        sequence.is_reported = True
+        cached = sequence.cached_tokens or 0
+        self._prompt_tokens += len(sequence.request.token_ids)
+        self._prompt_tokens_cached += cached
+        return PromptReport(cached, logprobs, sequence.session_state)
+
+    def stats(self, queued_elsewhere: int = 0) -> WorkerStats:
+        cache = self.cache
+        return WorkerStats(
+            running=len(self._running),
+            queued=len(self._waiting) + queued_elsewhere,
+            kv_blocks_used=cache.used,
+            kv_blocks_cached=cache.cached,
+            kv_blocks_total=cache.pages,
+            kv_blocks_leased=cache.leased,
+            sessions=len(self.sessions),
+            kv_blocks_evicted=cache.evicted_pages,
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tokens_cached=self._prompt_tokens_cached,
+        )
+
+    def check_integrity(self, waiting_elsewhere: Iterable[Sequence] = ()) -> None:
+        """Raises AssertionError unless pages, sessions and the queue are consistent: see `KVCache.check_integrity`."""
+        running = list(self._running.values())
+        assert self._running.keys() == self.prefilling.keys() | self.decoding.keys()
+        self.cache.check_integrity([each.path for each in running], [each.tail for each in running], self.sessions.leases)
+        sequences: list[Sequence] = [*running, *self._waiting.values(), *waiting_elsewhere]
+        for session in self.sessions:
+            assert session.active_turns == sum(1 for sequence in sequences if sequence.session is session)
+        for sequence in self._waiting.values():
+            leader = sequence.leader
+            assert (leader is None) == (sequence in self._ready)
+            assert leader is None or (leader in self.prefilling.values() and leader.followers and sequence in leader.followers)
+        assert all(leader in running and leader.computing == block for block, leader in self._leaders.items())
+
+    def _wait(self, sequence: S, place: int) -> None:
+        sequence.place = place
+        self._waiting[sequence.request.id] = sequence
+        self._ready.put(sequence, place)
+
+    def _start(self, sequence: S, path: list[Node], now: float) -> bool:
+        """Takes the pages for all tokens of a waiting sequence, if one page per running sequence is left."""
+        needed = self.cache.pages_for(len(sequence.tokens)) - len(path)
+        unused = sum([not node.references for node in path])
+        if not self.cache.can_allocate(needed + unused + len(self._running)):
+            return False
+        self.cache.acquire(path, sequence.lease, sequence.request.priority)
+        sequence.path = path
+        sequence.tail = self.cache.allocate(needed, now)
+        sequence.computed = len(path) * self.cache.page_size
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
+        generation = sequence.request.id
+        del self._waiting[generation]
+        self._ready.discard(sequence)
+        self._running[generation] = self.prefilling[generation] = sequence
+        self._lead(sequence)
+        return True
+
+    def _preempt(self, sequence: S) -> None:
+        self._stop(sequence)
+        self._preemptions += 1
+        self._first_place -= 1
+        self._wait(sequence, self._first_place)
+
+    def _stop(self, sequence: S, retention_seconds: float = 0.0, now: float = 0.0) -> None:
+        """A running sequence gives its pages back. Full blocks stay cached."""
+        generation = sequence.request.id
+        del self._running[generation]
+        if self.decoding.pop(generation, None) is None:
+            del self.prefilling[generation]
+        sequence.catch_up()
+        self._commit(sequence)
+        self.sessions.retain(sequence.path, retention_seconds, now)
+        self.cache.give_back(sequence.tail)
+        self.cache.release(sequence.path)
         sequence.forget_pages()
+        self._stop_leading(sequence)
 
-    def _admit(self, budget: int, work: list[Work], now: float) -> None:
-        in_progress = {key for sequence in self._running.values() if (key := self._next_page(sequence, sequence.path)) is not None}
-        for generation, sequence in list(self._waiting.items()):
-            if not budget or len(self._running) >= self._config.max_batch:
-                break
-            path = [] if sequence.request.prompt_logprobs and not sequence.reported else self._cache.match(sequence.tokens)
-            next_page = self._next_page(sequence, path)
-            if next_page in in_progress:
-                # Another computes the same now: in a moment it will be there to share.
-                continue
-            if not self._begin(sequence, path, now):
-                break
-            del self._waiting[generation]
-            self._running[generation] = sequence
-            if next_page is not None:
-                in_progress.add(next_page)
-            budget -= self._add_prompt(sequence, budget, work)
+    def _commit(self, sequence: S) -> None:
+        """Moves full pages of the tail into the tree."""
+        size, path, tokens = self.cache.page_size, sequence.path, sequence.tokens
+        first, last = len(path), sequence.computed // size
+        if last > first:
+            keys = [tuple(tokens[start : start + size]) for start in range(first * size, last * size, size)]
+            full, sequence.tail = sequence.tail[: last - first], sequence.tail[last - first :]
+            parent = path[-1] if path else self.cache.root
+            path += self.cache.commit(parent, keys, full, sequence.lease, sequence.request.priority)
 
-    def _next_page(self, sequence: Sequence, path: list[Node]) -> tuple[Node, Key] | None:
-        """The full page of its prompt that it computes next, if there is one."""
-        size = self._cache.page_size
+    def _next_block(self, sequence: S, path: list[Node]) -> tuple[Node, Key] | None:
+        """The full block of its prompt that it computes after `path`, if there is one."""
+        size = self.cache.page_size
         start = len(path) * size
         if len(sequence.tokens) - start <= size:
             return None
-        return path[-1] if path else self._cache.root, tuple(sequence.tokens[start : start + size])
+        return path[-1] if path else self.cache.root, tuple(sequence.tokens[start : start + size])
 
-    def _begin(self, sequence: Sequence, path: list[Node], now: float) -> bool:
-        """Takes the pages for all its tokens, if they can be had beside a page for every one that runs."""
-        needed = self._cache.pages_for(len(sequence.tokens)) - len(path)
-        cached = sum(1 for node in path if not node.references)
-        if not self._cache.can_allocate(needed + len(self._running) + cached):
-            return False
-        self._cache.acquire(path, sequence.lease, sequence.request.priority)
-        sequence.path = path
-        sequence.tail = self._cache.allocate(needed, now)
-        sequence.computed = len(path) * self._cache.page_size
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.computed
-        return True
+    def _leader_at(self, block: tuple[Node, Key] | None) -> S | None:
+        return None if block is None else self._leaders.get(block)
+
+    def _lead(self, sequence: S) -> None:
+        """The sequence goes on to its next block. Followers that share no more with it are tried again."""
+        self._leave_block(sequence)
+        sequence.computing = self._next_block(sequence, sequence.path)
+        if sequence.computing is not None:
+            self._leaders.setdefault(sequence.computing, sequence)
+        self._wake_followers(sequence, len(sequence.path))
+
+    def _stop_leading(self, sequence: S) -> None:
+        self._leave_block(sequence)
+        self._wake_followers(sequence, sys.maxsize)
+
+    def _leave_block(self, sequence: S) -> None:
+        if sequence.computing is not None and self._leaders.get(sequence.computing) is sequence:
+            del self._leaders[sequence.computing]
+        sequence.computing = None
+
+    def _follow(self, sequence: S, leader: S, known: int) -> None:
+        self._ready.discard(sequence)
+        sequence.leader = leader
+        if leader.followers is None:
+            leader.followers = LazyHeap()
+        leader.followers.put(sequence, _shared_blocks(sequence.tokens, leader.tokens, self.cache.page_size, known))
+
+    def _wake_followers(self, leader: S, computed_blocks: int) -> None:
+        while leader.followers is not None and (follower := leader.followers.pop_due(computed_blocks)) is not None:
+            follower.leader = None
+            waiting = self._waiting[follower.request.id]
+            self._ready.put(waiting, waiting.place)
+
+
+def _add_piece(work: list[Work[S]], sequence: S, budget: int) -> int:
+    """Adds the next piece of a prompt. Returns its length."""
+    count = min(sequence.to_compute, budget, sequence.max_piece)
+    work.append(Work(sequence, count))
+    return count
+
+
+def _shared_blocks(first: Items[int], second: Items[int], size: int, low: int) -> int:
+    """How many leading full blocks two prompts share, given that they share at least `low`. Binary search: it compares each token once."""
+    high = min(len(first), len(second)) // size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low * size : middle * size] == second[low * size : middle * size]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,78 +1,51 @@
-"""One generation in the engine."""
+"""One generation in the embedded engine: a sequence with what sampling needs."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
+from penstock.engine.scheduler import Sequence
 from penstock.grammar.grammar import GrammarMatcher
-from penstock.kv.radix import Lease, Node
 from penstock.kv.sessions import Session
 from penstock.wire.messages import SessionState, Submit, TokenLogprob
 
+# Prompt logprobs need the logits of every row, each as wide as the vocabulary: those of 8,192 rows would take gigabytes.
+MAX_LOGPROB_ROWS = 512
 
-class Sequence:
-    """Its tokens, how many of them have KV, and the pages that hold it: a path in the tree, then a tail that only it fills.
 
-    `tokens` is the prompt and what was generated; the KV of the first `computed` of them is there.
-    """
+class SampledSequence(Sequence):
+    """`prompt_logprobs` is None unless the request asks for them. Counts of tokens are kept only for requests with penalties."""
 
-    __slots__ = (
-        "cached_tokens",
-        "computed",
-        "generated_counts",
-        "matcher",
-        "path",
-        "prompt_logprobs",
-        "prompt_tokens",
-        "reported",
-        "request",
-        "session",
-        "session_state",
-        "tail",
-        "tokens",
-    )
+    __slots__ = ("generated_counts", "matcher", "prompt_logprobs", "prompt_tokens")
 
     def __init__(self, request: Submit, session: Session | None = None, session_state: SessionState | None = None) -> None:
-        self.request = request
-        self.session = session
-        self.session_state = session_state
-        self.tokens = list(request.token_ids)
-        self.computed = 0
-        self.path: list[Node] = []
-        self.tail: list[int] = []
-        # Known at the first admission and told with the first token; a preemption does not change it.
-        self.cached_tokens: int | None = None
-        self.reported = False
+        super().__init__(request, session, session_state)
         self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if request.prompt_logprobs else None
         self.matcher: GrammarMatcher | None = None
         sampling = request.sampling
-        penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+        has_penalty = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
         prompt = len(request.token_ids) - request.offset
-        self.prompt_tokens = frozenset(request.token_ids[:prompt]) if penalised else frozenset()
-        self.generated_counts = Counter(request.token_ids[prompt:]) if penalised else None
+        self.prompt_tokens = frozenset(request.token_ids[:prompt]) if has_penalty else frozenset()
+        self.generated_counts = Counter(request.token_ids[prompt:]) if has_penalty else None
 
     @property
     def position(self) -> int:
-        """The offset of the next token to make."""
+        """The offset of the next token."""
         return self.request.offset + len(self.tokens) - len(self.request.token_ids)
 
     @property
-    def to_compute(self) -> int:
-        return len(self.tokens) - self.computed
+    def skips_cache(self) -> bool:
+        """Cached KV has no logits."""
+        return self.prompt_logprobs is not None and not self.is_reported
 
     @property
-    def pages(self) -> list[int]:
-        return [*[node.page for node in self.path], *self.tail]
-
-    @property
-    def lease(self) -> Lease | None:
-        """That of its session, unless the session is over: then it is a sequence like any other."""
-        return None if self.session is None or self.session.is_over else self.session.lease
+    def max_piece(self) -> int:
+        return sys.maxsize if self.prompt_logprobs is None else MAX_LOGPROB_ROWS
 
     def forget_pages(self) -> None:
-        """Its pages were given back: all is to be computed anew."""
-        self.path, self.tail, self.computed = [], [], 0
-        if self.prompt_logprobs is not None and not self.reported:
+        super().forget_pages()
+        if self.skips_cache:
             self.prompt_logprobs = [None]
 
     def append(self, token: int) -> None:

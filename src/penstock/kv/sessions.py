@@ -103,8 +103,10 @@ class Sessions:
         """When the next lease ends, unless it is renewed before; infinity when there is none."""
         return min([least[0] for heap in (self._idle, self._retained) if (least := heap.least()) is not None], default=math.inf)
 
-    def begin_turn(self, turn: SessionTurn) -> tuple[Session | None, SessionState]:
-        """The turn is active from now on, queued or running. While a turn is active, the lease does not end."""
+    def begin_turn(self, turn: SessionTurn | None) -> tuple[Session | None, SessionState | None]:
+        """The turn is active from now on, queued or running. While a turn is active, the lease does not end. None: no session."""
+        if turn is None:
+            return None, None
         session = self._sessions.get(turn.id)
         if turn.action == "open":
             session = self._open(turn, session)

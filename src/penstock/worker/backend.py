@@ -1,15 +1,29 @@
-"""What the worker runtime asks of an engine."""
+"""What the worker runtime asks of an engine, and which requests no engine can run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.wire.messages import KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, WorkerStats
+from penstock.wire.messages import Fault, KvEvents, ModelInfo, Sampling, Segment, SessionReport, Snapshot, Submit, WorkerStats
 
 Emit = Callable[[Sequence[Segment], KvEvents | None], None]
-"""Takes what one engine step made, for all its generations at once, and what it did to the cached KV. Called on the event loop after every
-step, also when nothing is new; never blocks."""
+"""Takes the segments of one engine step, for all generations, and the KV events. Called on the event loop after every step, also when
+nothing is new; never blocks."""
+
+# Logits are divided by the repetition penalty, and overflow when it is much smaller.
+MIN_REPETITION_PENALTY = 0.01
+
+_ALLOWED_SAMPLING = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-12, 1.0),
+    "top_k": (0, math.inf),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 100.0),
+}
 
 
 class Backend(Protocol):
@@ -23,24 +37,55 @@ class Backend(Protocol):
     def model(self) -> ModelInfo: ...
 
     async def start(self, emit: Emit) -> None:
-        """Gets ready to take work. Raises ConfigError when it cannot."""
+        """Prepares to take work. Raises ConfigError when it cannot."""
 
     def submit(self, request: Submit) -> None:
-        """Queues a generation. What can never run gets its Fault through `emit`."""
+        """Queues a generation. One that can never run gets its Fault through `emit`."""
 
     def cancel(self, generation: bytes) -> None:
-        """Stops a generation, begun or queued, and frees what it held at once. An unknown or ended one is ignored."""
+        """Stops a generation, queued or running, and frees what it held at once. An unknown or ended one is ignored."""
 
     def close_session(self, session_id: str, epoch: int) -> None:
-        """Ends a session, now or when its last active turn ends. An unknown one, or one of another epoch, is ignored."""
+        """Ends a session now or when its last active turn ends. An unknown one, or one of another epoch, is ignored."""
 
     async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
-        """Those of these sessions that there are."""
+        """Reports on the known ones of these sessions."""
 
     async def snapshot(self) -> Snapshot | None:
-        """All that is cached now; None from an engine that tells no events."""
+        """All blocks that are cached now; None from an engine without KV events."""
 
     def stats(self) -> WorkerStats: ...
 
     async def close(self) -> None:
         """Stops and awaits everything that it started."""
+
+
+def validate_submit(request: Submit, vocab_size: int, context_length: int) -> Fault | None:
+    """The fault of a request that can never run, in the same words for every engine; None when it can run."""
+    if not request.token_ids:
+        return Fault("empty_prompt", "a prompt needs at least one token")
+    if not 0 <= request.offset <= len(request.token_ids):
+        return Fault("invalid_offset", f"the offset is {request.offset}: expected 0 to {len(request.token_ids)}")
+    ids = (*request.token_ids, *request.stop_ids, *dict(request.logit_bias))
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocab_size:
+            return Fault("invalid_token", f"token id {token} is not in this model's vocabulary: expected 0 to {vocab_size - 1}")
+    length = total_length(request)
+    if length > context_length:
+        return Fault("context_length_exceeded", f"{length:,} tokens do not fit the context of {context_length:,}")
+    if wrong := _wrong_sampling(request.sampling):
+        return Fault("invalid_sampling", wrong)
+    return None
+
+
+def total_length(request: Submit) -> int:
+    """The tokens of the prompt and of the longest answer."""
+    return len(request.token_ids) + max(0, request.max_tokens - request.offset)
+
+
+def _wrong_sampling(sampling: Sampling) -> str | None:
+    for name, (least, most) in _ALLOWED_SAMPLING.items():
+        value = getattr(sampling, name)
+        if not least <= value <= most:
+            return f"`{name}` is {value}: expected {least:g} to {most:g}"
+    return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from chat_model import judge_rows, logits, winners
-from penstock.backends.simulated_tokens import logprob_at, tokens_between
+from penstock.backends.simulator import logprob_at, tokens_between
 from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.wire.messages import Submit, TokenLogprob
 

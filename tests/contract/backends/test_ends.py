@@ -6,7 +6,7 @@ import pytest
 
 from chat_model import END_ID
 from contract.backends.rig import Rig
-from penstock.backends.simulated_tokens import natural_length
+from penstock.backends.simulator import natural_length
 
 SURE = 100.0
 """More than any other token's lead."""

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.simulated_tokens import natural_length, run_of_tokens, tokens_between
-from penstock.backends.simulator import Simulator, Vocabulary
+from penstock.backends.simulator import Simulator, Vocabulary, natural_length, run_of_tokens, tokens_between
 from penstock.config.engines import SimulatorConfig
 from penstock.kv.blocks import block_hashes
 from penstock.stream.merge import merge
@@ -234,7 +233,7 @@ async def test_what_can_never_fit_is_refused_with_the_reason() -> None:
         await collector.until_ended((1).to_bytes(16))
         fault = collector.terminals[(1).to_bytes(16)]
         assert isinstance(fault, Fault)
-        assert fault.message == "the request needs 9 KV blocks and the worker has 4"
+        assert fault.message == "the request needs 9 KV pages and the worker has 4"
 
 
 async def test_nothing_to_generate_still_reports_on_the_prompt() -> None:
@@ -460,7 +459,7 @@ async def test_a_check_that_finds_what_is_wrong() -> None:
     async with running(step_ms=1.0) as (simulator, collector):
         simulator.submit(submit(1, range(40), 10_000, ignore_eos=True))
         await collector.until(lambda: bool(collector.cached))
-        (sequence,) = simulator._running.values()
+        (sequence,) = simulator._scheduler.decoding.values()
         page = sequence.tail.pop()
         with pytest.raises(AssertionError):
             simulator.check_integrity()

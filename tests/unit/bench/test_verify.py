@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat_model import chat_model
-from penstock.backends.simulated_tokens import tokens_between
+from penstock.backends.simulator import tokens_between
 from penstock.bench.stream import Stream
 from penstock.bench.verify import Verdict, Verification, Verifier, classify, make_verifier
 from penstock.text.tokenizers.source import pack_tokenizer

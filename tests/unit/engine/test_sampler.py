@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine import sampler
 from penstock.engine.sampler import CANDIDATES, SUM_WIDTH, Sampled, Sampler, prompt_logprobs, uniform
-from penstock.engine.sequence import Sequence as Generation
+from penstock.engine.sequence import SampledSequence as Generation
 from penstock.wire.messages import Sampling, Submit
 
 GREEDY = Sampling(temperature=0)

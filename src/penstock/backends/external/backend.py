@@ -34,8 +34,7 @@ from penstock.wire.messages import (
     TokenLogprob,
     WorkerStats,
 )
-from penstock.worker.backend import Emit
-from penstock.worker.refusal import why_not
+from penstock.worker.backend import Emit, validate_submit
 
 log = logging.getLogger(__name__)
 
@@ -184,13 +183,13 @@ class ExternalBackend:
         return ("sessions", *found, *(("kv_events",) if self._feed is not None else ()))
 
     def submit(self, request: Submit) -> None:
-        fault = self._failure or why_not(request, self._model.vocab_size, self._model.context_length)
+        fault = self._failure or validate_submit(request, self._model.vocab_size, self._model.context_length)
         if fault is None and request.grammar is not None and self._grammars is None:
             fault = Fault("unsupported", f"{self._model.engine} has no grammar here: see the worker's log or `penstock doctor`")
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
-        session, state = self._sessions.begin_turn(request.session) if request.session is not None else (None, None)
+        session, state = self._sessions.begin_turn(request.session)
         generation = self._open[request.id] = _Generation(request, session, state)
         task = generation.task = self._begin(self._run(generation), f"generation {request.id.hex()}")
         # Not in a `finally` of the task: a task that is cancelled before its first step never gets there.

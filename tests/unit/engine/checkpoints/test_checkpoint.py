@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
-from penstock.engine.rope import rotary_frequencies
-from penstock.engine.shape import ModelShape, RopeScaling
+from penstock.engine.shape import ModelShape, RopeScaling, rotary_frequencies
 from penstock.wire.errors import ConfigError
 
 SIZES: dict[str, Any] = {

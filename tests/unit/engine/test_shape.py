@@ -12,8 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from penstock.engine.rope import covered_length, rotary_frequencies
-from penstock.engine.shape import ModelShape, RopeScaling
+from penstock.engine.shape import ModelShape, RopeScaling, covered_length, rotary_frequencies
 
 TRAINED = 4096
 

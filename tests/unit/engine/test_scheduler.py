@@ -1,0 +1,174 @@
+"""The scheduler that the embedded engine and the simulator share, without either: prompts in pieces, followers, preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.scheduler import Scheduler, Sequence, Work
+from penstock.kv.cache import KVCache
+from penstock.kv.radix import Node
+from penstock.kv.sessions import Sessions
+from penstock.wire.messages import Submit
+
+SIZE = 4
+
+
+class CountingCache(KVCache):
+    """The real cache. Counts how often a prompt is matched."""
+
+    matches = 0
+
+    def match(self, token_ids: Items[int]) -> list[Node]:
+        self.matches += 1
+        return super().match(token_ids)
+
+
+class SlowSequence(Sequence):
+    """Computes its prompt in small pieces, so that the budget is never used up."""
+
+    __slots__ = ()
+
+    @property
+    def max_piece(self) -> int:
+        return 2 * SIZE
+
+
+class Steps:
+    """A scheduler, and an engine that makes the same token for everyone."""
+
+    def __init__(self, pages: int = 4096, page_size: int = SIZE, max_batch: int = 256, budget: int = 512) -> None:
+        self.cache = CountingCache(pages, page_size)
+        self.scheduler: Scheduler[Sequence] = Scheduler(self.cache, Sessions(self.cache, 10, 0.0), max_batch)
+        self.budget = budget
+        self.ended: list[int] = []
+
+    def add(self, number: int, prompt: Items[int], max_tokens: int = 1, kind: type[Sequence] = Sequence) -> Sequence:
+        sequence = kind(Submit(number.to_bytes(16), tuple(prompt), max_tokens, seed=0))
+        self.scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, number: int) -> bool:
+        return self.scheduler.cancel(number.to_bytes(16), 0.0)
+
+    def step(self, *, is_checked: bool = True) -> dict[int, int]:
+        """One step. Returns how many tokens of each sequence it computes."""
+        work: list[Work[Sequence]] = self.scheduler.schedule_decodes(0.0)
+        work += self.scheduler.schedule_prompts(max(self.budget - len(work), 1), 0.0)
+        for item in work:
+            sequence = item.sequence
+            self.scheduler.computed(item)
+            if not sequence.to_compute:
+                sequence.tokens.append(7)
+                if len(sequence.tokens) - len(sequence.request.token_ids) >= sequence.request.max_tokens:
+                    self.scheduler.finish(sequence, 0.0)
+                    self.ended.append(int.from_bytes(sequence.request.id))
+        if is_checked:
+            self.scheduler.check_integrity()
+        return {int.from_bytes(item.sequence.request.id): item.length for item in work}
+
+    def run(self, max_steps: int = 1000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"work is left after {max_steps} steps: {self.scheduler.stats()}")
+
+
+def test_a_thousand_waiting_prompts_with_one_prefix_are_not_matched_in_every_step() -> None:
+    steps = Steps(pages=20_000, page_size=16, budget=8192)
+    prefix = range(8000)
+    steps.add(0, [*prefix, 1], kind=SlowSequence)
+    followers = [steps.add(number, [*prefix, *[number] * 20]) for number in range(1, 1001)]
+    steps.step()
+    assert steps.cache.matches == 1001, "each was looked at once"
+    for _ in range(8000 // (2 * SIZE) - 2):
+        assert list(steps.step(is_checked=False)) == [0]
+    assert steps.cache.matches == 1001, "not again while the prefix is computed"
+    while steps.scheduler.has_work:
+        steps.step(is_checked=False)
+    steps.scheduler.check_integrity()
+    assert steps.cache.matches == 2001, "once more when it is there"
+    assert {sequence.cached_tokens for sequence in followers} == {8000}
+
+
+def test_a_follower_starts_when_the_leader_has_computed_what_they_share() -> None:
+    steps = Steps()
+    leader = steps.add(0, range(100), kind=SlowSequence)
+    partner = steps.add(1, [*range(40), *range(500, 530)])
+    stranger = steps.add(2, range(900, 930))
+    started = [{number for number in steps.step() if number} for _ in range(12)]
+    assert started.index({2}) == 0, "who shares nothing does not wait"
+    assert started.index({1}) == 40 // (2 * SIZE)
+    assert (leader.cached_tokens, partner.cached_tokens, stranger.cached_tokens) == (0, 40, 0)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "finished"])
+def test_followers_go_on_when_their_leader_is_gone(how: str) -> None:
+    steps = Steps()
+    steps.add(0, range(100), kind=SlowSequence)
+    followers = [steps.add(number, [*range(100), 50, number, *range(60, 70)]) for number in range(1, 4)]
+    for _ in range(5):
+        steps.step()
+    assert steps.scheduler.stats().queued == 3
+    if how == "cancelled":
+        assert steps.cancel(0)
+        assert list(steps.step()) == [1], "the first of them leads now"
+    steps.run()
+    assert sorted(steps.ended) == ([1, 2, 3] if how == "cancelled" else [0, 1, 2, 3])
+    assert sorted(sequence.cached_tokens or 0 for sequence in followers) == [40, 100, 100] if how == "cancelled" else [100] * 3
+
+
+def test_a_follower_that_is_cancelled_is_gone() -> None:
+    steps = Steps()
+    steps.add(0, range(100), kind=SlowSequence)
+    steps.add(1, [*range(100), 5])
+    steps.step()
+    assert steps.cancel(1)
+    assert not steps.cancel(1)
+    steps.run()
+    assert steps.ended == [0]
+
+
+def test_followers_keep_their_place_in_the_queue() -> None:
+    steps = Steps(max_batch=2)
+    steps.add(0, range(40), kind=SlowSequence)
+    steps.add(1, range(41))
+    steps.add(2, range(500, 510), max_tokens=60)
+    steps.add(3, range(600, 610))
+    while steps.ended != [0]:
+        steps.step()
+    assert 1 in steps.step(), "before the one that came later"
+
+
+def test_the_newest_is_preempted_and_starts_again_before_those_that_wait() -> None:
+    steps = Steps(pages=12)
+    for number in range(3):
+        steps.add(number, range(number * 100, number * 100 + 12), max_tokens=20)
+    while not steps.scheduler.stats().preemptions:
+        steps.step()
+    assert steps.scheduler.stats().queued
+    steps.run()
+    assert steps.ended == [0, 1, 2]
+
+
+@given(st.data())
+def test_everything_ends_whatever_happens(data: st.DataObject) -> None:
+    steps = Steps(pages=data.draw(st.integers(12, 30)), max_batch=data.draw(st.integers(1, 5)), budget=data.draw(st.integers(1, 40)))
+    expected: set[int] = set()
+    for number in range(data.draw(st.integers(1, 25))):
+        shared, own = data.draw(st.integers(0, 16)), data.draw(st.integers(1, 12))
+        prompt = [*range(shared), *range(100 * data.draw(st.integers(1, 3)), 1000)][: shared + own]
+        steps.add(number, prompt, data.draw(st.integers(1, 12)), data.draw(st.sampled_from([Sequence, SlowSequence])))
+        expected.add(number)
+        if data.draw(st.booleans()):
+            steps.step()
+        if data.draw(st.integers(0, 4)) == 0:
+            steps.cancel(data.draw(st.integers(0, number)))
+    steps.run(3000)
+    assert len(steps.ended) == len(set(steps.ended))
+    assert set(steps.ended) <= expected
+    assert steps.cache.used == 0
