@@ -202,8 +202,8 @@ async def test_prefill_counts_as_load_until_the_first_token(tmp_path: Path) -> N
 async def test_missed_events_are_replaced_by_a_snapshot(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a") as one, Worker(tmp_path, "b") as two, FrontEnd([one, two]) as front_end:
         for worker in (one, two):
-            for port in worker.runtime._ports:
-                port.events._most_blocks = 10
+            for port in worker.runtime.ports:
+                port.events.max_blocks = 10
         for number in range(6):
             await front_end.run(submit(number, 2, prompt=320))
         for worker in (one, two):

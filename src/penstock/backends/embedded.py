@@ -1,4 +1,4 @@
-"""The embedded engine in a worker: its step loop in a thread of its own, one hand-over to the event loop a step."""
+"""The embedded engine in a worker: it steps in its own thread, and hands over to the event loop once per step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Answer = TypeVar("Answer")
 
 
 class EmbeddedBackend:
-    """See `worker.backend.Backend`. `make_engine` loads the model; it is called once, in the engine's thread.
+    """A `worker.backend.Backend`. `make_engine` loads the model. It is called once, in the engine's thread.
 
-    That it is the same thread matters: each thread that computes has helpers of its own, and with more helpers than cores OpenMP puts
-    them to sleep after every operation, which halves the speed.
+    It must be the same thread: each thread that computes has OpenMP helpers of its own, and with more helpers than cores OpenMP puts them
+    to sleep after every operation, which halves the speed.
 
-    What the event loop asks for is done by the engine's thread before its next step; an idle engine steps once for it, and tells what came
-    of it. If the engine breaks, every generation gets a fault that another worker can go on from, every question that is open gets
-    an empty answer, and `on_failure` is called: the process is to end, for nothing is known of the engine's state.
+    The engine's thread does what the event loop asks for before its next step. An idle engine steps once for it. If the engine fails,
+    every generation gets a retryable fault, every open question gets an empty answer, and `on_failure` is called: the process must end,
+    since the state of the engine is unknown.
     """
 
     def __init__(self, model: ModelInfo, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
@@ -58,21 +58,21 @@ class EmbeddedBackend:
         self._thread.start()
         self._stats = await asyncio.wrap_future(loaded)
         tokens = self._stats.kv_blocks_total * self._model.block_size
-        log.info("%s is loaded after %.1f s, with room for the KV of %s tokens", self._model.name, time.monotonic() - began, f"{tokens:,}")
+        log.info("loaded %s in %.1f s, with room for the KV of %s tokens", self._model.name, time.monotonic() - began, f"{tokens:,}")
 
     def submit(self, request: Submit) -> None:
         if self._failure is not None:
             self._emit([Segment(request.id, None, self._failure)], None)
             return
         self._open.add(request.id)
-        self._ask(lambda engine: engine.submit(request))
+        self.ask(lambda engine: engine.submit(request))
 
     def cancel(self, generation: bytes) -> None:
         self._open.discard(generation)
-        self._ask(lambda engine: engine.cancel(generation))
+        self.ask(lambda engine: engine.cancel(generation))
 
     def close_session(self, session_id: str, epoch: int) -> None:
-        self._ask(lambda engine: engine.close_session(session_id, epoch))
+        self.ask(lambda engine: engine.close_session(session_id, epoch))
 
     async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
         return await self._answer(lambda engine: engine.describe_sessions(session_ids)) or []
@@ -91,19 +91,19 @@ class EmbeddedBackend:
         self._answer_nothing()
 
     async def _answer(self, question: Callable[[Engine], Answer]) -> Answer | None:
-        """What the engine says; None when it fails or is closed before that."""
+        """The engine's answer; None when it fails or is closed before."""
         if self._failure is not None or self._stopping:
             return None
         answers: list[Answer] = []
         answered = self._loop.create_future()
 
-        def ask(engine: Engine) -> None:
+        def answer(engine: Engine) -> None:
             answers.append(question(engine))
             if not self._stopping:
                 self._loop.call_soon_threadsafe(_set, answered)
 
         self._questions.add(answered)
-        self._ask(ask)
+        self.ask(answer)
         try:
             await answered
         finally:
@@ -114,7 +114,8 @@ class EmbeddedBackend:
         for question in self._questions:
             _set(question)
 
-    def _ask(self, what: Callable[[Engine], object]) -> None:
+    def ask(self, what: Callable[[Engine], object]) -> None:
+        """Runs this in the engine's thread, before its next step."""
         self._asked.append(what)
         self._wake.set()
 
@@ -122,31 +123,31 @@ class EmbeddedBackend:
         loaded.set_running_or_notify_cancel()
         try:
             engine = self._make_engine()
-        except Exception as error:  # noqa: BLE001, it is raised where the start is awaited
+        except Exception as error:  # noqa: BLE001, raised again where the start is awaited
             loaded.set_exception(error)
             return
         loaded.set_result(engine.stats())
         try:
             while True:
-                # Before the look at what is asked for, or what is asked between the two would wait for the next time.
+                # Cleared before the queue is read: what is asked for after that sets it again.
                 self._wake.clear()
                 if self._stopping:
                     break
                 self._turn(engine)
         except BaseException as error:
-            log.exception("the engine has failed")
+            log.exception("the engine failed")
             fault = Fault("engine_failed", f"the engine has failed: {type(error).__name__}", retryable=True)
             self._loop.call_soon_threadsafe(self._fail, fault)
         finally:
             engine.close()
 
     def _turn(self, engine: Engine) -> None:
-        """What was asked for, then a step; or, with nothing to do, a wait for either work or the end of a lease."""
+        """Does what was asked for, then one step. With nothing left to do, waits for work or for the end of a lease."""
         while self._asked:
             self._asked.popleft()(engine)
         segments = engine.step()
         events = engine.take_events()
-        # The loop is on its way out while the last step ends: nobody waits for that.
+        # While stopping, the loop may be closed already, and nobody needs the last step.
         if not self._stopping:
             self._loop.call_soon_threadsafe(self._deliver, segments, events, engine.stats())
         if not engine.has_work:
@@ -168,6 +169,6 @@ class EmbeddedBackend:
 
 
 def _set(answered: asyncio.Future[None]) -> None:
-    """Unless who asked has left, or was told already."""
+    """Sets it, unless the one who asked has left or was answered."""
     if not answered.done():
         answered.set_result(None)

@@ -1,7 +1,7 @@
 """Attention over paged KV, behind one function, and what it must know of a step.
 
-Plain torch operations: the pages of a sequence are gathered, and the library's attention does the rest. A kernel that reads pages in
-place would replace `attend` alone.
+Plain torch operations: the pages of a sequence are gathered, then torch's attention runs on them. A kernel that reads pages in place
+would replace only `attend`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from penstock.engine.shape import ModelShape
 
 Masks = dict[int | None, Tensor]
-"""What is added to the scores, by the window: made for the first layer, the same for all others."""
+"""What is added to the scores, by window. Made for the first layer and used by all others."""
 
-
-# Tokens whose values are summed up at once where rounding must not depend on the length of a sequence.
+# Tokens that are summed at once where rounding must not depend on the length of a sequence.
 EXACT_PIECE = 128
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A piece of one prompt: rows `start` to below `stop` of the step, the last of `context` tokens that `pages` hold."""
+    """A piece of one prompt: rows `start` to below `stop` of the step. They are the last of the `context` tokens in `pages`."""
 
     start: int
     stop: int
@@ -37,7 +36,7 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences of like length with one token each: rows `start` to below `stop`, their page tables, padded, and their lengths."""
+    """Sequences of similar length with one token each: rows `start` to below `stop`, their padded page tables and their lengths."""
 
     start: int
     stop: int
@@ -48,7 +47,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Where the step's keys and values go, and what each row sees. `slots` counts tokens through all pages."""
+    """Where the step's keys and values are written, and what each row sees. A slot is page * page size + offset."""
 
     slots: Tensor
     prompts: tuple[PromptPart, ...]
@@ -56,14 +55,14 @@ class AttentionPlan:
 
 
 class KVStore:
-    """Keys and values of every layer, [pages, page size, heads, head size] each. With `is_exact`, attention to them rounds the same way
-    for a prompt and for a single token, as far as the matrix library does."""
+    """Keys and values of every layer, [pages, page size, heads, head size] each. With `is_exact`, attention rounds the same way for a
+    prompt and for a single token, as far as the matrix library allows."""
 
     def __init__(
         self, model: ModelShape, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, is_exact: bool = False
     ) -> None:
         if device.type == "cuda":
-            # cuDNN's attention makes a plan for every new shape, which takes a tenth of a second; here shapes are new all the time.
+            # cuDNN's attention plans every new shape, which takes a tenth of a second. Here shapes are new all the time.
             torch.backends.cuda.enable_cudnn_sdp(False)
         shape = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
         self.is_exact = is_exact
@@ -75,7 +74,7 @@ class KVStore:
         self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
     def wipe(self, pages: list[int]) -> None:
-        """Forgets what these pages held. What is behind a sequence's end is hidden from it, but a NaN would show through."""
+        """Fills these pages with zeros. What is behind the end of a sequence is masked, but a NaN would show through."""
         if pages:
             index = torch.tensor(pages, device=self.keys.device)
             self.keys.index_fill_(1, index, 0)
@@ -83,9 +82,9 @@ class KVStore:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Not whatever was there: padding is masked out, but a NaN times zero is a NaN.
+    """Zeros, since padding is masked, but NaN times zero is NaN.
 
-    On a CPU the system gives zeroed memory when a page of it is first touched; torch would touch all of it at once.
+    On a CPU the system zeroes memory when it is first touched; torch would touch all of it at once.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -93,14 +92,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def attend(queries: Tensor, store: KVStore, layer: int, plan: AttentionPlan, window: int | None) -> Tensor:
-    """What each query [rows, heads, head size] sees of its sequence, itself included, at most `window` tokens back."""
+    """Attention of each query [rows, heads, head size] to its sequence, up to itself, at most `window` tokens back."""
     keys, values = store.keys[layer], store.values[layer]
-    if store.is_exact:
-        parts = [_attend_prompt_exactly(queries[part.start : part.stop], keys, values, part, window) for part in plan.prompts]
-        parts += [_attend_decode_exactly(queries[group.start : group.stop], keys, values, group, window) for group in plan.decodes]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-    parts = [_attend_prompt(queries[part.start : part.stop], keys, values, part, window) for part in plan.prompts]
-    parts += [_attend_decode(queries[group.start : group.stop], keys, values, group, window) for group in plan.decodes]
+    attend_prompt, attend_decode = (_attend_prompt_exactly, _attend_decode_exactly) if store.is_exact else (_attend_prompt, _attend_decode)
+    parts = [attend_prompt(queries[part.start : part.stop], keys, values, part, window) for part in plan.prompts]
+    parts += [attend_decode(queries[group.start : group.stop], keys, values, group, window) for group in plan.decodes]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -110,7 +106,7 @@ def _attend_prompt(queries: Tensor, keys: Tensor, values: Tensor, part: PromptPa
     keys, values = _gather(keys, part.pages[None]), _gather(values, part.pages[None])
     has_groups = heads != keys.shape[1]
     if rows == part.context and window is None:
-        # A whole prompt: the library knows what is visible, and skips the rest.
+        # A whole prompt: torch knows the causal mask and skips what is hidden.
         keys, values = keys[:, :, :rows], values[:, :, :rows]
         seen = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=has_groups)
     else:
@@ -123,7 +119,7 @@ def _attend_decode(queries: Tensor, keys: Tensor, values: Tensor, group: DecodeG
     count, heads, size = queries.shape
     keys, values = _gather(keys, group.pages), _gather(values, group.pages)
     kv_heads = keys.shape[1]
-    # The queries that share a key are its rows, so that the keys need not be repeated.
+    # Queries that share a key become rows, so that keys need not be repeated.
     queries = queries.view(count, kv_heads, heads // kv_heads, size)
     mask = _decode_mask(group, window, keys).expand(count, 1, heads // kv_heads, -1)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask).reshape(count, -1)
@@ -149,10 +145,10 @@ def _attend_decode_exactly(queries: Tensor, keys: Tensor, values: Tensor, group:
 
 
 def _attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """By plain products, summed up over pieces of a fixed length.
+    """Plain products, summed over pieces of a fixed length.
 
-    The library's own attention works in blocks that depend on the number of queries, and a product in blocks that depend on the number of
-    summands, and so does their rounding. What is hidden weighs nothing, so further pieces change nothing.
+    The rounding of torch's attention depends on the number of queries, and that of one large product on the number of summands. Here it
+    depends on neither. Hidden tokens have weight zero, so further pieces change nothing.
     """
     scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(queries.shape[-1] ** -0.5).add_(mask)
     weights = scores.softmax(-1)
@@ -166,7 +162,7 @@ def _attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor)
 
 
 def _gather(cache: Tensor, pages: Tensor) -> Tensor:
-    """The tokens of some sequences [count, pages], those behind their end included, as [count, heads, tokens, head size]."""
+    """All tokens in these pages [count, pages], also those behind a sequence's end, as [count, heads, tokens, head size]."""
     gathered = cache.index_select(0, pages.flatten())
     return gathered.view(pages.shape[0], -1, *cache.shape[2:]).transpose(1, 2)
 
@@ -188,7 +184,7 @@ def _decode_mask(group: DecodeGroup, window: int | None, keys: Tensor) -> Tensor
 
 
 def _visible_to(own: Tensor, window: int | None, keys: Tensor) -> Tensor:
-    """For tokens at these positions: nothing is added to the scores of what they see, minus infinity to those of the rest."""
+    """The mask for tokens at these positions: zero where they see, minus infinity elsewhere."""
     others = torch.arange(keys.shape[2], device=keys.device)
     hidden = others > own
     if window is not None:

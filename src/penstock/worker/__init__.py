@@ -1,1 +1,1 @@
-"""The runtime around a backend: who asked for which generation, and what waits for them."""
+"""The runtime around a backend: which front end owns which generation, and what waits for it."""

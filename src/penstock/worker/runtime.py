@@ -1,4 +1,4 @@
-"""The worker runtime: it stands between one backend and the front ends that are connected."""
+"""The worker runtime: it connects one backend with the front ends."""
 
 from __future__ import annotations
 
@@ -34,26 +34,25 @@ from penstock.worker.backend import Backend
 log = logging.getLogger(__name__)
 
 Send = Callable[[Message], bool]
-"""Writes one frame; says whether the socket could take another at once."""
+"""Writes one frame. Returns whether the socket takes another one at once."""
 
-
-# A front end with open generations hears of the engine's steps at least so often, though there be nothing new: so it can tell a slow
-# engine from a stalled one.
+# A front end with open generations gets a step at least this often, even without new tokens: so it can tell a slow engine from a stalled
+# one.
 BEACON_SECONDS = 1.0
 
-# How many block names may wait for one front end.
-MOST_WAITING_BLOCKS = 65_536
+# Block names that may wait for one front end.
+MAX_WAITING_BLOCKS = 65_536
 
 
 class WaitingEvents:
-    """The KV events that wait for one front end: always the newest, without a gap between them.
+    """The KV events that wait for one front end: the newest ones, without a gap between them.
 
-    When there are too many, all are dropped, and no events with the number of the next one tell the front end, which asks for a snapshot.
-    From that request until the snapshot is sent they are held back, and what the snapshot has in it is not sent again.
+    When too many wait, all are dropped. Then an empty KvEvents with the next number tells the front end, which asks for a snapshot.
+    From that request until the snapshot is sent, events are held back. Events that the snapshot includes are not sent again.
     """
 
-    def __init__(self, most_blocks: int = MOST_WAITING_BLOCKS) -> None:
-        self._most_blocks = most_blocks
+    def __init__(self, max_blocks: int = MAX_WAITING_BLOCKS) -> None:
+        self.max_blocks = max_blocks
         self._first = 0
         self._skipped_to = 0
         self._events: list[KvEvent] = []
@@ -62,11 +61,11 @@ class WaitingEvents:
         self.is_held = False
 
     def __bool__(self) -> bool:
-        """There is something that may be sent now."""
+        """Whether something may be sent now."""
         return (bool(self._events) or self._has_dropped) and not self.is_held
 
     def put(self, new: KvEvents, blocks: int) -> None:
-        """These events, with so many block names in all."""
+        """Adds events that have `blocks` block names in all."""
         if new.first < self._skipped_to:
             new = KvEvents(self._skipped_to, new.events[self._skipped_to - new.first :])
             blocks = count_blocks(new.events)
@@ -76,12 +75,12 @@ class WaitingEvents:
             self._drop_before(new.first)
         self._events += new.events
         self._blocks += blocks
-        if self._blocks > self._most_blocks:
+        if self._blocks > self.max_blocks:
             self._drop_before(new.first + len(new.events))
             self._has_dropped = True
 
     def take(self) -> KvEvents | None:
-        """What waits, unless it is held back."""
+        """The events that wait; None when there are none or they are held back."""
         if not self:
             return None
         taken = KvEvents(self._first, tuple(self._events))
@@ -90,15 +89,15 @@ class WaitingEvents:
         return taken
 
     def hold(self) -> None:
-        """A snapshot was asked for: nothing is sent before it."""
+        """The front end asks for a snapshot: no events are sent before it."""
         self.is_held = True
 
     def resume(self) -> None:
-        """Nothing is held back any more."""
+        """Events may be sent again."""
         self.is_held = False
 
     def skip_to(self, number: int) -> None:
-        """Those before this number are known to the front end, whether they have come already or not."""
+        """Events before this number are never sent: the snapshot includes them."""
         self._skipped_to = number
         self._has_dropped = False
         known = number - self._first
@@ -119,7 +118,7 @@ def count_blocks(events: Sequence[KvEvent]) -> int:
 class FrontEndPort:
     """One connected front end: what waits for it, and whether it takes a step now.
 
-    It does when it has said that it is ready for another and its socket has room; else what comes waits, and is merged.
+    It takes one when it has said Ready and its socket has room. Otherwise new segments wait and are merged.
     """
 
     def __init__(self, name: str, send: Send, clock: Callable[[], float]) -> None:
@@ -136,18 +135,18 @@ class FrontEndPort:
         self._last_step = clock()
 
     @property
-    def takes_a_step(self) -> bool:
+    def takes_step(self) -> bool:
         return self.ready and self.writable
 
     def flush(self, stats: WorkerStats) -> None:
-        """Sends what waits, if the front end takes it now."""
-        if self.takes_a_step and (self.outbox.waiting or self.events or stats != self._sent_stats):
+        """Sends what waits, if the front end takes a step now."""
+        if self.takes_step and (self.outbox.waiting or self.events or stats != self._sent_stats):
             self._send_step(stats)
 
     def flush_step(self, stats: WorkerStats) -> None:
-        """After a step of the engine: sends what waits; and now and then, with nothing to send, that there was a step."""
+        """After a step of the engine: sends what waits, or an empty step when the last one was BEACON_SECONDS ago."""
         self.flush(stats)
-        if self.open_generations and self.takes_a_step and self._clock() - self._last_step >= BEACON_SECONDS:
+        if self.open_generations and self.takes_step and self._clock() - self._last_step >= BEACON_SECONDS:
             self._send_step(stats)
 
     def announce(self, message: Message) -> None:
@@ -163,8 +162,8 @@ class FrontEndPort:
 class WorkerRuntime:
     """Routes submissions to the backend and each step's results to the front ends that own them.
 
-    A front end that leaves has its generations aborted at once; its sessions stay until they expire here. A generation that breaks the
-    stream's contract ends in a fault. What takes the engine time to answer is answered by a task, and holds up nothing else.
+    When a front end leaves, its generations are cancelled at once; its sessions stay until they expire here. A generation that breaks
+    the stream's contract ends in a fault. Questions that the engine takes time to answer are answered by tasks and block nothing.
     """
 
     def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
@@ -181,15 +180,20 @@ class WorkerRuntime:
         return self._backend.model
 
     @property
+    def ports(self) -> Sequence[FrontEndPort]:
+        """The connected front ends."""
+        return self._ports
+
+    @property
     def is_idle(self) -> bool:
-        """No generation runs, and nothing waits to be sent."""
+        """Whether no generation runs and nothing waits to be sent."""
         return not self._open and not any(port.outbox.waiting for port in self._ports)
 
     async def start(self) -> None:
         await self._backend.start(self._on_step)
 
     async def close(self) -> None:
-        """Ends everything that it started, and the backend."""
+        """Ends everything that it started, then the backend."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -207,7 +211,7 @@ class WorkerRuntime:
         return port
 
     def detach(self, port: FrontEndPort) -> None:
-        """A front end is gone: nobody will read its generations, nor the answers to its questions."""
+        """A front end is gone: its generations are cancelled and its questions are dropped."""
         self._ports.remove(port)
         for task in port.tasks:
             task.cancel()
@@ -222,14 +226,14 @@ class WorkerRuntime:
         port.flush(self._backend.stats())
 
     def drain(self) -> None:
-        """Takes no new work from now on; what runs is finished."""
+        """Takes no new work from now on. Running generations continue."""
         self._draining = True
         for port in self._ports:
             port.announce(Draining())
 
     def hand_over(self) -> None:
-        """Ends what still runs, so that the front ends go on with it elsewhere. What was made until now is delivered first."""
-        fault = Fault("draining", "the worker is shutting down, and hands its work over", retryable=True)
+        """Ends running generations with a retryable fault, so that front ends continue them elsewhere. Their tokens are delivered first."""
+        fault = Fault("draining", "the worker is shutting down and hands its work over", retryable=True)
         for generation, (_, slot) in list(self._open.items()):
             self._forget(generation)
             self._backend.cancel(generation)
@@ -237,7 +241,7 @@ class WorkerRuntime:
         self._flush_all()
 
     def handle(self, port: FrontEndPort, message: Message) -> None:
-        """Acts on what a front end says. Raises FrameMalformed for what it should not have said."""
+        """Acts on a message of a front end. Raises FrameMalformed for a message that front ends do not send."""
         match message:
             case Submit():
                 self._submit(port, message)
@@ -251,15 +255,15 @@ class WorkerRuntime:
             case SessionQuery():
                 self._begin(port, self._describe_sessions(port, message))
             case SnapshotRequest():
-                # One that is under way answers this, too.
+                # A snapshot that is being made answers this request as well.
                 if not port.events.is_held:
                     port.events.hold()
                     self._begin(port, self._send_snapshot(port))
             case _:
-                raise FrameMalformed(f"a front end may send requests, Cancel and Ready, not {type(message).__name__}")
+                raise FrameMalformed(f"a front end must not send {type(message).__name__}")
 
     def flush(self) -> None:
-        """To be called once after the messages of one read were handled."""
+        """Call it once after the messages of one read were handled."""
         self._flush_all()
 
     def _submit(self, port: FrontEndPort, request: Submit) -> None:
@@ -274,7 +278,7 @@ class WorkerRuntime:
         self._backend.submit(request)
 
     def _cancel(self, port: FrontEndPort, generation: bytes) -> None:
-        # It may have ended while the cancel was on its way; then its terminal is on its way, too.
+        # It may have ended while the cancel was under way; then its terminal is under way as well.
         owner, slot = self._open.get(generation, (None, None))
         if slot is not None and owner is port:
             self._forget(generation)

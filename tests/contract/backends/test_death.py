@@ -85,13 +85,14 @@ def _break_a_copy(rig: Rig) -> None:
 
     broken: list[None] = []
     with Rig(rig.setup) as copy:
-        assert isinstance(copy.backend, EmbeddedBackend)
+        backend = copy.backend
+        assert isinstance(backend, EmbeddedBackend)
 
         def break_model() -> None:
             def step(engine: object) -> None:
                 raise Broken
 
-            copy.backend._ask(step)  # type: ignore[attr-defined]
+            backend.ask(step)
             broken.append(None)
 
         _check_death(copy, break_model)

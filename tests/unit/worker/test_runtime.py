@@ -34,7 +34,7 @@ from penstock.wire.messages import (
     WorkerStats,
 )
 from penstock.worker.backend import Emit
-from penstock.worker.runtime import BEACON_SECONDS, MOST_WAITING_BLOCKS, FrontEndPort, WorkerRuntime
+from penstock.worker.runtime import BEACON_SECONDS, MAX_WAITING_BLOCKS, FrontEndPort, WorkerRuntime
 
 MODEL = ModelInfo("m", "by hand", "words", 10, 100, 16)
 FIRST, SECOND = b"1" * 16, b"2" * 16
@@ -288,7 +288,7 @@ async def test_events_go_with_the_next_step_and_wait_in_order() -> None:
 async def test_too_many_waiting_events_are_dropped_and_the_numbers_tell() -> None:
     runtime, backend, wire, port = await make()
     backend.step(events=stored(0, 1))
-    half = MOST_WAITING_BLOCKS // 2
+    half = MAX_WAITING_BLOCKS // 2
     backend.step(events=stored(1, half))
     backend.step(events=stored(2, 5, half - 5))
     assert not port.ready

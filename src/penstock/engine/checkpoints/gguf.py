@@ -1,4 +1,4 @@
-"""A GGUF file: weights in llama.cpp's names and types, made float32 under Hugging Face's names."""
+"""A GGUF file: weights with llama.cpp's names and types, converted to float32 and Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """See `Checkpoint`."""
+    """A `Checkpoint`."""
 
     shape: ModelShape
     end_ids: frozenset[int]
@@ -68,7 +68,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     if architecture not in ARCHITECTURES:
         raise metadata.wrong("general.architecture", f"one of {', '.join(ARCHITECTURES)}")
     if metadata.integer(f"{architecture}.expert_count", 0):
-        raise metadata.wrong(f"{architecture}.expert_count", "none: a model without experts")
+        raise metadata.wrong(f"{architecture}.expert_count", "none: models with experts are not supported")
     for tensor in file.tensors:
         _check_tensor(file, tensor)
     keys = [f"tokenizer.ggml.{key}" for key in END_KEYS]
@@ -117,7 +117,7 @@ def _kv_heads(metadata: ModelSettings, architecture: str, heads: int) -> int:
 def _rope(file: GgufFile, architecture: str, divisors: GgufTensor | None, head_dim: int) -> RopeScaling:
     metadata, key = file.metadata, f"{architecture}.rope"
     if metadata.size(f"{key}.dimension_count", head_dim) != head_dim:
-        raise metadata.wrong(f"{key}.dimension_count", f"{head_dim}: heads that turn as a whole")
+        raise metadata.wrong(f"{key}.dimension_count", f"{head_dim}: partial rotary heads are not supported")
     scaling = _scaling(metadata, key)
     if divisors is None:
         return scaling
@@ -150,7 +150,7 @@ def _yarn(metadata: ModelSettings, key: str, original_length: int) -> RopeScalin
         original_length=original_length,
         beta_fast=metadata.positive(f"{key}.yarn_beta_fast", 32.0),
         beta_slow=metadata.positive(f"{key}.yarn_beta_slow", 1.0),
-        # llama.cpp multiplies it onto what follows from the factor.
+        # llama.cpp multiplies it with the value derived from the factor.
         attention_factor=None if attention == 1.0 else attention * (0.1 * math.log(factor) + 1.0),
     )
 
@@ -177,7 +177,7 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
 
 
 def _byte_shape(tensor: GgufTensor) -> tuple[int, ...]:
-    """The rows' bytes, the slowest dimension first."""
+    """The bytes of the rows, slowest dimension first."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
     first, *others = tensor.dimensions
     return (*reversed(others), first // block * size)
@@ -198,18 +198,18 @@ def _hugging_face_name(file: GgufFile, tensor: GgufTensor) -> str:
         return OUTER_NAMES[tensor.name]
     found = LAYER_NAME.fullmatch(tensor.name)
     if found is None or found[2] not in LAYER_NAMES:
-        raise ConfigError(f"{file.metadata.source}: has a tensor {tensor.name!r}: expected only those of a Llama-family decoder")
+        raise ConfigError(f"{file.metadata.source}: has a tensor {tensor.name!r}: expected only tensors of a Llama-family decoder")
     return f"model.layers.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
 
 
 def _rotated_heads(metadata: ModelSettings, shape: ModelShape) -> Mapping[str, int]:
-    """The projections whose rows conversion to the `llama` architecture reorders, and their heads."""
+    """The projections whose rows are reordered by the conversion to the `llama` architecture, and their heads."""
     if metadata.text("general.architecture") != "llama":
         return {}
     return {"q_proj": shape.heads, "k_proj": shape.kv_heads}
 
 
 def _in_halves(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp turns neighbouring rows of a head together, Hugging Face a row of its first half with one of its second."""
+    """llama.cpp rotates neighbouring rows of a head together; Hugging Face rotates a row of its first half with one of its second."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape)

@@ -20,15 +20,15 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# What the architectures' own code assumes where a config is silent.
-SLIDING_WINDOW = 4096
-FULL_LAYERS = 28
+# Defaults in the architectures' own code, for configurations without these keys.
+DEFAULT_SLIDING_WINDOW = 4096
+DEFAULT_FULL_LAYERS = 28
 QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
 class HuggingFaceCheckpoint:
-    """See `Checkpoint`."""
+    """A `Checkpoint`."""
 
     shape: ModelShape
     end_ids: frozenset[int]
@@ -41,7 +41,7 @@ class HuggingFaceCheckpoint:
                     yield name, tensor
 
     def _is_wanted(self, name: str) -> bool:
-        # Old checkpoints store what follows from the config, and some store the embedding twice.
+        # Old checkpoints also store rotary frequencies, and some store the embedding twice.
         return not name.endswith("rotary_emb.inv_freq") and not (self.shape.tied_embeddings and name == "lm_head.weight")
 
 
@@ -78,7 +78,7 @@ def _shape(config: ModelSettings) -> ModelShape:
         output_bias=attention_bias,
         mlp_bias=architecture == LLAMA and config.flag("mlp_bias", False),
         qk_norm=architecture == QWEN3,
-        sliding_window=config.size("sliding_window", SLIDING_WINDOW) if sliding_layers else None,
+        sliding_window=config.size("sliding_window", DEFAULT_SLIDING_WINDOW) if sliding_layers else None,
         sliding_layers=sliding_layers,
     )
 
@@ -102,7 +102,7 @@ def _kv_heads(config: ModelSettings, heads: int) -> int:
 
 
 def _sliding_layers(config: ModelSettings, architecture: str, layers: int) -> frozenset[int]:
-    """Mistral slides in every layer unless its window is null; Qwen only if it says so, and where it says so."""
+    """Mistral uses a sliding window in every layer unless its window is null; Qwen only in the layers that its config names."""
     is_off = "sliding_window" in config.values and not config.has("sliding_window")
     if architecture == LLAMA or is_off:
         return frozenset()
@@ -111,7 +111,7 @@ def _sliding_layers(config: ModelSettings, architecture: str, layers: int) -> fr
     if not config.flag("use_sliding_window", False):
         return frozenset()
     if not config.has("layer_types"):
-        return frozenset(range(config.integer("max_window_layers", FULL_LAYERS), layers))
+        return frozenset(range(config.integer("max_window_layers", DEFAULT_FULL_LAYERS), layers))
     kinds = config.strings("layer_types")
     if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.wrong("layer_types", f"'full_attention' or 'sliding_attention' for each of {layers} layers")
@@ -126,12 +126,12 @@ def _rope(config: ModelSettings) -> tuple[float, RopeScaling]:
     scaling = ModelSettings(f"{config.source}: {key}", values)
     for settings in (scaling, config):
         if settings.number("partial_rotary_factor", 1.0) != 1.0:
-            raise settings.wrong("partial_rotary_factor", "1.0: heads that turn as a whole")
+            raise settings.wrong("partial_rotary_factor", "1.0: partial rotary heads are not supported")
     return scaling.positive("rope_theta", config.positive("rope_theta", 10_000.0)), _scaling(config, scaling)
 
 
 def _scaling(config: ModelSettings, scaling: ModelSettings) -> RopeScaling:
-    # Where a config has the original length outside, that one counts.
+    # An original length outside of the rope parameters takes precedence.
     original_length = config.integer("original_max_position_embeddings", scaling.integer("original_max_position_embeddings", 0))
     key = "rope_type" if scaling.has("rope_type") else "type"
     match scaling.text(key, "default"):
@@ -202,7 +202,7 @@ def _opened(file: Path) -> Any:
 
 def _file_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with _opened(file) as weights:
-        for name in weights.keys():  # noqa: SIM118, it is no mapping
+        for name in weights.keys():  # noqa: SIM118, it is not a mapping
             tensor = weights.get_tensor(name)
             if tensor.dtype not in DTYPES:
                 expected = ", ".join(str(dtype) for dtype in DTYPES)
