@@ -13,7 +13,7 @@ from typing import Self
 
 from msgspec import structs
 
-from penstock.cluster.links.worker_link import Generation, WorkerLink
+from penstock.cluster.links.worker_link import Generation, LinkObserver, WorkerLink
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
 from penstock.cluster.waiting import WaitingQueue
@@ -322,7 +322,7 @@ class Dispatcher:
                     queue.fail(now - self._limits.worker_wait, Fault("no_worker", message))
 
 
-class _Observer:
+class _Observer(LinkObserver):
     """Passes the reports of one worker's link to the dispatcher, with the worker."""
 
     def __init__(self, dispatcher: Dispatcher, member: Member) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Protocol
 
 from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
 from penstock.stream.mailbox import Doorbell, Mailbox
@@ -52,8 +51,8 @@ PIECE_SECONDS = 10.0
 """A worker that takes longer for one piece of its tokenizer is not used."""
 
 
-class LinkObserver(Protocol):
-    """Is told what a worker reports about itself."""
+class LinkObserver:
+    """Is told what a worker reports about itself. This one ignores it."""
 
     def stepped(self, step: Step) -> None:
         """A step has come. Its segments are in their mailboxes."""
@@ -62,19 +61,6 @@ class LinkObserver(Protocol):
 
     def draining(self) -> None:
         """The worker takes no new generations from now on."""
-
-
-class NoObserver:
-    """Ignores everything."""
-
-    def stepped(self, step: Step) -> None:
-        pass
-
-    def snapshot_received(self, snapshot: Snapshot) -> None:
-        pass
-
-    def draining(self) -> None:
-        pass
 
 
 class Generation:
@@ -134,7 +120,7 @@ class WorkerLink(LinkProtocol):
         self._heard_at = 0.0
         self.unbegun = 0
         """Generations without a token so far: they wait at the worker, or their prompts are being computed."""
-        self.observer: LinkObserver = NoObserver()
+        self.observer = LinkObserver()
 
     @property
     def active(self) -> int:

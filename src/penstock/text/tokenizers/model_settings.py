@@ -18,10 +18,7 @@ class ModelSettings:
         self.values = values
 
     def integer(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default, "a whole number")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.wrong(key, "a whole number")
-        return value
+        return int(self._typed(key, default, (int,), "a whole number"))
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.integer(key, default)
@@ -30,10 +27,7 @@ class ModelSettings:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default, "a number")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(key, "a number")
-        return float(value)
+        return float(self._typed(key, default, (int, float), "a number"))
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self.number(key, default)
@@ -42,16 +36,10 @@ class ModelSettings:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, default, "true or false")
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
+        return bool(self._typed(key, default, (bool,), "true or false"))
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._value(key, default, "a string")
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
-        return value
+        return str(self._typed(key, default, (str,), "a string"))
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -69,6 +57,13 @@ class ModelSettings:
         value = repr(self.values.get(key))
         shown = value if len(value) < 200 else f"{value[:200]}…"
         return ConfigError(f"{self.source}: {key} is {shown}: expected {expected}")
+
+    def _typed(self, key: str, default: object, types: tuple[type, ...], expected: str) -> Any:
+        value = self._value(key, default, expected)
+        # A bool is an int in Python, but true is not a number.
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise self.wrong(key, expected)
+        return value
 
     def _value(self, key: str, default: object, expected: str) -> object:
         value = self.values.get(key)
