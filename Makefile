@@ -17,7 +17,7 @@ ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
 
-.PHONY: help serve test test-vllm test-sglang check fix bench bench-engine bench-cluster bench-api bench-costs fuzz setup lock
+.PHONY: help serve test test-vllm test-sglang check fix bench bench-engine bench-cluster bench-api bench-costs fuzz docs setup lock
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +48,10 @@ check: setup ## Lint, check formats and types, and check the imports.
 fix: setup ## Format the code and repair what the linter can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup ## Generate the reference pages again.
+	$(BIN)/penstock config --reference > docs/reference/configuration.md
+	$(BIN)/python -m penstock.metrics.frontend > docs/reference/metrics.md
 
 bench: setup ## Measure the token path.
 	$(BIN)/python bench/stream.py $(ARGS)
