@@ -84,10 +84,10 @@ class Application:
                 methods["HEAD"] = endpoint
         self._patterns = [(compile_path(path)[0], methods) for path, methods in patterns.items()]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         methods = self._fixed.get(scope["path"]) or self._match(scope)
         application: ASGIApp = methods.get(scope["method"]) or _refuse(scope, methods)
-        await application(scope, receive, send)
+        return application(scope, receive, send)
 
     def _match(self, scope: Scope) -> Mapping[str, Endpoint]:
         """The endpoints of a path with parameters, by method; the parameters are put into the scope. Empty when there is no such path."""

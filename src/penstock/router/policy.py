@@ -91,6 +91,10 @@ def choose(view: Sequence[WorkerView], request: RouteRequest, settings: RouterSe
     """
     if not view:
         return None
+    if len(view) == 1 and request.preferred is None:
+        (worker,) = view
+        cost = _cost(worker, request, settings)
+        return Decision(worker.name, "only", None, worker.overlap, cost, ((worker.name, cost),))
     usable = _usable(view)
     preferred, diverted = None, None
     if request.preferred is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -13,6 +12,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+from msgspec import structs
 
 from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, ChatMessage, ChatPrompt
 from penstock.text.tool_prompt import calls_as_text, tools_in_system, tools_in_user
@@ -123,7 +123,7 @@ class ChatTemplate:
             messages = calls_as_text(messages)
         if prompt.tools and not self.renders_tools:
             messages = (tools_in_system if self._renders_system else tools_in_user)(messages, prompt.tools)
-        return prompt if messages is prompt.messages else replace(prompt, messages=messages)
+        return prompt if messages is prompt.messages else structs.replace(prompt, messages=messages)
 
     def _shows_system(self) -> bool:
         """Whether a system message becomes part of the prompt. Some templates refuse it, others leave it out."""
@@ -144,7 +144,7 @@ def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
         raise RequestError(f"`{field}` is set, but `messages` is empty", param=field)
     *before, last = prompt.messages
     marked = ChatMessage({**last, "content": last["content"] + _MARK_AND_SPACE})
-    rendered = template.render(replace(prompt, messages=[*before, marked]))
+    rendered = template.render(structs.replace(prompt, messages=[*before, marked]))
     end = rendered.rfind(_MARK)
     text = rendered[:end] if rendered.startswith(_MARK_AND_SPACE, end) else rendered[:end].rstrip()
     if end < 0 or not text.rstrip().endswith(last["content"].strip()):

@@ -8,8 +8,10 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from penstock.text.encoding import SHORT, Encoder, Steps, at_once
 from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
@@ -133,13 +135,12 @@ class _Turn:
     last_packed: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChat:
+class EncodedChat(Struct, frozen=True, gc=False):
     """A chat as tokens. `reused_tokens` of them were known, `ending` is the end of its text, `turn` is for `Transcripts.record`."""
 
     token_ids: tuple[int, ...]
     reused_tokens: int = 0
-    turn: _Turn | None = field(default=None, repr=False)
+    turn: _Turn | None = None
     ending: str = ""
 
 
@@ -177,6 +178,10 @@ class Transcripts:
         Raises RequestError as the tokenizer does. Does not suspend when there is little to do.
         """
         text = await self.encoder.render_chat(tokenizer, prompt)
+        if key is None and len(text) <= SHORT:
+            made = tuple([token_id for part in tokenizer.parts(text) for token_id in tokenizer.encode_part(part)])
+            self.tokens_encoded += len(made)
+            return EncodedChat(made, ending=text[-ENDING:])
         session = None if key is None else self._open(key, model, tokenizer)
         path = [] if session is None else session.find(tokenizer, text)
         known = [_Piece(part.text, part.packed) for part in path]

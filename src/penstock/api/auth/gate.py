@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.api.anthropic.errors import AnthropicErrors
-from penstock.api.auth.keys import Keyring, presented_key
+from penstock.api.auth.keys import Keyring, Tenant, presented_key
 from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import ErrorShape, OpenAIErrors, refusal
 from penstock.config.front_end import ANY_ORIGIN
@@ -60,24 +60,21 @@ class Gate:
         self._tally = tally
         self._origins = frozenset(origin.encode() for origin in cors_origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if self._origins:
             origin = _header(scope, b"origin")
             if origin is not None:
                 send = _adding(send, self._cors_headers(origin))
         if scope["method"] == "OPTIONS":
-            await self._answer_to_options(scope)(scope, receive, send)
-        elif scope["path"] in OPEN_PATHS:
-            scope[TENANT] = self._keyring.nobody
-            await self._app(scope, receive, send)
-        else:
+            return self._answer_to_options(scope)(scope, receive, send)
+        tenant: Tenant | None = self._keyring.nobody
+        if scope["path"] not in OPEN_PATHS:
             key = presented_key(scope["headers"])
             tenant = self._keyring.tenant_of(key)
             if tenant is None:
-                await self._refuse(scope, receive, send, "unknown" if key else "missing")
-                return
-            scope[TENANT] = tenant
-            await self._app(scope, receive, send)
+                return self._refuse(scope, receive, send, "unknown" if key else "missing")
+        scope[TENANT] = tenant
+        return self._app(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, reason: str) -> None:
         self._tally.failed_authentications[reason,] += 1

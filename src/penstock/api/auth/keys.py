@@ -53,8 +53,13 @@ class Tenant:
 
 def presented_key(headers: Headers) -> bytes:
     """The API key of a request: a bearer token, or else `x-api-key`. Empty without a key."""
-    found = dict(headers)
-    return _BEARER.sub(b"", found.get(b"authorization", b"").strip()) or found.get(b"x-api-key", b"").strip()
+    bearer = key = b""
+    for name, value in headers:
+        if name == b"authorization":
+            bearer = _BEARER.sub(b"", value.strip())
+        elif name == b"x-api-key":
+            key = value.strip()
+    return bearer or key
 
 
 def owner_of(key: bytes) -> str:

@@ -199,6 +199,7 @@ class _Follower:
     async def run(self, receive: Receive) -> str:
         recording, wake = self._recording, self._writer.wake
         watch = ClientWatch(receive, self._leave)
+        watch.start()
         recording.listen(wake)
         try:
             return await self._writer.run()

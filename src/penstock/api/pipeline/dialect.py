@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+from msgspec import Struct
 
 from penstock.api.errors import fault_body
 from penstock.api.pipeline.plan import Plan
@@ -17,8 +17,7 @@ from penstock.wire.messages import Delta, Fault
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(Struct, frozen=True, gc=False):
     """`reasoning_tokens` are some of the completion's, `cached_tokens` some of the prompt's."""
 
     prompt_tokens: int
@@ -55,8 +54,7 @@ class ChoiceDelta(NamedTuple):
     nvext: dict[str, object] | None = None
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True, gc=False):
     """A whole choice: its parts joined, its logprobs as they came, and its tokens where the client asked for them."""
 
     parts: Sequence[Part]

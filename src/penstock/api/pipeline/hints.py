@@ -15,11 +15,11 @@ import msgspec
 from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import (
     LONGEST_SECONDS,
-    AgentHints,
     CacheControl,
     Common,
     Message,
     Nvext,
+    NvextCacheControl,
     PromptCacheBreakpoint,
     PromptCacheOptions,
     SessionControl,
@@ -39,7 +39,7 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3_600}
 _DURATION = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh])")
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _BILLING_HEADER = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*\n*)+")
-_LONGEST_VALUE = 80
+_MAX_SHOWN = 80
 
 
 class SessionHeaders(NamedTuple):
@@ -62,18 +62,22 @@ SESSION_HEADERS = (
     SessionHeaders(b"conversation_id"),
     SessionHeaders(b"x-opencode-session", parent=b"x-parent-session-id"),
 )
-"""The first that is there counts."""
+"""The first of them that a request has counts."""
+_SESSION_NAMES = frozenset(names.session for names in SESSION_HEADERS)
+
+
+_NO_NVEXT = Nvext()
 
 
 def read_hints(request: Common, headers: Headers) -> Hints:
-    """Raises RequestError (400) that names the field or the header, its value, and what would be right."""
+    """Raises RequestError (400) that names the field or the header, its value, and what is expected."""
     found = dict(headers)
-    nvext = request.nvext or Nvext()
+    nvext = request.nvext or _NO_NVEXT
     return Hints(
         session=_session_of_body(nvext.session_control) or _session_of_headers(found),
         affinity=_affinity(request.prompt_cache_key, found),
         retention_seconds=_retention(request, nvext),
-        priority=(nvext.agent_hints or AgentHints()).priority or 0,
+        priority=0 if nvext.agent_hints is None else nvext.agent_hints.priority or 0,
         router=_router(found),
         wants_route="route" in (nvext.extra_fields or ()),
     )
@@ -118,6 +122,8 @@ def _session_of_body(control: SessionControl | None) -> SessionWish | None:
 
 
 def _session_of_headers(headers: Mapping[bytes, bytes]) -> SessionWish | None:
+    if headers.keys().isdisjoint(_SESSION_NAMES):
+        return None
     for names in SESSION_HEADERS:
         session_id = _header(headers, names.session)
         if session_id is not None:
@@ -143,21 +149,24 @@ def _affinity(prompt_cache_key: str | None, headers: Mapping[bytes, bytes]) -> s
 
 
 def _retention(request: Common, nvext: Nvext) -> float:
+    """The first of these counts: nvext, OpenAI's breakpoints, OpenAI's retention, Anthropic's marks."""
+    if nvext.retention_seconds is not None:
+        return nvext.retention_seconds
+    if nvext.cache_control is not None:
+        return _nvext_ttl(nvext.cache_control)
     parts = request.parts
-    wishes = (
-        nvext.retention_seconds,
-        _nvext_ttl(nvext),
-        longest_breakpoint(request.prompt_cache_options, (part.prompt_cache_breakpoint for part in parts)),
-        None if request.prompt_cache_retention is None else _RETENTION_SECONDS[request.prompt_cache_retention],
-        longest_ttl([request.cache_control, *(part.cache_control for part in parts)]),
-    )
-    return next((wish for wish in wishes if wish is not None), 0.0)
+    if parts or request.prompt_cache_options is not None:
+        breakpoint_ttl = longest_breakpoint(request.prompt_cache_options, (part.prompt_cache_breakpoint for part in parts))
+        if breakpoint_ttl is not None:
+            return breakpoint_ttl
+    if request.prompt_cache_retention is not None:
+        return _RETENTION_SECONDS[request.prompt_cache_retention]
+    if request.cache_control is None and not parts:
+        return 0.0
+    return longest_ttl([request.cache_control, *(part.cache_control for part in parts)]) or 0.0
 
 
-def _nvext_ttl(nvext: Nvext) -> float | None:
-    control = nvext.cache_control
-    if control is None:
-        return None
+def _nvext_ttl(control: NvextCacheControl) -> float:
     ttl = _seconds("nvext.cache_control.ttl", control.ttl) if isinstance(control.ttl, str) else control.ttl
     return control.retention_seconds or ttl or _TTL_SECONDS["5m"]
 
@@ -197,5 +206,5 @@ def _checked(name: str, value: str) -> str:
 
 
 def _refused(name: str, value: str, expected: str) -> RequestError:
-    shown = msgspec.json.encode(value[:_LONGEST_VALUE]).decode() + ("…" if len(value) > _LONGEST_VALUE else "")
+    shown = msgspec.json.encode(value[:_MAX_SHOWN]).decode() + ("…" if len(value) > _MAX_SHOWN else "")
     return RequestError(f"`{name}` is {shown}: {expected}", param=name)

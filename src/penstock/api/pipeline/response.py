@@ -16,6 +16,7 @@ from penstock.stream.fanin import all_done
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
+WATCH_AFTER_SECONDS = 0.1
 
 Render = Callable[[], tuple[bytes, str | None]]
 """Takes all that has arrived. Returns its events and, with the last of them, the outcome of the stream."""
@@ -142,27 +143,35 @@ class EventWriter:
 
 
 class ClientWatch:
-    """Calls `on_leave` when the client goes away, until `close`. It drives `receive` by callbacks: a task per request costs more."""
+    """Calls `on_leave` when the client goes away, from `start` to `close`. It drives `receive` by callbacks: a task costs more."""
 
     __slots__ = ("_future", "_on_leave", "_receive", "_steps")
 
     def __init__(self, receive: Receive, on_leave: Callable[[], None]) -> None:
-        self._receive = receive
+        self._receive: Receive | None = receive
         self._on_leave = on_leave
         self._future: asyncio.Future[Any] | None = None
-        self._steps: Generator[Any, Any, Any] | None = receive().__await__()
-        self._advance()
+        self._steps: Generator[Any, Any, Any] | None = None
+
+    def start(self) -> None:
+        """Does nothing after `close`."""
+        if self._receive is not None:
+            self._steps = self._receive().__await__()
+            self._advance()
 
     def close(self) -> None:
         """From now on `on_leave` is not called."""
+        self._receive = None
+        # It may wait to be started, and must not keep its request alive.
+        self._on_leave = _ignore
         steps, self._steps = self._steps, None
         if steps is not None and self._future is not None:
             self._future.remove_done_callback(self._advance)
-            # The server's own awaitables are futures, and no generators.
+            # The server's own awaitables are futures, not generators.
             (getattr(steps, "close", None) or self._future.cancel)()
 
     def _advance(self, _: object = None) -> None:
-        while self._steps is not None:
+        while self._steps is not None and self._receive is not None:
             try:
                 self._future = next(self._steps)
             except StopIteration as ended:
@@ -177,6 +186,35 @@ class ClientWatch:
             else:
                 self._future.add_done_callback(self._advance)
             return
+
+
+class ClientWatches:
+    """Starts watches late: between WATCH_AFTER_SECONDS and twice that. Short requests end before, and are not watched at all.
+
+    A watch costs the server a message between threads. A client that leaves earlier is noticed when its watch starts.
+    """
+
+    def __init__(self) -> None:
+        self._new: list[ClientWatch] = []
+        self._older: list[ClientWatch] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, watch: ClientWatch) -> None:
+        self._new.append(watch)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._start_older)
+
+    def _start_older(self) -> None:
+        older, self._older, self._new = self._older, self._new, []
+        self._timer = None
+        if self._older:
+            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._start_older)
+        for watch in older:
+            watch.start()
+
+
+def _ignore() -> None:
+    pass
 
 
 def _nothing() -> tuple[bytes, str | None]:

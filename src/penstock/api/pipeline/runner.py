@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.types import Receive
@@ -16,7 +16,7 @@ from penstock.api.pipeline.detached import DetachedRun, DetachedRuns
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Usage
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.request import Incoming, PromptContext
-from penstock.api.pipeline.response import ClientWatch, EventWriter, Response, Sink
+from penstock.api.pipeline.response import ClientWatch, ClientWatches, EventWriter, Response, Sink
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
 from penstock.metrics.frontend import FrontEndMetrics
@@ -49,6 +49,7 @@ class Runner:
     admission: Admission
     metrics: FrontEndMetrics
     detached: DetachedRuns
+    watches: ClientWatches = field(default_factory=ClientWatches)
 
     async def answer(self, parse: Parse, incoming: Incoming, receive: Receive, response: Response) -> str:
         """Answers a request with generations: on its connection or, when the client wants to be able to resume, independently of it."""
@@ -72,20 +73,23 @@ class Runner:
             on_admitted()
             turn = Turn(self.sessions, plan.tenant.owner, plan.hints)
             run = _Run(plan, dialect, self.produce, turn, sink, self.metrics, ticket)
+            watch = ClientWatch(receive, run.leave)
+            self.watches.add(watch)
             try:
                 if plan.hints.session is None and plan.hints.affinity is None:
-                    return await run.run(receive)
-                return await self._take_turn(run, plan, turn, receive)
+                    return await run.run()
+                return await self._take_turn(run, plan, turn)
             except GenerationFault as error:
                 raise GenerationFault(error.fault, plan.grammar_field) from error
             finally:
+                watch.close()
                 quota.release(generations, plan.prompt_tokens, run.completion_tokens)
 
-    async def _take_turn(self, run: _Run, plan: Plan, turn: Turn, receive: Receive) -> str:
+    async def _take_turn(self, run: _Run, plan: Plan, turn: Turn) -> str:
         """Runs a session's turn, or a request that follows a key."""
         try:
             await self.sessions.begin(turn, plan.model.info.name)
-            outcome = await run.run(receive)
+            outcome = await run.run()
             if plan.chat is not None:
                 for token_ids in run.answers:
                     self.context.transcripts.record(plan.chat, token_ids)
@@ -125,20 +129,16 @@ class _Run:
         """The tokens of the choices that the session remembers: those that no stop string has cut."""
         return [choice.answer for choice in self._choices if choice.answer is not None and choice.is_whole]
 
-    async def run(self, receive: Receive) -> str:
+    async def run(self) -> str:
         """Returns the outcome: `ok`, or `broken_off` after a fault in the middle of a stream, which ends with an error event.
 
         Raises ReaderLeft when the client goes away, GenerationFault when a generation fails before the answer has begun.
         """
-        watch = None
         try:
             self._fan.start()
             self._ticket.on_expel = self._expel
-            watch = ClientWatch(receive, self._leave)
             return await (self._stream() if self._plan.request.stream else self._collect())
         finally:
-            if watch is not None:
-                watch.close()
             self._fan.close()
             # Breaks a reference cycle, as the writer does.
             self._ticket.on_expel = None
@@ -154,7 +154,7 @@ class _Run:
     def _expel(self) -> None:
         self._fan.interrupt(GenerationFault(Fault("shutting_down", "the server is shutting down")))
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """The client has gone."""
         self._fan.interrupt(ReaderLeft())
         if self._writer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import structs
@@ -147,7 +147,7 @@ async def _fitted(chat: Chat, may_drop: bool, plan: Callable[[Chat], Awaitable[P
 def _without(chat: Chat, left_out: slice) -> Chat:
     messages, fields = list(chat.prompt.messages), list(chat.fields)
     del messages[left_out], fields[left_out]
-    return structs.replace(chat, prompt=replace(chat.prompt, messages=messages), fields=fields)
+    return structs.replace(chat, prompt=structs.replace(chat.prompt, messages=messages), fields=fields)
 
 
 async def _planned(chat: Chat, plan: Callable[[Chat], Awaitable[Plan]], must_fit: bool) -> Plan | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
+
+from msgspec import Struct
 
 from penstock.text.detokenizer import Detokenizer
 
@@ -38,8 +39,7 @@ class ChatMessage(TypedDict):
     tool_call_id: NotRequired[str]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True):
     """Everything that a chat template gets.
 
     `tools` are OpenAI's: `{"type": "function", "function": {"name", "description", "parameters"}}`. `template` names one of the model's
@@ -50,7 +50,7 @@ class ChatPrompt:
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()
     documents: Sequence[Mapping[str, Any]] = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = {}
     template: str | None = None
     begins_answer: bool = True
     continues: bool = False

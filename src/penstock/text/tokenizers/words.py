@@ -84,9 +84,8 @@ class WordTokenizer:
         return rendered.startswith(tuple(_MARKS), position)
 
     def encode_part(self, part: str) -> list[int]:
-        if not self.begins_part(part, 0):
-            return self.encode(part)
-        return [self.end_id + _MARKS.index(part[0]), *self.encode(part[1:])]
+        mark = _MARKS.find(part[:1]) if part else -1
+        return self.encode(part) if mark < 0 else [self.end_id + mark, *self.encode(part[1:])]
 
     def encode_part_steps(self, part: str) -> Iterator[list[int]]:
         return map(self.encode_part, _slices(part))

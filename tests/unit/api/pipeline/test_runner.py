@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from front_end import FrontEnd, Produce, request, says
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
@@ -183,6 +183,6 @@ async def test_sessions_of_one_name_are_remembered_apart_for_every_key() -> None
         for count, key in enumerate((b"ann", b"bob"), 1):
             tenant = keyring.tenant_of(key)
             assert tenant is not None
-            asked = replace(incoming, headers=[(b"x-session-id", b"s")], tenant=tenant)
+            asked = structs.replace(incoming, headers=[(b"x-session-id", b"s")], tenant=tenant)
             await parse(asked, library)
             assert len(library.transcripts) == count
