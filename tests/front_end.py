@@ -7,6 +7,8 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from penstock.api.app import Services, make_app
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring
@@ -15,6 +17,7 @@ from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.runner import Runner
+from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.store import SqliteStore
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
@@ -153,6 +156,16 @@ class FrontEnd:
     @property
     def events(self) -> list[Any]:
         return [json.loads(line[6:]) for line in self.body.split(b"\n") if line.startswith(b"data: {")]
+
+
+def response_object(**fields: Any) -> ResponseObject:
+    """A Response object of which only a few fields are set."""
+    kinds = {"reasoning": {}, "text": {}, "metadata": {}, "output": [], "tools": [], "tool_choice": "auto", "service_tier": "default"}
+    flags = {"background": False, "store": True, "parallel_tool_calls": True, "truncation": "disabled"}
+    numbers = {"temperature": 1.0, "top_p": 1.0, "top_logprobs": 0, "created_at": 100}
+    nothing = {field.name: None for field in msgspec.structs.fields(ResponseObject) if field.required}
+    given = {"id": "resp_1", "model": "m", "status": "queued", **fields}
+    return msgspec.convert({**nothing, **kinds, **flags, **numbers, **given}, ResponseObject)
 
 
 def replace_parsers(tool_parser: str | None, reasoning_parser: str | None) -> ModelInfo:

@@ -53,9 +53,6 @@ class Services:
     def generate(self, parse: Parse) -> Answer:
         return partial(self.runner.answer, parse)
 
-    def resume(self) -> Resume:
-        return Resume(self.detached, self.metrics.tally)
-
     @cached_property
     def document(self) -> ApiDocument:
         return ApiDocument(ROUTES)
@@ -168,16 +165,28 @@ def _sessions(services: Services) -> SessionHandlers:
     return SessionHandlers(services.sessions, services.context.models)
 
 
-_STREAMS = "With `stream`, events arrive as tokens are generated; the last one is `[DONE]`."
-_RESUMES = "Only for streams requested with `stream_options.resumable`."
-_RESUME = (
-    Parameter(
+def _resume(path: str, what: str, event: Any) -> Route:
+    last_event = Parameter(
         LAST_EVENT_ID.decode(),
         "header",
         "The id of the last event received. Without it, all events are sent.",
         {"type": "string", "pattern": "^[0-9]{1,15}$"},
-    ),
-)
+    )
+    return Route(
+        "GET",
+        path,
+        "OpenAI",
+        f"Resume the stream of a {what} after a lost connection",
+        description="Only for streams requested with `stream_options.resumable`.",
+        stream=lambda services: Resume(services.detached, services.metrics.tally),
+        metric="resume",
+        event=event,
+        parameters=(last_event,),
+        errors=READS,
+    )
+
+
+_STREAMS = "With `stream`, events arrive as tokens are generated; the last one is `[DONE]`."
 _CHAT = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "What is a penstock?"}]}
 _ANTHROPIC_READS = (400, 404, 408, 413, OVERLOADED)
 
@@ -197,18 +206,7 @@ ROUTES: tuple[Route, ...] = (
         errors=GENERATES,
         example={**_CHAT, "max_tokens": 64},
     ),
-    Route(
-        "GET",
-        "/v1/chat/completions/{id}",
-        "OpenAI",
-        "Resume the stream of a chat after a lost connection",
-        stream=Services.resume,
-        metric="resume",
-        description=_RESUMES,
-        event=answers.ChatCompletionChunk,
-        parameters=_RESUME,
-        errors=READS,
-    ),
+    _resume("/v1/chat/completions/{id}", "chat", answers.ChatCompletionChunk),
     Route(
         "POST",
         "/v1/completions",
@@ -224,18 +222,7 @@ ROUTES: tuple[Route, ...] = (
         errors=GENERATES,
         example={"model": EXAMPLE_MODEL, "prompt": "A penstock is", "max_tokens": 32},
     ),
-    Route(
-        "GET",
-        "/v1/completions/{id}",
-        "OpenAI",
-        "Resume the stream of a completion after a lost connection",
-        stream=Services.resume,
-        metric="resume",
-        description=_RESUMES,
-        event=answers.Completion,
-        parameters=_RESUME,
-        errors=READS,
-    ),
+    _resume("/v1/completions/{id}", "completion", answers.Completion),
     *RESPONSE_ROUTES,
     Route(
         "POST",

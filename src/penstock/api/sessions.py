@@ -41,7 +41,7 @@ class SessionHandlers:
     async def close_session(self, incoming: Incoming) -> DeletedSession:
         if not await self.sessions.close_session(incoming.owner, incoming.path["id"]):
             raise _not_found(incoming.path["id"])
-        return DeletedSession(id=incoming.path["id"])
+        return DeletedSession(id=incoming.path["id"], deleted=True)
 
     def _shown(self, binding: Binding, report: SessionReport | None) -> Session:
         report = report or NO_REPORT

@@ -203,12 +203,11 @@ class ModelList(Struct):
     data: list[Model]
 
 
-class Session(Struct, kw_only=True):
+class Session(Struct, kw_only=True, tag_field="object", tag="session"):
     """`hit_rate` is the share of prompt tokens that needed no prefill. `expires_in` is null while a turn is active: the timeout starts when
     the last turn ends."""
 
     id: str
-    object: Literal["session"] = "session"
     worker: str
     model: str
     turns: int
@@ -222,16 +221,14 @@ class Session(Struct, kw_only=True):
     expires_in: float | None
 
 
-class SessionList(Struct, kw_only=True):
-    object: Literal["list"] = "list"
+class SessionList(Struct, kw_only=True, tag_field="object", tag="list"):
     data: list[Session]
     has_more: bool
 
 
-class DeletedSession(Struct, kw_only=True):
+class DeletedSession(Struct, kw_only=True, tag_field="object", tag="session"):
     id: str
-    object: Literal["session"] = "session"
-    deleted: bool = True
+    deleted: bool
 
 
 class Liveness(Struct):

@@ -36,41 +36,40 @@ class ResponseUsage(Struct):
     total_tokens: int
 
 
-class ResponseObject(Struct, kw_only=True):
+class ResponseObject(Struct, kw_only=True, tag_field="object", tag="response"):
     """A response as it is now. The members after `usage` repeat the request."""
 
     id: str
-    object: Literal["response"] = "response"
     created_at: int
-    status: ResponseStatus = "queued"
+    status: ResponseStatus
     model: str
-    output: list[dict[str, Any]] = []
-    completed_at: int | None = None
-    error: ResponseFailure | None = None
-    incomplete_details: IncompleteDetails | None = None
-    usage: ResponseUsage | None = None
-    background: bool = False
-    conversation: dict[str, Any] | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    metadata: dict[str, str] = {}
-    parallel_tool_calls: bool = True
-    previous_response_id: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    reasoning: dict[str, Any] = {}
-    safety_identifier: str | None = None
-    service_tier: str = "default"
-    store: bool = True
-    temperature: float = 1.0
-    text: dict[str, Any] = {}
-    tool_choice: str | dict[str, Any] = "auto"
-    tools: list[dict[str, Any]] = []
-    top_logprobs: int = 0
-    top_p: float = 1.0
-    truncation: str = "disabled"
-    user: str | None = None
+    output: list[dict[str, Any]]
+    completed_at: int | None
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    usage: ResponseUsage | None
+    background: bool
+    conversation: dict[str, Any] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    prompt_cache_retention: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
     nvext: dict[str, Any] | UnsetType = UNSET
 
     @property
@@ -85,34 +84,29 @@ class ResponseEvent(Struct):
     sequence_number: int
 
 
-class ResponseTokenCount(Struct, kw_only=True):
-    object: Literal["response.input_tokens"] = "response.input_tokens"
+class ResponseTokenCount(Struct, kw_only=True, tag_field="object", tag="response.input_tokens"):
     input_tokens: int
 
 
-class DeletedResponse(Struct, kw_only=True):
+class DeletedResponse(Struct, kw_only=True, tag_field="object", tag="response"):
     id: str
-    object: Literal["response"] = "response"
-    deleted: bool = True
+    deleted: bool
 
 
-class Conversation(Struct, kw_only=True):
+class Conversation(Struct, kw_only=True, tag_field="object", tag="conversation"):
     id: str
-    object: Literal["conversation"] = "conversation"
     created_at: int
     metadata: Mapping[str, str]
 
 
-class DeletedConversation(Struct, kw_only=True):
+class DeletedConversation(Struct, kw_only=True, tag_field="object", tag="conversation.deleted"):
     id: str
-    object: Literal["conversation.deleted"] = "conversation.deleted"
-    deleted: bool = True
+    deleted: bool
 
 
-class ItemList(Struct, kw_only=True):
+class ItemList(Struct, kw_only=True, tag_field="object", tag="list"):
     """A page of items."""
 
-    object: Literal["list"] = "list"
     data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None

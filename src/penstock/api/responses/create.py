@@ -172,26 +172,13 @@ class SavingSink:
         self._is_known = begun
         """The store has its start."""
         self._storing: asyncio.Task[None] | None = None
+        # Only a recording gets events through this sink, and it never makes its writer wait.
+        self.sending_since: float | None = None
+        self.stalled = False
         self.has_begun = begun
         """A client may have seen it."""
         self.is_stored = False
         """The store has its end."""
-
-    @property
-    def sending_since(self) -> float | None:
-        return self._inner.sending_since
-
-    @sending_since.setter
-    def sending_since(self, value: float | None) -> None:
-        self._inner.sending_since = value
-
-    @property
-    def stalled(self) -> bool:
-        return self._inner.stalled
-
-    @stalled.setter
-    def stalled(self, value: bool) -> None:
-        self._inner.stalled = value
 
     async def send_whole(self, status: int, body: bytes) -> None:
         await self._finish(None)

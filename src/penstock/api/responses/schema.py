@@ -246,57 +246,49 @@ class OutputPart(Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
-class MessageItem(Struct, forbid_unknown_fields=True):
-    role: Role
-    content: str | list[TextPart]
-    type: Literal["message"] = "message"
+class _Item(Struct, forbid_unknown_fields=True, kw_only=True):
     id: Id | None = None
     status: Status | None = None
+
+
+class _CallItem(_Item, kw_only=True):
+    call_id: Id
+    caller: dict[str, Any] | None = None
+
+
+class MessageItem(_Item, kw_only=True):
+    type: Literal["message"] = "message"
+    role: Role
+    content: str | list[TextPart]
     phase: str | None = None
     end_turn: bool | None = None
 
 
-class FunctionCallItem(Struct, forbid_unknown_fields=True):
+class FunctionCallItem(_CallItem, kw_only=True):
     type: Literal["function_call"]
-    call_id: Id
     name: Id
     arguments: str
-    id: Id | None = None
-    status: Status | None = None
     namespace: str | None = None
-    caller: dict[str, Any] | None = None
 
 
-class FunctionCallOutputItem(Struct, forbid_unknown_fields=True):
+class FunctionCallOutputItem(_CallItem, kw_only=True):
     type: Literal["function_call_output"]
-    call_id: Id
     output: str | list[OutputPart]
-    id: Id | None = None
-    status: Status | None = None
     name: str | None = None
     namespace: str | None = None
-    caller: dict[str, Any] | None = None
 
 
-class CustomToolCallItem(Struct, forbid_unknown_fields=True):
+class CustomToolCallItem(_CallItem, kw_only=True):
     type: Literal["custom_tool_call"]
-    call_id: Id
     name: Id
     input: str
-    id: Id | None = None
-    status: Status | None = None
     namespace: str | None = None
-    caller: dict[str, Any] | None = None
 
 
-class CustomToolCallOutputItem(Struct, forbid_unknown_fields=True):
+class CustomToolCallOutputItem(_CallItem, kw_only=True):
     type: Literal["custom_tool_call_output"]
-    call_id: Id
     output: str | list[OutputPart]
-    id: Id | None = None
-    status: Status | None = None
     name: str | None = None
-    caller: dict[str, Any] | None = None
 
 
 class ReasoningPart(Struct, forbid_unknown_fields=True):
@@ -304,14 +296,12 @@ class ReasoningPart(Struct, forbid_unknown_fields=True):
     text: str
 
 
-class ReasoningItem(Struct, forbid_unknown_fields=True):
+class ReasoningItem(_Item, kw_only=True):
     """`encrypted_content` comes from another server and is ignored."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningPart] | None = None
     content: list[ReasoningPart] | None = None
-    id: Id | None = None
-    status: Status | None = None
     encrypted_content: str | None = None
 
 

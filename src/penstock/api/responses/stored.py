@@ -69,7 +69,7 @@ class StoredResponses:
             run.cancel()
             await run.ended()
             self.detached.forget(response_id)
-        return DeletedResponse(id=response_id)
+        return DeletedResponse(id=response_id, deleted=True)
 
     async def cancel(self, incoming: Incoming) -> ResponseObject:
         """Stops a background response. One that has ended stays as it is."""
@@ -148,7 +148,7 @@ class Conversations:
 
     async def delete(self, incoming: Incoming) -> DeletedConversation:
         _there(await self.store.delete_conversation(incoming.owner, incoming.path["id"]) or None, incoming)
-        return DeletedConversation(id=incoming.path["id"])
+        return DeletedConversation(id=incoming.path["id"], deleted=True)
 
     async def list_items(self, incoming: Incoming) -> ItemList:
         page = await self.store.conversation_page(incoming.owner, incoming.path["id"], _page_wish(incoming.query))

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from front_end import response_object
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
-from penstock.api.responses.answers import ResponseFailure, ResponseObject
+from penstock.api.responses.answers import ResponseFailure
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning, joined
 from penstock.wire.errors import GenerationFault, RequestError
@@ -23,9 +24,7 @@ STOP = Ending("stop")
 
 
 def make_dialect(**rest: Any) -> ResponseDialect:
-    return ResponseDialect(
-        ResponseObject(id="resp_1", created_at=100, model="m"), lambda token_id: b"<%d>" % token_id, ["patch"], clock=lambda: 100.0, **rest
-    )
+    return ResponseDialect(response_object(), lambda token_id: b"<%d>" % token_id, ["patch"], clock=lambda: 100.0, **rest)
 
 
 def events_of(rendered: bytes) -> list[dict[str, Any]]:

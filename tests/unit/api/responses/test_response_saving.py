@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from front_end import response_object
 from penstock.api.pipeline.detached import Recorder, Recording
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
-from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.create import SavingSink
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.rows import NewResponse, ResponseState
@@ -41,7 +41,7 @@ class Wire:
     """A response that is streamed into a recording."""
 
     def __init__(self, store: SqliteStore) -> None:
-        self.dialect = ResponseDialect(ResponseObject(id="resp_1", created_at=100, model="m"), lambda _: b"")
+        self.dialect = ResponseDialect(response_object(), lambda _: b"")
         self.recording = Recording()
         recorder = Recorder(self.recording, numbered=False, on_growth=lambda _: None)
         self.sink = SavingSink(recorder, store, RESPONSE, self.dialect, self.recording.events)

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from front_end import response_object
 from penstock.api.responses import rows
-from penstock.api.responses.answers import ResponseObject, ResponseStatus
+from penstock.api.responses.answers import ResponseStatus
 from penstock.api.responses.database import Liveness
 from penstock.api.responses.items import Item, new_id
 from penstock.api.responses.rows import MAX_CHAIN, NewResponse, PageWish, ResponseState
@@ -51,7 +52,7 @@ def asked(response_id: str, text: str, owner: str = "ann", **rest: Any) -> NewRe
 
 def answered(text: str = "", status: ResponseStatus = "completed", events: bytes | None = None) -> ResponseState:
     output = [said(text, "assistant")] if text else []
-    return ResponseState(body=ResponseObject(id="?", created_at=1, status=status, model="m", output=output), events=events)
+    return ResponseState(body=response_object(status=status, output=output), events=events)
 
 
 RUNNING = answered(status="in_progress")
@@ -200,7 +201,7 @@ async def test_pages(tmp_path: Path) -> None:
 async def test_conversations(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         conversation = await store.create_conversation("ann", {"a": "b"}, [said("one", item_id="msg_1")])
-        assert conversation.object == "conversation"
+        assert msgspec.to_builtins(conversation)["object"] == "conversation"
         updated = await store.update_conversation("ann", conversation.id, {"a": "c"})
         assert updated == msgspec.structs.replace(conversation, metadata={"a": "c"}) == await store.get_conversation("ann", conversation.id)
         added = await store.add_items("ann", conversation.id, [said("again", item_id="msg_1")])
@@ -308,13 +309,14 @@ async def test_unfinished_responses_of_a_closed_store_have_failed(tmp_path: Path
 DIES = """
 import asyncio, os, sys
 from pathlib import Path
+import msgspec
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.store import SqliteStore
 from penstock.api.responses.rows import NewResponse, ResponseState
 
 async def main():
     async with SqliteStore(Path(sys.argv[1])) as store:
-        running, over = [ResponseObject(id="?", created_at=1, model="m", status=status) for status in ("in_progress", "completed")]
+        running, over = [msgspec.json.decode(body, type=ResponseObject) for body in sys.argv[2:]]
         await store.begin(NewResponse(id="r1", owner="ann", root="r1", input=[]), ResponseState(body=running))
         await store.put(NewResponse(id="r2", owner="ann", root="r2", input=[]), ResponseState(body=over))
         print("begun", flush=True)
@@ -325,7 +327,8 @@ asyncio.run(main())
 
 
 def start_process(path: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", DIES, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    bodies = [msgspec.json.encode(state.body).decode() for state in (RUNNING, answered())]
+    return subprocess.Popen([sys.executable, "-c", DIES, str(path), *bodies], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def marks(folder: Path) -> int:
