@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 
+from chat_model import chat_model
 from e2e.harness import Server, wait_until
 from e2e.predicted import predicted
 from redis_server import RedisServer
@@ -288,6 +289,29 @@ def test_a_worker_that_drains_hands_its_streams_over(
     assert stream_text(server, 7, 100, terminate) == predicted(7, 100)
     assert server.metric("penstock_migrations_total", reason="draining") == 1
     assert [process.wait(20) for process in running if process.poll() is not None] == [0]
+
+
+def test_the_front_end_needs_no_file_of_the_model(
+    serve: Callable[..., Server], running: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """As on another machine: the worker's model directory is gone when the front end starts."""
+    model, copy = tmp_path / "a model", tmp_path / "another place"
+    shutil.copytree(chat_model(), model)
+    shutil.copytree(chat_model(), copy)
+    running.append(start_worker(tmp_path, "a", f"--model={model}", "--served-name=simulator"))
+    wait_until((tmp_path / "a.sock").exists)
+    shutil.rmtree(model)
+    command = [sys.executable, "-m", "penstock", "frontend", "--port=0", f"--worker=unix:{tmp_path}/a.sock"]
+    texts = []
+    for number, given in enumerate(((), (f"--model={copy}",))):
+        cache = tmp_path / f"cache-{number}"
+        server = serve(*given, command=command, environment={**SECRET, "XDG_CACHE_HOME": str(cache)})
+        texts.append(ask(server, [{"role": "user", "content": "water"}]).choices[0].message.content)
+        _, _, told = server.request("GET", "/v1/models")
+        assert str(tmp_path) not in json.dumps(told)
+        assert cache.exists() == (not given), "what is on this machine is not fetched"
+        server.stop()
+    assert texts[0] == texts[1] != ""
 
 
 def test_several_models_behind_one_front_end(serve: Callable[..., Server], running: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ async def _open_front_end(
     if not keyring.is_open:
         log.info("API keys that are accepted: %d", len(keyring))
     admission = Admission(settings.limits, tally)
-    models = Models(settings.dispatch.worker_wait, cache=TokenizerCache(default_directory()))
+    models = Models(settings.dispatch.worker_wait, cache=TokenizerCache(default_directory(), settings.tokenizer))
     encoder = Encoder()
     stack.callback(encoder.close)
     transcripts = Transcripts(settings.transcript_memory, encoder)

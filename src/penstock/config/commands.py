@@ -120,9 +120,19 @@ class FrontEndSettings(ProcessSettings):
         unset="those in --store",
     )
     name: str = setting("frontend", "name of this process in logs and metrics", unit="NAME", is_forwarded=False)
+    tokenizer: Path | None = setting(
+        None,
+        "model directory or GGUF file with the workers' tokenizer, if this machine has it",
+        unit="PATH",
+        aliases=("--model",),
+        is_forwarded=False,
+        unset="the tokenizer is fetched from a worker and cached",
+    )
 
     def check(self) -> None:
         """Raises ConfigError for settings that do not fit together."""
+        if self.tokenizer is not None and not self.tokenizer.exists():
+            raise ConfigError(f"--tokenizer {self.tokenizer} does not exist: expected a model directory or a GGUF file")
         if not self.workers and self.store is None:
             raise ConfigError("a front end needs workers: give --worker ADDRESS, or --store where they register")
         self.keys.check()

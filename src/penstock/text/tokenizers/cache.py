@@ -68,7 +68,7 @@ class TokenizerCache:
         try:
             packed = pack_tokenizer(self._model)
         except ConfigError as error:
-            log.warning("%s; the tokenizer is taken from the cache or from the worker", error)
+            log.warning("--tokenizer: %s; the tokenizer is taken from the cache or from the worker", error)
             return None
         return packed if packed.fingerprint == wanted else None
 
