@@ -13,7 +13,7 @@ from typing import Self
 
 from msgspec import structs
 
-from penstock.cluster.links.worker_link import Generation, LinkObserver, WorkerLink
+from penstock.cluster.links.worker_link import Generation, WorkerLink, WorkerReport
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
 from penstock.cluster.waiting import WaitingQueue
@@ -23,7 +23,7 @@ from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, PenstockError
-from penstock.wire.messages import GENERATION_ID_BYTES, Fault, PromptReport, SessionTurn, Snapshot, Step, Submit
+from penstock.wire.messages import GENERATION_ID_BYTES, Draining, Fault, PromptReport, SessionTurn, Snapshot, Step, Submit
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class Dispatcher:
     # Called by the pool and by its links.
 
     def joined(self, member: Member) -> None:
-        member.link.observer = _Observer(self, member)
+        member.link.on_report = partial(self._reported, member)
         if self._router.join(member.name, member.model):
             member.link.request_snapshot()
         self.pump(member.model.name)
@@ -246,18 +246,21 @@ class Dispatcher:
     def left(self, member: Member) -> None:
         self._router.leave(member.name)
 
-    def stepped(self, member: Member, step: Step) -> None:
+    def _reported(self, member: Member, report: WorkerReport) -> None:
+        match report:
+            case Step():
+                self._stepped(member, report)
+            case Snapshot():
+                self._router.load_snapshot(member.name, report)
+            case Draining():
+                log.info("worker %s is draining and gets no new generations", member.name)
+
+    def _stepped(self, member: Member, step: Step) -> None:
         self._router.report(member.name, step.stats)
         if step.events is not None and self._router.receive(member.name, step.events):
             log.info("KV events of %s were missed: asking for a snapshot", member.name)
             member.link.request_snapshot()
         self.pump(member.model.name)
-
-    def snapshot_received(self, member: Member, snapshot: Snapshot) -> None:
-        self._router.load_snapshot(member.name, snapshot)
-
-    def draining(self, member: Member) -> None:
-        log.info("worker %s is draining and gets no new generations", member.name)
 
     def pump(self, model: str) -> None:
         """Sends waiting generations if a worker has room now."""
@@ -320,20 +323,3 @@ class Dispatcher:
                 if now - since >= self._limits.worker_wait:
                     message = f"no worker for model {model!r} came within {self._limits.worker_wait:g} s"
                     queue.fail(now - self._limits.worker_wait, Fault("no_worker", message))
-
-
-class _Observer(LinkObserver):
-    """Passes the reports of one worker's link to the dispatcher, with the worker."""
-
-    def __init__(self, dispatcher: Dispatcher, member: Member) -> None:
-        self._dispatcher = dispatcher
-        self._member = member
-
-    def stepped(self, step: Step) -> None:
-        self._dispatcher.stepped(self._member, step)
-
-    def snapshot_received(self, snapshot: Snapshot) -> None:
-        self._dispatcher.snapshot_received(self._member, snapshot)
-
-    def draining(self) -> None:
-        self._dispatcher.draining(self._member)

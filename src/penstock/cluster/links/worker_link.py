@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
 from penstock.stream.mailbox import Doorbell, Mailbox
@@ -50,17 +50,7 @@ JUST_NOW_SECONDS = 0.1
 PIECE_SECONDS = 10.0
 """A worker that takes longer for one piece of its tokenizer is not used."""
 
-
-class LinkObserver:
-    """Is told what a worker reports about itself. This one ignores it."""
-
-    def stepped(self, step: Step) -> None:
-        """A step has come. Its segments are in their mailboxes."""
-
-    def snapshot_received(self, snapshot: Snapshot) -> None: ...
-
-    def draining(self) -> None:
-        """The worker takes no new generations from now on."""
+WorkerReport = Step | Snapshot | Draining
 
 
 class Generation:
@@ -120,7 +110,8 @@ class WorkerLink(LinkProtocol):
         self._heard_at = 0.0
         self.unbegun = 0
         """Generations without a token so far: they wait at the worker, or their prompts are being computed."""
-        self.observer = LinkObserver()
+        self.on_report: Callable[[WorkerReport], None] = lambda _: None
+        """Called with what the worker reports about itself. The segments of a Step are then in their mailboxes."""
 
     @property
     def active(self) -> int:
@@ -232,9 +223,9 @@ class WorkerLink(LinkProtocol):
         match message:
             case Step():
                 self._deliver(message)
-                self.observer.stepped(message)
+                self.on_report(message)
             case Snapshot():
-                self.observer.snapshot_received(message)
+                self.on_report(message)
             case SessionReports():
                 answer = self._queries.get(message.number)
                 if answer is not None and not answer.done():
@@ -243,7 +234,7 @@ class WorkerLink(LinkProtocol):
                 self._piece.set_result(message)
             case Draining():
                 self.draining = True
-                self.observer.draining()
+                self.on_report(message)
             case _:
                 raise unexpected(message, "Step")
 
