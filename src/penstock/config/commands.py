@@ -6,15 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from penstock.config.engines import (
-    EmbeddedSettings,
-    EngineSettings,
-    HttpEngineSettings,
-    SimulatorConfig,
-    context_length_setting,
-)
+from penstock.config.engines import EmbeddedSettings, EngineSettings, HttpEngineSettings, SimulatorConfig, context_length_setting
 from penstock.config.front_end import MIB, DispatchLimits, KeySettings, Limits, ResumeLimits, RouterSettings, StoreSettings, check_origin
-from penstock.config.setting import setting
+from penstock.config.setting import count, seconds, setting
 from penstock.wire.address import Address, parse_address
 from penstock.wire.errors import ConfigError
 
@@ -33,7 +27,7 @@ REASONING_PARSERS = (AUTO, NONE, "think", "think_implied", "mistral", "granite",
 class ProcessSettings:
     """What a worker and a front end have in common."""
 
-    grace: float = setting(30.0, "how long running requests may take to finish after SIGTERM", unit="SECONDS", minimum=0, group="server")
+    grace: float = seconds(30.0, "how long running requests may take to finish after SIGTERM", group="server")
     secret: str = setting(
         "",
         "secret that front ends and workers share; needed for links over TCP",
@@ -83,7 +77,7 @@ class FrontEndSettings(ProcessSettings):
         above=0,
         group="limits",
     )
-    sessions_per_key: int = setting(1024, "sessions per API key; further ones get no lease", unit="N", minimum=0, group="sessions")
+    sessions_per_key: int = count(1024, "sessions per API key; further ones get no lease", group="sessions")
     transcript_memory: int = setting(
         256 * MIB,
         "memory for the tokens of earlier turns of sessions, so that they are not tokenized again",
@@ -158,10 +152,9 @@ class WorkerSettings(ProcessSettings):
     )
     context_length: int | None = context_length_setting(None)
     parsers: ParserSettings
-    tensor_parallel_size: int = setting(
+    tensor_parallel_size: int = count(
         1,
         "GPUs per model. Not supported yet: only 1 is accepted. For vLLM and SGLang, use --engine-args",
-        unit="N",
         minimum=1,
         maximum=1,
         hint="Penstock's own engine runs on one GPU; for vLLM and SGLang use --engine-args='--tensor-parallel-size N'",
@@ -223,7 +216,7 @@ class ServeSettings:
 
     front_end: FrontEndSettings
     worker: WorkerSettings
-    workers: int = setting(1, "worker processes to start", unit="N", minimum=1, group="server")
+    workers: int = count(1, "worker processes to start", minimum=1, group="server")
 
     def check(self) -> None:
         """Raises ConfigError for settings that do not fit together."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
-from penstock.config.setting import setting
+from penstock.config.setting import count, seconds, setting
 from penstock.wire.errors import ConfigError
 
 PAGE_SIZE = 16
@@ -80,13 +80,9 @@ class SessionSettings:
     lease_share: float = setting(
         0.5, "largest share of the KV memory that leases protect", unit="SHARE", minimum=0, maximum=1, group="sessions"
     )
-    max_sessions: int = setting(1024, "sessions per worker; further ones get no lease", unit="N", minimum=0, group="sessions")
-    session_grace: float = setting(
-        30.0,
-        "how much longer than its timeout a worker keeps a session that no front end closes",
-        unit="SECONDS",
-        minimum=0,
-        group="sessions",
+    max_sessions: int = count(1024, "sessions per worker; further ones get no lease", group="sessions")
+    session_grace: float = seconds(
+        30.0, "how much longer than its timeout a worker keeps a session that no front end closes", group="sessions"
     )
 
 
@@ -98,7 +94,7 @@ class EmbeddedSettings(SessionSettings):
     ENGINES: ClassVar[tuple[str, ...]] = ("embedded",)
 
     device: str = setting("auto", "where the model runs; cpu computes in float32, cuda in bfloat16", choices=("auto", "cpu", "cuda"))
-    threads: int | None = setting(None, "threads per step on a CPU", unit="N", minimum=1, unset="one per core, shared by the workers")
+    threads: int | None = count(None, "threads per step on a CPU", minimum=1, unset="one per core, shared by the workers")
     kv_memory: float | None = _kv_memory(None)
     kv_blocks: int | None = _kv_blocks(None)
     gpu_memory_utilization: float | None = _gpu_memory_utilization(None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
-from penstock.config.setting import setting
+from penstock.config.setting import count, seconds, setting, settings_of
 from penstock.wire.errors import ConfigError
 
 Policy = Literal["kv", "round-robin", "least-loaded", "random"]
@@ -42,7 +42,7 @@ class Limits:
 
     GROUP: ClassVar[str] = "limits"
 
-    max_generations: int = setting(16_384, "generations at once; further ones get status 429", unit="N", minimum=1)
+    max_generations: int = count(16_384, "generations at once; further ones get status 429", minimum=1)
     max_body_bytes: int = setting(32 * MIB, "largest request body; a larger one gets status 413", unit="BYTES", minimum=1)
     stall_seconds: float = setting(
         60.0, "close the connection of a client that reads nothing for this long", name="stall_timeout", unit="SECONDS", above=0
@@ -55,13 +55,11 @@ class DispatchLimits:
 
     GROUP: ClassVar[str] = "limits"
 
-    worker_queue: int = setting(
-        4096, "generations that wait at one worker for their first token; further ones wait at the front end", unit="N", minimum=1
+    worker_queue: int = count(
+        4096, "generations that wait at one worker for their first token; further ones wait at the front end", minimum=1
     )
-    max_queued: int = setting(
-        8192, "generations that wait at the front end until a worker has room; further ones get status 429", unit="N", minimum=0
-    )
-    worker_wait: float = setting(30.0, "how long a generation waits for a worker if its model has none", unit="SECONDS", minimum=0)
+    max_queued: int = count(8192, "generations that wait at the front end until a worker has room; further ones get status 429")
+    worker_wait: float = seconds(30.0, "how long a generation waits for a worker if its model has none")
 
 
 @dataclass(frozen=True)
@@ -88,26 +86,20 @@ class RouterSettings:
     temperature: float = setting(
         0.0, "above 0: draw the worker at random, cheap ones more often", name="router_temperature", unit="NUMBER", minimum=0
     )
-    prediction_seconds: float = setting(
+    prediction_seconds: float = seconds(
         120.0,
         "how long a prompt counts as cached where it was sent, for engines that do not report their cache",
         name="router_prediction_seconds",
-        unit="SECONDS",
-        minimum=0,
     )
-    sibling_seconds: float = setting(
+    sibling_seconds: float = seconds(
         10.0,
         "the same for engines that report it, until they do, so that requests with a new common prefix go to one worker",
         name="router_sibling_seconds",
-        unit="SECONDS",
-        minimum=0,
     )
-    max_lead: int = setting(
+    max_lead: int = count(
         64,
         "a worker with this many generations more than the worker with the fewest gets no more for its cached prefixes",
         name="router_max_lead",
-        unit="N",
-        minimum=0,
     )
     overload_blocks: float = setting(
         4096.0,
@@ -131,8 +123,8 @@ class ResumeLimits:
 
     GROUP: ClassVar[str] = "resumable streams"
 
-    grace: float = setting(60.0, "how long a resumable answer continues without a reader", name="resume_grace", unit="SECONDS", minimum=0)
-    keep: float = setting(300.0, "how long it can be read again after its end", name="resume_keep", unit="SECONDS", minimum=0)
+    grace: float = seconds(60.0, "how long a resumable answer continues without a reader", name="resume_grace")
+    keep: float = seconds(300.0, "how long it can be read again after its end", name="resume_keep")
     memory: int = setting(1024 * MIB, "memory for the events of all of them", name="resume_memory", unit="MIB", above=0, scale=MIB)
 
 
@@ -189,23 +181,19 @@ class QuotaLimits:
 
     GROUP: ClassVar[str] = "API keys"
 
-    requests_per_minute: int | None = setting(
-        None, "limit of each key that has none of its own in the key file", unit="N", minimum=1, maximum=MAX_QUOTA, unset="no limit"
+    requests_per_minute: int | None = count(
+        None, "limit of each key that has none of its own in the key file", minimum=1, maximum=MAX_QUOTA, unset="no limit"
     )
-    tokens_per_minute: int | None = setting(
-        None, "the same for tokens, of prompts and answers together", unit="N", minimum=1, maximum=MAX_QUOTA, unset="no limit"
+    tokens_per_minute: int | None = count(
+        None, "the same for tokens, of prompts and answers together", minimum=1, maximum=MAX_QUOTA, unset="no limit"
     )
-    concurrency: int | None = setting(
-        None, "the same for generations at once", name="key_concurrency", unit="N", minimum=1, maximum=MAX_QUOTA, unset="no limit"
+    concurrency: int | None = count(
+        None, "the same for generations at once", name="key_concurrency", minimum=1, maximum=MAX_QUOTA, unset="no limit"
     )
 
     def or_else(self, defaults: QuotaLimits) -> QuotaLimits:
         """These limits, and the defaults where these are None."""
-        return QuotaLimits(
-            defaults.requests_per_minute if self.requests_per_minute is None else self.requests_per_minute,
-            defaults.tokens_per_minute if self.tokens_per_minute is None else self.tokens_per_minute,
-            defaults.concurrency if self.concurrency is None else self.concurrency,
-        )
+        return replace(defaults, **{name: value for name, value in vars(self).items() if value is not None})
 
 
 NO_LIMITS = QuotaLimits()
@@ -266,7 +254,6 @@ class KeySettings:
 
     def check(self) -> None:
         """Raises ConfigError for limits that would hold for no key."""
-        for name, value in vars(self.defaults).items():
+        for each, value in zip(settings_of(QuotaLimits).values(), vars(self.defaults).values(), strict=True):
             if value is not None and not self.are_needed:
-                flag = {"concurrency": "key_concurrency"}.get(name, name).replace("_", "-")
-                raise ConfigError(f"--{flag} is {value}, but there are no keys: give --key-file or {API_KEY_VARIABLE}")
+                raise ConfigError(f"{each.flag} is {value}, but there are no keys: give --key-file or {API_KEY_VARIABLE}")

@@ -108,15 +108,10 @@ def resolve(
     """The value of every setting that is given. `file` is what `read_file` returned. Raises ConfigError."""
     given: dict[str, Given] = {}
     for name, setting in settings.items():
-        found = [
-            *_from_flag(setting, flags),
-            *_from_environment(setting, environment),
-            *(
-                [Given(setting.read(file[name], where := f"{name} in {file_name}"), "file", where, _texts(file[name]))]
-                if name in file
-                else []
-            ),
-        ]
+        found = [*_from_flag(setting, flags), *_from_environment(setting, environment)]
+        if name in file:
+            where = f"{name} in {file_name}"
+            found.append(Given(setting.read(file[name], where), "file", where, _texts(file[name])))
         if len(found) > 1 and setting.declared.is_joined:
             value, texts = sum((each.value for each in found), ()), sum((each.texts for each in found), ())
             found = [Given(value, found[0].source, f"{found[0].where} and {found[1].where}", texts)]
@@ -220,7 +215,7 @@ def _add_flag(group: Any, setting: Setting) -> None:
 
 
 def described_default(setting: Setting) -> str:
-    """ "default: 8000", or what each engine has."""
+    """The default in words, or that of each engine."""
     by_text: dict[str, list[str]] = {}
     for engine, value in setting.defaults.items():
         by_text.setdefault(_default_text(setting, value), []).append(engine)

@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +62,10 @@ def setting(default: Any, help: str, **details: Any) -> Any:  # noqa: A002
     """A field of a settings dataclass. `details` are those of `Declaration`."""
     declaration = Declaration(help=help, **details)
     return field(default=default, repr=not declaration.is_secret, metadata={_KEY: declaration})
+
+
+seconds = partial(setting, unit="SECONDS", minimum=0)
+count = partial(setting, unit="N", minimum=0)
 
 
 @dataclass(frozen=True)
