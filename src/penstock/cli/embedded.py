@@ -92,7 +92,7 @@ def load_engine(
         torch.set_num_threads(settings.threads)
     model = Model(checkpoint.shape, checkpoint.tensors(), context_length, dtype, device)
     budget = settings.token_budget or (CPU_TOKEN_BUDGET if device.type == "cpu" else GPU_TOKEN_BUDGET)
-    pages = _known_pages(settings, checkpoint.shape, device) or _pages_in(_memory_left(settings, device), checkpoint.shape, dtype)
+    pages = _known_pages(settings, checkpoint.shape, device) or _pages_in(kv_memory_left(settings, device), checkpoint.shape, dtype)
     config = narrowed(settings, EngineConfig, context_length=context_length, kv_pages=pages, token_budget=budget)
     end_ids = checkpoint.end_ids | {tokenizer.end_id}
     vocab_size = min(tokenizer.vocab_size, checkpoint.shape.vocab_size)
@@ -118,7 +118,7 @@ def _pages_in(memory: int, shape: ModelShape, dtype: torch.dtype) -> int:
     return memory // page_bytes
 
 
-def _memory_left(settings: EmbeddedSettings, device: torch.device) -> int:
+def kv_memory_left(settings: EmbeddedSettings, device: torch.device) -> int:
     """Bytes for KV on a GPU that has the weights already."""
     free, total = torch.cuda.mem_get_info(device)
     if settings.gpu_memory_utilization is None:

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
 from chat_model import chat_model
 from penstock.backends.external.engine import EngineReport, Feature
 from penstock.cli.compose import worker_arguments
 from penstock.cli.doctor import REPORTS, describe
-from penstock.cli.engines import find_model, make_external, model_name
+from penstock.cli.embedded import kv_memory_left
+from penstock.cli.engines import find_model, make_backend, make_external, model_name
 from penstock.cli.main import load, main
 from penstock.config.commands import WorkerSettings
-from penstock.config.engines import EngineSettings
+from penstock.config.engines import EmbeddedSettings, EngineSettings
 from penstock.engine.checkpoints.checkpoint import find_default_model
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
 from penstock.text.tokenizers.source import pack_tokenizer
@@ -200,3 +202,15 @@ def test_doctor_fails_where_an_engine_that_is_asked_for_cannot_be_used(
 def test_doctor_asks_a_server_only_where_it_is(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *flags]) == 2
     assert capsys.readouterr().err.startswith("penstock: --engine http and --upstream-model need --url")
+
+
+def test_a_share_of_the_gpu_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"^--gpu-memory-utilization is 0\.5, but the model runs on a CPU: use --kv-memory GIB instead$"):
+        make_backend(worker("--gpu-memory-utilization=0.5", "--device=cpu"), lambda: None)
+
+
+@pytest.mark.parametrize(("share", "left"), [(None, 850), (0.9, 890), (0.1, 10), (0.05, 0)])
+def test_the_kv_of_a_gpu_gets_what_the_weights_leave(share: float | None, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, the GPU has 1,100 bytes, and the weights take 100 of them."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (1000, 1100))
+    assert kv_memory_left(EmbeddedSettings(gpu_memory_utilization=share), torch.device("cuda")) == left
