@@ -1,4 +1,4 @@
-"""Tokenizers of every kind that there is, small and made here, but for the default model's own."""
+"""Tokenizers of every kind, small and made here, and the default model's own."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sentence_piece(added: list[Any], scheme: str | None) -> Library:
     letters = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", *letters], show_progress=False)
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
-    # Bytes are pieces of the vocabulary, but no text is one.
+    # Byte tokens are in the vocabulary, but no text becomes one directly.
     again = Library.from_str(tokenizer.to_str().replace('"special": true', '"special": false'))
     plain = Library(again.model)
     plain.decoder, plain.pre_tokenizer = tokenizer.decoder, tokenizer.pre_tokenizer
@@ -98,7 +98,7 @@ def qwen() -> ModelTokenizer:
 
 
 def phi() -> ModelTokenizer:
-    """Its special tokens take the spaces after them."""
+    """Its special tokens strip the spaces after them."""
     added = [AddedToken(content, rstrip=True, normalized=False) for content in ("<|im_start|>", "<|im_end|>")]
     return ModelTokenizer(byte_level(added), {"eos_token": "<|im_end|>"}, CHAT_ML)
 
@@ -120,7 +120,7 @@ def gemma() -> ModelTokenizer:
 
 
 def greedy() -> ModelTokenizer:
-    """Its tokens overlap, take each other's spaces, and ask for whole words."""
+    """Its tokens overlap, strip spaces, and require whole words."""
     added: list[Any] = [
         "<|im_start|>",
         AddedToken("<|im_end|>", lstrip=True, normalized=False),
@@ -136,7 +136,7 @@ def greedy() -> ModelTokenizer:
 
 
 def uncut() -> ModelTokenizer:
-    """Nothing special in its template."""
+    """Its template contains no special token."""
     return ModelTokenizer(byte_level(["</s>"]), {"eos_token": "</s>"}, PLAIN)
 
 
@@ -147,7 +147,7 @@ def truncated() -> ModelTokenizer:
 
 
 def stepwise() -> ModelTokenizer:
-    """What its tokens stand for is known to the library only."""
+    """Only the library knows what its tokens stand for."""
     tokenizer = sentence_piece(["<|im_start|>", "<|im_end|>"], "always")
     tokenizer.decoder = decoders.Metaspace()
     return ModelTokenizer(tokenizer, {"eos_token": "<|im_end|>"}, CHAT_ML)
@@ -173,7 +173,7 @@ def chat(*contents: str) -> ChatPrompt:
 
 
 def encode_chat(tokenizer: Tokenizer, prompt: ChatPrompt) -> list[int]:
-    """The tokens of a chat from scratch: of the whole text at once, where the tokenizer can do that."""
+    """The tokens of a chat from scratch, of the whole text at once if the tokenizer can do that."""
     rendered = tokenizer.render_chat(prompt)
     parts = tokenizer.parts(rendered) if isinstance(tokenizer, WordTokenizer) else [rendered]
     return [token_id for part in parts for token_id in tokenizer.encode_part(part)]

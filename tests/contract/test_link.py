@@ -89,7 +89,7 @@ async def linked(worker: Worker) -> AsyncIterator[tuple[WorkerLink, Welcome]]:
 
 @asynccontextmanager
 async def raw(worker: Worker) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, Challenge]]:
-    """A connection on which the test says what it likes."""
+    """A connection on which the test writes the frames itself."""
     if isinstance(worker.address, UnixAddress):
         reader, writer = await asyncio.open_unix_connection(worker.address.path)
     else:
@@ -134,7 +134,7 @@ async def read_all(doorbell: Doorbell, mailbox: Mailbox) -> tuple[int, ...]:
                     return tuple(tokens)
 
 
-async def test_a_generation_comes_exactly(address: Address) -> None:
+async def test_a_generation_arrives_complete(address: Address) -> None:
     async with Worker(address) as worker, linked(worker) as (link, welcome):
         assert welcome.model == MODEL
         doorbell = Doorbell()
@@ -196,7 +196,7 @@ async def test_the_worker_dying_fails_what_it_owed_at_once(address: Address) -> 
             send(link, submit(2), mailbox)
 
 
-async def test_while_the_front_end_is_busy_steps_become_one(address: Address) -> None:
+async def test_steps_are_merged_while_the_front_end_is_busy(address: Address) -> None:
     async with Worker(address) as worker, raw(worker) as (reader, writer, challenge):
         writer.write(greet(challenge))
         await receive(reader, 2)  # the welcome, and a step with the worker's figures
@@ -228,7 +228,7 @@ async def test_while_the_front_end_is_busy_steps_become_one(address: Address) ->
         (encode_frame(Challenge(1, b"")), "frame_malformed"),
     ],
 )
-async def test_nonsense_closes_its_link_by_name_and_hurts_no_other(address: Address, said: bytes, code: str) -> None:
+async def test_an_invalid_frame_closes_only_its_own_link_and_names_the_reason(address: Address, said: bytes, code: str) -> None:
     async with Worker(address) as worker, linked(worker) as (other, _):
         doorbell = Doorbell()
         mailbox = Mailbox(doorbell)
@@ -327,8 +327,8 @@ async def test_only_this_user_can_reach_a_unix_socket(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
 
 
-async def test_a_gap_from_the_worker_fails_that_generation_loudly(tmp_path: Path) -> None:
-    """A worker that skips a token, by hand: the front end faults that generation, and the link and the other go on."""
+async def test_a_gap_from_the_worker_fails_only_that_generation(tmp_path: Path) -> None:
+    """The test's worker skips a token: that generation fails, the link and the other generation go on."""
     path = str(tmp_path / "skips.sock")
     connections: list[asyncio.StreamWriter] = []
     first, second = (1).to_bytes(16), (2).to_bytes(16)

@@ -80,7 +80,7 @@ class ChatTemplate:
             syntax = environment.parse(source)
             self._compiled = environment.from_string(syntax)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the model's chat template is wrong in line {error.lineno}: {error.message}") from error
+            raise ConfigError(f"the model's chat template has an error in line {error.lineno}: {error.message}") from error
         self.source = source
         self._named_tokens = named_tokens
         self.renders_tools = any(name.name == "tools" and name.ctx == "load" for name in syntax.find_all(jinja2.nodes.Name))

@@ -1,4 +1,4 @@
-"""Long texts become the same tokens as in one go, beside the event loop, whatever else happens to their session meanwhile."""
+"""Long texts are tokenized in threads. Their tokens stay the same, whatever happens to their session in the meantime."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_steps_make_the_tokens_of_the_whole(kind: str, seed: int) -> None:
 @settings(max_examples=200)
 @given(text=st.lists(st.sampled_from([*FRAGMENTS, " ", "  ", "\n"]), max_size=12).map("".join))
 @pytest.mark.parametrize("kind", SLICED)
-def test_wherever_a_text_may_be_cut_its_tokens_are_those_of_the_whole(kind: str, text: str) -> None:
+def test_a_cut_does_not_change_the_tokens(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     whole = tokenizer.encode_part(text)
     for cut in CUT.finditer(text):
@@ -75,7 +75,7 @@ def special(**options: Any) -> AddedToken:
 
 
 @pytest.mark.parametrize("change", ["none", "lstrip", "space", "word.word", "lowercase", "looks back", "keeps lines", "prefix space"])
-def test_only_what_is_sure_to_be_the_same_is_sliced(change: str) -> None:
+def test_a_tokenizer_that_could_notice_a_cut_is_not_sliced(change: str) -> None:
     added = {"lstrip": special(lstrip=True), "space": special(content="<im end>"), "word.word": special(content="<im.end>")}
     library = byte_level(["</s>", added.get(change, "<|im_end|>")], prefix_space=change == "prefix space")
     patterns = {"looks back": r"(?<=water) flows|\p{L}+|\s+|[^\s\p{L}]+", "keeps lines": r"[^\n]{1,6}|\n"}
@@ -102,7 +102,7 @@ def test_a_prompt_in_steps_begins_and_ends_as_a_whole_one() -> None:
 
 
 class Watched(WordTokenizer):
-    """Words, and in which threads they were made."""
+    """A word tokenizer that records which threads used it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def drive(coroutine: Any) -> Any:
     return ended.value.value
 
 
-def test_short_texts_are_not_worth_a_thread() -> None:
+def test_short_texts_use_no_thread() -> None:
     tokenizer = Watched()
     transcripts = Transcripts(PLENTY)
     assert drive(transcripts.encoder.encode_text(tokenizer, "hello water")) == tokenizer.encode("hello water")
@@ -185,7 +185,7 @@ async def test_long_texts_are_made_in_other_threads() -> None:
     ],
     ids=["messages", "tools", "arguments", "calls"],
 )
-async def test_what_takes_long_to_render_is_rendered_in_another_thread(prompt: ChatPrompt) -> None:
+async def test_slow_rendering_is_done_in_another_thread(prompt: ChatPrompt) -> None:
     tokenizer = Watched()
     assert await Encoder().render_chat(tokenizer, prompt) == WordTokenizer().render_chat(prompt)
     assert threading.get_ident() not in tokenizer.threads
@@ -215,7 +215,7 @@ async def test_a_long_text_does_not_keep_others_waiting_until_it_ends() -> None:
     assert order == ["short", "long"]
 
 
-async def test_errors_come_through_and_the_thread_goes_on() -> None:
+async def test_an_error_reaches_the_caller_and_the_thread_survives() -> None:
     encoder = Encoder(threads=1)
 
     def fail() -> Steps[int]:
@@ -230,7 +230,7 @@ async def test_errors_come_through_and_the_thread_goes_on() -> None:
     encoder.close()
 
 
-async def test_work_that_nobody_waits_for_ends_with_its_turn() -> None:
+async def test_cancelled_work_ends_after_its_current_turn() -> None:
     tokenizer = Watched()
     encoder = Encoder(threads=1)
     tokenizer.gate.clear()
@@ -240,19 +240,19 @@ async def test_work_that_nobody_waits_for_ends_with_its_turn() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     tokenizer.gate.set()
-    # The only thread is free for this one, long before all of that text could have been made.
+    # The only thread is free long before it could have tokenized the whole cancelled text.
     made = await encoder.encode_text(tokenizer, "water " * 3_000)
     assert made == WordTokenizer().encode("water " * 3_000)
     assert tokenizer.running == 0
 
 
-# What may happen to a session while a turn of it is made.
+# What may happen to a session while one of its turns is tokenized.
 
 TEXT = "the water flows " * 2_000
 
 
 class Turn:
-    """A turn that has been begun and not ended: its thread waits within it."""
+    """A turn that has started: its thread waits inside it."""
 
     def __init__(self, transcripts: Transcripts, tokenizer: Watched, prompt: ChatPrompt) -> None:
         self.transcripts, self.tokenizer, self.prompt = transcripts, tokenizer, prompt
@@ -262,7 +262,7 @@ class Turn:
         self.tokenizer.reached.clear()
         self._task = asyncio.create_task(self.transcripts.encode_chat("session", "model", self.tokenizer, self.prompt))
         await reached(self.tokenizer)
-        # What comes meanwhile is short, and made by others.
+        # The calls in between are short and need no thread.
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -278,7 +278,7 @@ async def begun() -> tuple[Transcripts, Watched]:
     return transcripts, tokenizer
 
 
-async def test_forgotten_meanwhile() -> None:
+async def test_a_session_forgotten_during_a_turn() -> None:
     transcripts, tokenizer = await begun()
     async with Turn(transcripts, tokenizer, chat("hello", "water", TEXT)) as turn:
         transcripts.forget("session")
@@ -288,7 +288,7 @@ async def test_forgotten_meanwhile() -> None:
     assert transcripts.bytes == 0
 
 
-async def test_forgotten_and_begun_anew_meanwhile() -> None:
+async def test_a_session_forgotten_and_opened_again_during_a_turn() -> None:
     transcripts, tokenizer = await begun()
     async with Turn(transcripts, tokenizer, chat("hello", "water", TEXT)) as turn:
         transcripts.forget("session")
@@ -300,8 +300,8 @@ async def test_forgotten_and_begun_anew_meanwhile() -> None:
     transcripts.check_integrity()
 
 
-async def test_the_same_turn_meanwhile_and_its_answer() -> None:
-    """The answer keeps its tokens: what comes late does not replace them."""
+async def test_the_same_turn_twice_at_once_keeps_the_answer() -> None:
+    """The answer keeps its tokens: the late turn does not replace them."""
     transcripts, tokenizer = Transcripts(PLENTY), Watched()
     first = await transcripts.encode_chat("session", "model", tokenizer, chat("hello"))
     spelled = tuple(b" water")
@@ -315,7 +315,7 @@ async def test_the_same_turn_meanwhile_and_its_answer() -> None:
     transcripts.check_integrity()
 
 
-async def test_its_branch_made_room_meanwhile() -> None:
+async def test_a_branch_removed_during_a_turn() -> None:
     transcripts, tokenizer = Transcripts(PLENTY), Watched()
     prompt = chat("hello", "water", TEXT)
     await transcripts.encode_chat("session", "model", tokenizer, chat("hello", "water", "and?"))
@@ -328,7 +328,7 @@ async def test_its_branch_made_room_meanwhile() -> None:
     transcripts.check_integrity()
 
 
-async def test_other_sessions_need_its_room_meanwhile() -> None:
+async def test_a_session_evicted_during_a_turn() -> None:
     tokenizer = Watched()
     transcripts = Transcripts(20_000)
     await transcripts.encode_chat("session", "model", tokenizer, chat("hello", "water", "and?"))
@@ -349,7 +349,7 @@ async def test_a_new_session_that_is_too_large_is_never_kept() -> None:
 
 @pytest.mark.parametrize("make", [smollm, WordTokenizer])
 async def test_many_turns_at_once(make: Any) -> None:
-    """Of few sessions, some of which are forgotten, within too little room: the tokens are those from scratch."""
+    """Few sessions, some of them forgotten, and too little memory: the tokens are those from scratch."""
     tokenizer: Tokenizer = make()
     chooser = random.Random(5)
     transcripts = Transcripts(400_000)

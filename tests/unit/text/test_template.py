@@ -1,4 +1,4 @@
-"""Chat templates render what Hugging Face's own renderer makes of them; what they refuse is the client's mistake."""
+"""Chat templates render as with Hugging Face's renderer. What they refuse is a client error."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[{"name": "default"}], ["x"], {"default": "x"}, 3])
-def test_templates_that_are_none_are_named(wrong: Any, tmp_path: Path) -> None:
+def test_an_invalid_template_setting_is_named(wrong: Any, tmp_path: Path) -> None:
     library().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**NAMED, "chat_template": wrong}))
     with pytest.raises(ConfigError, match=r"chat_template has .*: expected one template, or an array"):
@@ -313,7 +313,7 @@ def test_the_last_message_is_continued(name: str, content: str) -> None:
     assert "\ud803" not in rendered
 
 
-def test_what_stands_twice_is_cut_behind_the_last() -> None:
+def test_repeated_content_is_cut_after_its_last_occurrence() -> None:
     template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
     messages: list[ChatMessage] = [{"role": "user", "content": "rain"}, {"role": "assistant", "content": "rain"}]
     assert make(template).render_chat(ChatPrompt(messages, begins_answer=False, continues=True)) == "rain|rain"
@@ -369,7 +369,7 @@ def test_a_rendered_chat_has_a_limit() -> None:
         make(template).render_chat(ChatPrompt([{"role": "user", "content": "x" * 1_000_000}]))
 
 
-def test_what_is_set_for_a_generation_ends_with_it() -> None:
+def test_variables_of_a_generation_block_end_with_it() -> None:
     template = "{% set x = 'a' %}{% generation %}{{ x }}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}"
     assert make(template).render_chat(ChatPrompt(ASKED)) == expected(template, ChatPrompt(ASKED)) == "aba"
 
@@ -380,7 +380,7 @@ def test_json_is_plain() -> None:
     )
 
 
-def test_reasoning_is_known_by_its_other_name() -> None:
+def test_reasoning_is_also_available_as_thinking() -> None:
     template = "{% for m in messages %}{{ m.thinking or '-' }};{% endfor %}"
     prompt = ChatPrompt(ANSWERED, begins_answer=False)
     assert make(template).render_chat(prompt) == expected(template, prompt) == "-;-;Rain.;"
@@ -394,15 +394,15 @@ def test_a_model_without_a_template() -> None:
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{% generation %}", "{{ x | no_such_filter }}", "{% break"])
-def test_a_template_that_is_none_is_told_at_once(template: str) -> None:
-    with pytest.raises(ConfigError, match="chat template is wrong in line 1"):
+def test_a_template_with_a_syntax_error_is_refused_at_start(template: str) -> None:
+    with pytest.raises(ConfigError, match="chat template has an error in line 1"):
         ChatTemplates({"default": template}, NAMED)
 
 
-# Templates that know nothing of tools.
+# Templates that do not render tools.
 
 
-def test_tools_are_described_where_the_template_does_not() -> None:
+def test_tools_are_described_if_the_template_does_not_render_them() -> None:
     tokenizer = make(PLAIN)
     assert not tokenizer.renders_tools
     assert make(HERMES).renders_tools
@@ -458,7 +458,7 @@ def test_the_default_model_gets_its_tools() -> None:
     assert rendered.endswith("<|im_start|>user\n Wetter in Köln? <|im_end|>\n<|im_start|>assistant\n")
 
 
-# The simulator's words.
+# The built-in tokenizer.
 
 
 def test_words_render_tools_and_calls() -> None:

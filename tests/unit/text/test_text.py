@@ -88,7 +88,7 @@ def test_a_stop_string_ends_the_text_at_the_token_that_completed_it(token_ids: l
 
 
 @given(st.lists(st.sampled_from([97, 98, 10]), max_size=30), CUTS, STOPS)
-def test_a_stop_string_is_included_if_that_is_wished(token_ids: list[int], cuts: list[int], stops: list[str]) -> None:
+def test_a_stop_string_is_included_on_request(token_ids: list[int], cuts: list[int], stops: list[str]) -> None:
     without, including = assemble(token_ids, cuts, stops), assemble(token_ids, cuts, stops, includes_stop=True)
     assert (without.tokens, without.stopped) == (including.tokens, including.stopped)
     assert including.text.startswith(without.text)
@@ -107,7 +107,7 @@ def test_the_stop_string_that_ended_a_text_is_named() -> None:
     assert TextAssembler(WORDS.detokenizer()).matched is None
 
 
-def test_a_stop_over_a_token_boundary_leaves_nothing_of_itself() -> None:
+def test_a_stop_string_across_tokens_is_removed_completely() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.feed("so E") == "so "
     assert matcher.feed("ND more") == ""
@@ -115,7 +115,7 @@ def test_a_stop_over_a_token_boundary_leaves_nothing_of_itself() -> None:
     assert matcher.feed("and more") == ""
 
 
-def test_what_only_looked_like_a_stop_is_delivered() -> None:
+def test_the_start_of_a_stop_string_is_delivered_if_it_does_not_complete() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.feed("E") == ""
     assert matcher.feed("N") == ""

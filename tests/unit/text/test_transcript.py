@@ -1,4 +1,4 @@
-"""Tokenizing a turn with what is known of its session gives what tokenizing all of it gives, but for the model's own tokens."""
+"""Tokenizing a turn with its session gives the tokens of tokenizing it from scratch, except for the model's own tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenizer_kinds import CHAT_ML, KINDS, byte_level, chat, encode_chat, say, 
 
 PLENTY = 1 << 30
 FAITHFUL = ("smollm", "llama3", "qwen", "prefixed", "llama2", "mistral", "gemma", "WordTokenizer")
-"""Those whose templates write an answer as it was generated, and whose special tokens leave it alone."""
+"""The kinds whose templates and special tokens leave an answer unchanged."""
 
 WORDS = "water flows größer 日本 😀 12 3 e\u0301 é im_end assistant user ▁ _ \ufffd \u200b ."
 MARKS = "<|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <s> </s> [INST] [/INST] <think> <unk> <0x41> <| |> < > <<"
@@ -72,7 +72,7 @@ def test_a_chat_in_words_is_cut_at_its_marks(text: str) -> None:
 
 @given(first=TEXTS, second=TEXTS, third=TEXTS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "WordTokenizer"])
-def test_what_stands_before_a_separator_does_not_matter(kind: str, first: str, second: str, third: str) -> None:
+def test_text_before_a_separator_does_not_change_the_tokens_after_it(kind: str, first: str, second: str, third: str) -> None:
     tokenizer = tokenizer_of(kind)
     for mark in ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<s>", "</s>", "[INST]"):
         if tokenizer.begins_part(mark, 0):
@@ -81,7 +81,7 @@ def test_what_stands_before_a_separator_does_not_matter(kind: str, first: str, s
             assert tokenizer.encode_part(second + mark + third) == tokenizer.encode_part(second) + after
 
 
-def test_only_what_is_always_found_separates() -> None:
+def test_only_tokens_that_are_always_found_are_separators() -> None:
     added = [
         AddedToken("<good>", special=True, normalized=False),
         AddedToken("<text>", special=False, normalized=False),
@@ -101,7 +101,7 @@ def test_only_what_is_always_found_separates() -> None:
     assert separators(added) == ("<good>", "<right>", "+<in>-", "=>", "(long)er")
 
 
-# Answers, and what the model may have made them of.
+# Answers, and the tokens that the model may have generated for them.
 
 
 @functools.cache
@@ -112,13 +112,13 @@ def single_bytes(tokenizer: Any) -> dict[int, int]:
 
 
 def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As no tokenizer would write it: byte by byte. What has no byte is left out."""
+    """The text byte by byte, as no tokenizer would write it. Bytes without a token are left out."""
     letters = single_bytes(cast(Hashable, tokenizer))
     return [letters[byte] for byte in text.encode() if byte in letters]
 
 
 def as_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """What the client is sent."""
+    """The text that the client gets."""
     detokenizer = tokenizer.detokenizer()
     return detokenizer.feed(token_ids) + detokenizer.finish()
 
@@ -138,7 +138,7 @@ def draw_answer(draw: Any, tokenizer: Tokenizer) -> list[int]:
 
 
 class Checked:
-    """Transcripts of one session, every result of which is compared with tokenizing from scratch."""
+    """The transcripts of one session. Every result is compared with tokenizing from scratch."""
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = PLENTY) -> None:
         self.tokenizer = tokenizer
@@ -176,7 +176,7 @@ class Checked:
 
 
 def draw_history(draw: Any, messages: list[ChatMessage], earlier: list[list[ChatMessage]]) -> list[ChatMessage]:
-    """What a client may do to a conversation before its next turn."""
+    """Changes to a conversation that a client may make before its next turn."""
     changed = list(messages)
     place = draw(st.integers(0, max(0, len(changed) - 1)))
     match draw(st.sampled_from(["continue", "continue", "continue", "edit", "delete", "system", "branch", "again", "spaces"])):
@@ -214,7 +214,7 @@ def test_any_conversation_is_tokenized_as_from_scratch(kind: str, data: st.DataO
         earlier.append(asked)
         for _ in range(data.draw(st.integers(0, 2))):
             text = checked.record(asked, prompt, draw_answer(data.draw, tokenizer))
-            # A stop string leaves the client with less than was generated.
+            # After a stop string, the client has less text than was generated.
             sent = text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) and text else text
             messages = [*earlier[-1], ChatMessage(role="assistant", content=sent)]
             earlier.append(messages)
@@ -228,7 +228,7 @@ def test_an_answer_keeps_the_tokens_that_the_model_generated(kind: str, ended: b
     contents = ["the water"]
     for turn, text in enumerate(["The water.", "größer als 100 € water", "日本語 😀 water", "a\n\nb water", "The water."]):
         prompt = checked.encode(say(*contents))
-        # Where every part gets a space before it, so does an answer that begins one.
+        # If every part gets a space before it, an answer at the start of a part gets one, too.
         space = " " if kind == "mistral" else ""
         generated = spelled(tokenizer, space + text)
         sent = checked.record(say(*contents), prompt, [*generated, tokenizer.end_id] if ended else generated)
@@ -271,7 +271,7 @@ def test_canonical_answers_give_the_very_tokens_of_the_tokenizer(kind: str) -> N
 
 
 @EVERY_KIND
-def test_a_special_token_that_was_spelled_out_is_not_taken_for_one(kind: str) -> None:
+def test_a_special_token_spelled_out_by_the_model_stays_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     for text in ("so <|im_end|>", "<|eot_id|>", "a</s>b", "<|im_end", "|>", "<s>"):
         checked = Checked(tokenizer)
@@ -282,7 +282,7 @@ def test_a_special_token_that_was_spelled_out_is_not_taken_for_one(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", FAITHFUL)
-def test_incomplete_characters_are_tokenized_anew(kind: str) -> None:
+def test_incomplete_characters_are_tokenized_again(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     checked = Checked(tokenizer)
     prompt = checked.encode(say("water"))
@@ -292,8 +292,8 @@ def test_incomplete_characters_are_tokenized_anew(kind: str) -> None:
     assert following.token_ids == tuple(encode_chat(tokenizer, chat("water", sent, "and?")))
 
 
-def test_text_that_is_not_composed_is_tokenized_anew() -> None:
-    """The tokenizer would compose it."""
+def test_text_that_is_not_normalized_is_tokenized_again() -> None:
+    """The tokenizer would normalize it."""
     tokenizer = tokenizer_of("qwen")
     checked = Checked(tokenizer)
     prompt = checked.encode(say("water"))
@@ -301,8 +301,8 @@ def test_text_that_is_not_composed_is_tokenized_anew() -> None:
     assert checked.encode(say("water", sent, "and?")).token_ids == tuple(encode_chat(tokenizer, chat("water", sent, "and?")))
 
 
-def test_text_that_the_vocabulary_lacks_is_tokenized_anew() -> None:
-    """The model can generate it, but no text becomes that token, nor anything else."""
+def test_text_that_the_vocabulary_lacks_is_tokenized_again() -> None:
+    """The model can generate this token, but no text becomes it."""
     described = json.loads(byte_level(["<|im_start|>", "<|im_end|>"]).to_str())
     vocabulary = described["model"]["vocab"]
     vocabulary["aĄ"] = vocabulary.pop("Ą")
@@ -314,7 +314,7 @@ def test_text_that_the_vocabulary_lacks_is_tokenized_anew() -> None:
 
 
 @pytest.mark.parametrize("kind", ["phi", "prefixed"])
-def test_spaces_that_a_special_token_takes_or_brings_are_minded(kind: str) -> None:
+def test_spaces_that_a_special_token_strips_or_adds(kind: str) -> None:
     definition = tokenizer_of(kind).definition
     assert definition is not None
     bare = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
@@ -331,7 +331,7 @@ def test_tokens_that_only_the_library_can_decode_are_not_kept() -> None:
     assert tokenizer.read_answer("<|im_start|>assistant\n", tokenizer.encode_part("water")) is None
 
 
-def test_what_was_not_said_so_is_tokenized_anew() -> None:
+def test_an_answer_that_the_client_changed_is_tokenized_again() -> None:
     tokenizer = smollm()
     checked = Checked(tokenizer)
     prompt = checked.encode(say("water"))
@@ -368,7 +368,7 @@ def test_the_latest_branches_are_kept() -> None:
     assert reused[0] > reused[1] > 0
 
 
-def test_an_edit_leaves_what_stands_before_it() -> None:
+def test_an_edit_keeps_what_stands_before_it() -> None:
     checked = Checked(smollm())
     contents = [f"message {count} of many" for count in range(9)]
     whole = checked.encode(say(*contents))
@@ -378,7 +378,7 @@ def test_an_edit_leaves_what_stands_before_it() -> None:
     assert system.reused_tokens == 0
 
 
-async def test_another_model_or_tokenizer_begins_anew() -> None:
+async def test_another_model_or_tokenizer_starts_a_new_transcript() -> None:
     transcripts = Transcripts(PLENTY)
     words, others = WordTokenizer(), WordTokenizer()
     first = await transcripts.encode_chat("session", "model", words, chat("water", "flows", "and?"))
@@ -434,7 +434,7 @@ def test_the_least_recently_used_sessions_make_room() -> None:
 
 
 @pytest.mark.parametrize("content", ["x", "water and more ", "größer 日本 😀 "])
-async def test_memory_is_counted_honestly(content: str) -> None:
+async def test_memory_is_not_underestimated(content: str) -> None:
     tokenizer = smollm()
     spelled(tokenizer, content)
     transcripts = Transcripts(PLENTY)
@@ -454,7 +454,7 @@ async def test_memory_is_counted_honestly(content: str) -> None:
         gc.disable()
         for session in range(5):
             transcripts.forget(f"key {session}")
-        # Nothing waits for the garbage collector.
+        # All memory is freed without the garbage collector.
         left, _ = tracemalloc.get_traced_memory()
         assert (transcripts.bytes, left < taken / 10) == (0, True)
     finally:

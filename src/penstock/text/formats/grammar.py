@@ -120,7 +120,7 @@ def _answer(grammar: Grammar) -> str:
             return _regex(grammar.source)
         case "lark":
             if "::=" in grammar.source:
-                raise RequestError("the grammar is in GBNF: with a model that reasons, expected one in Lark", param="grammar")
+                raise RequestError("the grammar is in GBNF: expected Lark, because this model reasons first", param="grammar")
             return f"%lark {{ {grammar.source}\n}}"
 
 

@@ -52,17 +52,11 @@ def visible_tokens(tool_format: str | None, reasoning_format: str | None) -> fro
 
 
 def check_formats(tool_format: str | None, reasoning_format: str | None) -> None:
-    """Raises ConfigError for a name that is none, and for two that cannot be read together."""
-    for option, name, known in (
-        ("--tool-parser", tool_format, TOOL_FORMATS),
-        ("--reasoning-parser", reasoning_format, REASONING_FORMATS),
-    ):
-        if name is not None and name not in known:
-            raise ConfigError(f"{option} is {name!r}: expected one of {', '.join(known)}")
+    """Raises ConfigError for two formats that cannot be combined."""
     formats = {tool_format, reasoning_format} - {None}
     if HARMONY in formats and len(formats) > 1:
         raise ConfigError(
-            f"{HARMONY!r} is a format of both: --tool-parser {tool_format} cannot go with --reasoning-parser {reasoning_format}"
+            f"{HARMONY!r} is a format for both: --tool-parser {tool_format} cannot be combined with --reasoning-parser {reasoning_format}"
         )
 
 
@@ -105,7 +99,7 @@ def detect(template: str) -> tuple[str | None, str | None]:
 
 
 def choose_formats(settings: ParserSettings, tokenizer: Tokenizer) -> tuple[str | None, str | None]:
-    """The formats of this model's tool calls and reasoning. Raises ConfigError for two that cannot be read together."""
+    """The formats of this model's tool calls and reasoning. Raises ConfigError for two that cannot be combined."""
     tool, reasoning = None, None
     if tokenizer.chat_template is not None:
         tool, reasoning = detect(tokenizer.chat_template)
@@ -119,7 +113,7 @@ def choose_formats(settings: ParserSettings, tokenizer: Tokenizer) -> tuple[str 
 
 
 def check_parsers(settings: ParserSettings) -> None:
-    """Raises ConfigError for two formats that cannot be read together."""
+    """Raises ConfigError for two formats that cannot be combined."""
     check_formats(_named(settings.tool), _named(settings.reasoning))
 
 

@@ -1,4 +1,4 @@
-"""Grammars for calls and for answers after reasoning: what they allow is what the parser reads."""
+"""Grammars for calls and for answers after reasoning: the parser reads what they allow."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_tokenizer() -> tokenizers.Tokenizer:
         vocab_size=420, special_tokens=SPECIAL, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS * 20, trainer)
-    # Tokens that are no special ones, as Qwen has them.
+    # Added tokens that are not special, as in Qwen.
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
     return tokenizer
 
@@ -70,7 +70,7 @@ def allowed(matcher: GrammarMatcher) -> list[int]:
 
 
 def walk(grammar: Grammar, seed: int, begins: str = "") -> str:
-    """A text that a model could write that draws at random, and prefers to end, and to go on with this."""
+    """A random text that follows the grammar. It starts with `begins`, and ends as soon as it can."""
     chooser = random.Random(seed)
     matcher = COMPILER.compile(grammar)
     token_ids = TOKENIZER.encode(begins).ids
@@ -87,7 +87,7 @@ def walk(grammar: Grammar, seed: int, begins: str = "") -> str:
 
 
 def takes(grammar: Grammar, text: str) -> bool:
-    """Whether the whole text may be written, and then end."""
+    """Whether the grammar allows exactly this text."""
     matcher = COMPILER.compile(grammar)
     try:
         matcher.replay(TOKENIZER.encode(text).ids)
@@ -103,7 +103,7 @@ def parts_of(text: str, tools: str | None, reasoning: str | None, schemas: Mappi
 
 
 def check_calls(parts: Sequence[Part], tools: Mapping[str, Mapping[str, Any]], most: int) -> None:
-    """Only calls, at least one, all right by their schemas."""
+    """At least one call and nothing else, each valid by its schema."""
     assert parts
     assert len(parts) % 3 == 0
     assert len(parts) // 3 <= most
@@ -119,11 +119,11 @@ SENSIBLE = {name: schema for name, schema in TOOLS.items() if '"' not in name}
 
 @pytest.mark.parametrize("tool_format", [None, *TOOL_FORMATS])
 @pytest.mark.parametrize("parallel", [False, True])
-def test_whatever_is_drawn_is_a_call(tool_format: str | None, parallel: bool) -> None:
+def test_any_text_that_follows_the_grammar_is_a_call(tool_format: str | None, parallel: bool) -> None:
     for tools in (SENSIBLE, NAMED):
         read_with, grammar = tool_grammar(tool_format, tools, parallel, None, False)
         for seed in range(5):
-            # It could think for ever.
+            # The reasoning could go on for ever.
             text = walk(grammar, seed, begins="<|channel|>commentary" if read_with == "harmony" else "")
             check_calls(parts_of(text, read_with, None, tools, False), tools, most=16 if parallel else 1)
 
@@ -213,7 +213,7 @@ def test_markers_may_be_tokens_and_may_be_spelled_out() -> None:
     matcher = COMPILER.compile(grammar)
     matcher.replay(spelled)
     assert len(spelled) > 7
-    # What was spelled out is over, too.
+    # The spelled-out marker also ends the reasoning.
     assert TOKENIZER.token_to_id("</think>") not in allowed(matcher)
 
 
@@ -224,7 +224,7 @@ def test_nothing_changes_without_reasoning() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_schemas_after_reasoning(name: str) -> None:
-    """Every schema means within a grammar what it means alone."""
+    """A schema means the same inside a grammar and alone."""
     grammar = after_reasoning(Grammar("json_schema", json.dumps(CASES[name])), "think", True)
     for seed in range(3):
         text = walk(grammar, seed, begins="Hm.</think>").removeprefix("Hm.</think>")
@@ -250,7 +250,7 @@ def test_harmony() -> None:
     assert not takes(answer, '{"city": "Rome"}')
 
 
-def test_too_much() -> None:
+def test_a_grammar_that_is_too_long_is_refused() -> None:
     assert MAX_GRAMMAR_BYTES == MAX_SOURCE_BYTES
     tools = {f"tool_{number}": {"description": "x" * 3000} for number in range(100)}
     with pytest.raises(RequestError, match=r"`tools` need a grammar of 31\d,\d{3} bytes: expected at most 262,144"):
@@ -269,7 +269,7 @@ def test_many_tools() -> None:
 
 @pytest.mark.parametrize("tool_format", ["hermes", "llama3_json", "qwen3_coder", None])
 def test_the_default_models_vocabulary(tool_format: str | None) -> None:
-    """It has none of the markers for tokens: they are spelled out."""
+    """Its vocabulary has no token for the markers: they are spelled out."""
     tokenizer = pack_tokenizer(find_default_model()).load()
     assert tokenizer.definition is not None
     compiler = GrammarCompiler(tokenizer.definition, tokenizer.vocab_size, frozenset({tokenizer.end_id}))

@@ -30,7 +30,7 @@ def encoding() -> Any:
 
 
 def expected(text: str) -> list[Part]:
-    """What the library says of it. Its parser is made for whole messages, the last of which the end token may be missing from."""
+    """What the library reads. Its parser is for whole messages; the last one may lack its end token."""
     parser = library.StreamableParser(encoding(), role=library.Role.ASSISTANT)
     for token_id in encoding().encode(text, allowed_special="all"):
         parser.process(token_id)

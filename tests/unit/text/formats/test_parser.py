@@ -1,4 +1,4 @@
-"""Every transcript says what it says, however it is cut."""
+"""Every recorded answer is parsed the same, however it is cut."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def cut_at_random(text: str, chooser: random.Random) -> list[str]:
 
 
 def shown(parts: Sequence[Part]) -> str:
-    """All text that a reader sees, calls that are complete left out."""
+    """All text that a reader sees, without complete calls."""
     return "".join(part if isinstance(part, str) else part.text for part in parts if isinstance(part, (str, Reasoning, CallBroken)))
 
 
 def check_calls(parts: Sequence[Part]) -> None:
-    """Calls are counted from 0, one after the other, each begun and then ended or broken; those that end have an object for arguments."""
+    """Calls are numbered from 0. Each begins, and then ends or breaks; the arguments of one that ends are an object."""
     index = 0
     arguments: str | None = None
     for part in parts:
@@ -103,7 +103,7 @@ class TestTranscript:
 
 
 def check_nothing_lost(one: Transcript, text: str, parts: Sequence[Part]) -> None:
-    """Every character is there, but whitespace and the markers of reasoning."""
+    """No character is lost, except whitespace and the markers of reasoning."""
     missing = Counter(text) - Counter(shown(parts))
     if one.reasoning is not None:
         reasoning = REASONING_FORMATS[one.reasoning]
@@ -124,7 +124,7 @@ FORMATS = [(tools, None) for tools in TOOL_FORMATS] + [(tools, "think") for tool
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
 def test_garbage(tools: str, reasoning: str | None) -> None:
-    """Fragments of transcripts, put together at random, are read the same for any cut, and never raise."""
+    """Random sequences of fragments are parsed the same for any cut, and never raise."""
     chooser = random.Random(f"{tools} {reasoning}")
     texts = [one.text for one in BY_TOOL_FORMAT[tools]]
     if reasoning is not None:
@@ -146,7 +146,7 @@ def test_garbage(tools: str, reasoning: str | None) -> None:
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
 def test_markers_alone(tools: str, reasoning: str | None) -> None:
-    """Markers and what stands between them, in any order."""
+    """Markers, and text between them, in any order."""
     chooser = random.Random(f"{tools} {reasoning} markers")
     texts = [one.text for one in BY_TOOL_FORMAT[tools]]
     words = sorted({word for text in texts for word in text.replace(">", "> ").replace("{", " { ").replace('"', ' " ').split(" ")})

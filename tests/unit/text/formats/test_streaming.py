@@ -112,7 +112,7 @@ def marker_sets() -> list[Markers]:
 
 
 def test_no_marker_ends_within_another() -> None:
-    """What is found first would otherwise depend on how a text is cut."""
+    """Otherwise the result would depend on how a text is cut."""
     sets = marker_sets()
     assert len(sets) > 40
     for markers in sets:

@@ -1,4 +1,4 @@
-"""Values: JSON as it comes, Python's literals, and text that a schema says the type of."""
+"""Values: JSON in pieces, Python literals, and text whose type the schema gives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JSON_VALUES = st.recursive(
 
 
 def scanned(pieces: list[str]) -> tuple[str, bool, bool]:
-    """What is certain of a text that comes in pieces, and whether it is done or broken."""
+    """The valid part of a text that comes in pieces, and whether it is done or broken."""
     scanner = JsonScanner()
     out: list[str] = []
     held = ""
@@ -51,8 +51,8 @@ def test_json_is_followed_to_its_end(value: Any, indent: Any, ascii_only: bool) 
 
 @given(JSON_VALUES, st.integers(0, 10**6), st.sampled_from(list('{}[]",:\\ \n0-.etu1x/')), st.sampled_from(["insert", "replace", "delete"]))
 @settings(max_examples=200, deadline=None)
-def test_json_that_is_none(value: Any, place: int, character: str, change: str) -> None:
-    """A character more, another or less: it is done only when the library reads it, too, and never otherwise."""
+def test_invalid_json_is_never_done(value: Any, place: int, character: str, change: str) -> None:
+    """With one character added, changed or removed, it is done only if the json library reads it, too."""
     text = json.dumps({"a": value, "b": [value]}, ensure_ascii=False)
     place %= len(text)
     changed = text[:place] + ("" if change == "delete" else character) + text[place + (change != "insert") :]
@@ -61,7 +61,7 @@ def test_json_that_is_none(value: Any, place: int, character: str, change: str) 
     assert not (is_done and is_broken)
     if is_done:
         assert is_json(seen)
-    # Newlines in strings are mended, which the library would refuse.
+    # Newlines in strings are escaped; the json library would refuse them.
     assert is_done or not is_json(changed)
 
 
@@ -74,7 +74,7 @@ def test_json_has_limits() -> None:
 
 
 def literal(text: str, size: int) -> str | None:
-    """The JSON of a literal of Python's, read in pieces of this size; None when it is none."""
+    """The JSON of a Python literal, read in pieces of this size. None if it is not a literal."""
     source = Source()
     out: list[str] = []
     steps = Notation().value(source, out.append)
@@ -112,7 +112,7 @@ def test_literals_are_what_python_says(value: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["[1, 2", "{1: 2}", "{a: 1}", "yes", "", "[1 2]", "f'x'", "'a", "--1", "[" * 100, "1_000", "{'a' 1}", "[,]", "]", "0x10", "1j"]
 )
-def test_literals_that_are_none(text: str) -> None:
+def test_invalid_literals(text: str) -> None:
     assert literal(text, 1) is None
     assert literal(text, 100) is None
 

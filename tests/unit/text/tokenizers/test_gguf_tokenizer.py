@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer: against transformers' reading of the same file, and against the rules written out slowly."""
+"""A GGUF file's tokenizer, compared with transformers' and with a simple implementation of the rules."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def texts(count: int) -> list[str]:
 
 
 class SlowBytePairs:
-    """Byte-level BPE by the book: cut into words, then join the pair of the lowest rank, again and again."""
+    """Byte-level BPE, written simply: split into words, then join the pair of the lowest rank, again and again."""
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[str], patterns: Sequence[str], whole_words: bool = False) -> None:
         self._ids = {token: index for index, token in enumerate(tokens)}
@@ -121,7 +121,7 @@ def test_the_default_model_is_as_in_transformers(smollm: ModelTokenizer) -> None
     reference: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     compared = 0
     for text in texts(500):
-        # It does not cut before each digit, which changes what becomes of spaces before them.
+        # It does not split before each digit, which changes the spaces before them.
         if not regex.search(r"\s\p{N}|\p{No}|\p{Nl}", text):
             assert smollm.encode(text) == reference(text)["input_ids"], text
             compared += 1
@@ -171,7 +171,7 @@ def test_the_header_is_as_the_gguf_library_reads_it() -> None:
     assert found == [(tensor.name, tuple(tensor.shape.tolist()), tensor.tensor_type, tensor.data_offset) for tensor in reference.tensors]
 
 
-# Files of our own.
+# Files that the tests write.
 
 CORPUS = [*SAMPLES, "the water flows under pressure 1234567890", "it's 2024, isn't it", "WATER Water water's"] * 3
 
@@ -203,7 +203,7 @@ def byte_level_values(**changes: Any) -> dict[str, Any]:
     tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     model = json.loads(tokenizer.to_str())["model"]
     ordinary = sorted(model["vocab"], key=lambda token: model["vocab"][token])
-    # The last ordinary one is a token that no merge makes.
+    # No merge makes the last ordinary token.
     tokens = [*ordinary, "Ġunder", "<s>", "</s>", "<tool>", "[PAD]"]
     kinds = [TokenType.NORMAL] * (len(ordinary) + 1) + [TokenType.CONTROL] * 2 + [TokenType.USER_DEFINED, TokenType.UNUSED]
     values = {
@@ -236,7 +236,7 @@ def test_each_byte_level_style_is_as_the_rules_say(pre: str | None, patterns: li
     for text in texts(200):
         expected = slow.encode(unicodedata.normalize("NFC", text) if pre == "qwen2" else text)
         assert tokenizer.encode(text) == expected, text
-    # One that no merge makes is used only where whole words go first.
+    # A token that no merge makes is used only with whole_words_first.
     assert (tokenizer.decode(tokenizer.encode(" under")), len(tokenizer.encode(" under")) == 1) == (" under", whole_words)
 
 
@@ -270,7 +270,7 @@ def test_kinds_of_tokens(tmp_path: Path) -> None:
     tokens = values["tokenizer.ggml.tokens"]
     tokenizer = read_gguf_tokenizer(write(tmp_path / "tiny.gguf", values)).load()
     first, end, tool, unused = (tokens.index(token) for token in ("<s>", "</s>", "<tool>", "[PAD]"))
-    # The template has its own first token: no second one.
+    # The template writes the BOS token: there is no second one.
     assert encode_chat(tokenizer, ChatPrompt([{"role": "user", "content": "<tool>"}])) == [first, tool, end]
     assert tokenizer.decode([first, tool, end]) == "<tool>"
     assert unused not in tokenizer.encode("[PAD]")
@@ -307,7 +307,7 @@ def sentence_piece_values(**changes: Any) -> dict[str, Any]:
 
 
 def slow_pieces(values: Mapping[str, Any], text: str) -> list[int]:
-    """SentencePiece by the book: join the two neighbours that make the best piece; what is no piece becomes bytes."""
+    """SentencePiece, written simply: join the neighbours that make the best piece; the rest becomes bytes."""
     tokens, kinds = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
     ids = {token: index for index, token in enumerate(tokens) if kinds[index] == TokenType.NORMAL}
     parts = list(text.replace(" ", "▁"))
@@ -381,7 +381,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         pack_tokenizer(tmp_path / "missing.gguf").load()
 
 
-def test_no_damage_goes_unnoticed_as_anything_but_a_config_error(tmp_path: Path) -> None:
+def test_any_damage_is_a_config_error(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.gguf", {"general.alignment": 64, "some.flag": True, "some.words": ["a", "b"], "some.numbers": [1, 2]})
     content = whole.read_bytes()
     for position in range(len(content)):

@@ -82,7 +82,7 @@ def test_any_cut_of_any_tokens_gives_the_same_text(name: str, data: st.DataObjec
     cuts = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=5)))
     text = detokenized(tokenizer, token_ids, cuts)
     assert text == detokenized(tokenizer, token_ids, [])
-    # With byte fallback, one stray byte makes the library give up the bytes around it, too.
+    # With byte fallback, the library also drops the bytes around an invalid byte.
     if name == "byte_level":
         assert text == tokenizer.decode(token_ids)
 
@@ -138,17 +138,17 @@ def test_the_definition_makes_the_same_tokenizer(byte_level: ModelTokenizer) -> 
 
 
 @pytest.mark.parametrize("eos", [None, "<none>", {"content": "<none>"}])
-def test_an_end_token_that_is_none_is_named(eos: object, tmp_path: Path, byte_level: ModelTokenizer) -> None:
+def test_an_end_token_that_is_not_in_the_vocabulary_is_named(eos: object, tmp_path: Path, byte_level: ModelTokenizer) -> None:
     assert byte_level.definition is not None
     directory = save(tmp_path, tokenizers.Tokenizer.from_str(byte_level.definition), {"eos_token": eos})
     with pytest.raises(ConfigError, match="eos_token is"):
         pack_tokenizer(directory).load()
 
 
-def test_a_template_that_is_none_is_refused_at_once(tmp_path: Path, byte_level: ModelTokenizer) -> None:
+def test_a_template_with_a_syntax_error_is_refused(tmp_path: Path, byte_level: ModelTokenizer) -> None:
     assert byte_level.definition is not None
     broken: dict[str, object] = {"eos_token": "<eos>", "chat_template": "{% for %}"}
-    with pytest.raises(ConfigError, match="chat template is wrong in line 1"):
+    with pytest.raises(ConfigError, match="chat template has an error in line 1"):
         pack_tokenizer(save(tmp_path, tokenizers.Tokenizer.from_str(byte_level.definition), broken)).load()
 
 

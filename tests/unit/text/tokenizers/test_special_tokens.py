@@ -1,4 +1,4 @@
-"""Special tokens are shown as text where that is wished, and left out otherwise, for every kind of detokenizer and any cut."""
+"""Special tokens are shown as text on request, and left out otherwise, for every detokenizer and any cut."""
 
 from __future__ import annotations
 
