@@ -103,8 +103,11 @@ def _report_sglang() -> EngineReport:
 
 
 def _report_http(url: str, upstream_model: str | None, environment: Mapping[str, str]) -> EngineReport:
-    from penstock.backends.http.engine import probe
-
+    try:
+        from penstock.backends.http.engine import probe
+    except ImportError as missing:
+        problem = f"it needs the package {missing.name!r}: pip install 'penstock[http]'"
+        return EngineReport("engine over HTTP", None, "SGLang, vLLM, or OpenAI's completions", problem)
     flags = argparse.Namespace(
         engine_url=("--url", [url]), **({"upstream_model": ("--upstream-model", [upstream_model])} if upstream_model else {})
     )

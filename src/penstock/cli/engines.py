@@ -115,8 +115,10 @@ def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer
 
             return SglangEngine(in_process)
         case _:
-            from penstock.backends.http.engine import HttpEngine
-
+            try:
+                from penstock.backends.http.engine import HttpEngine
+            except ImportError as missing:
+                raise ConfigError(f"--engine http needs the package {missing.name!r}: pip install 'penstock[http]'") from missing
             return HttpEngine(settings.http, tokenizer)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import cast
@@ -214,3 +216,15 @@ def test_the_kv_of_a_gpu_gets_what_the_weights_leave(share: float | None, left: 
     """Here, the GPU has 1,100 bytes, and the weights take 100 of them."""
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (1000, 1100))
     assert kv_memory_left(EmbeddedSettings(gpu_memory_utilization=share), torch.device("cuda")) == left
+
+
+@pytest.mark.parametrize("command", ["doctor", "worker --engine http --model {model} --listen unix:/tmp/never"])
+def test_an_engine_over_http_without_aiohttp_says_what_to_install(command: str) -> None:
+    program = "import sys; sys.modules['aiohttp'] = None; from penstock.cli.main import main; sys.exit(main())"
+    words = command.format(model=chat_model()).split()
+    ran = subprocess.run(
+        [sys.executable, "-c", program, *words, "--url", "http://127.0.0.1:1"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode != 0
+    assert "needs the package 'aiohttp': pip install 'penstock[http]'" in ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr

@@ -11,17 +11,13 @@ import os
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, NamedTuple
 
+import aiohttp
 import msgspec
 
 from penstock.backends.http.dialects import Body, message_in
 from penstock.backends.http.sse import DONE, EventReader, EventTooLarge
 from penstock.config.engines import HttpEngineSettings
-from penstock.wire.errors import ConfigError, PenstockError
-
-try:
-    import aiohttp
-except ImportError as missing:
-    raise ConfigError(f"--engine http needs the package {missing.name!r}: pip install 'penstock[http]'") from missing
+from penstock.wire.errors import PenstockError
 
 MIB = 2**20
 MAX_ERROR_BYTES = 64 * 1024
