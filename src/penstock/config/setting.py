@@ -145,8 +145,9 @@ class Setting:
         """The bounds in words, "" where there are none."""
         declared = self.declared
         if declared.maximum is not None:
-            low = f"{declared.minimum:,}" if declared.minimum is not None else f"more than {declared.above:,}"
-            return f"{declared.maximum:,}" if declared.minimum == declared.maximum else f"{low} to {declared.maximum:,}"
+            if declared.minimum is None:
+                return f"more than {declared.above:,}, at most {declared.maximum:,}"
+            return f"{declared.minimum:,} to {declared.maximum:,}" if declared.minimum != declared.maximum else f"{declared.maximum:,}"
         if declared.minimum is not None:
             return f"{declared.minimum:,} or more"
         return "" if declared.above is None else f"more than {declared.above:,}"

@@ -82,7 +82,7 @@ def test_the_cores_are_divided_among_the_workers_of_our_own_engine_alone() -> No
         (["--engine=embedded", "--step-ms=1"], "--step-ms is for --engine simulator, not for embedded"),
         (["--engine=vllm", "--model=m", "--tensor-parallel-size=2"], "--tensor-parallel-size is 2: expected 1; Penstock's own engine"),
         (["--gpu-memory-utilization=0.9", "--kv-memory=2"], "--gpu-memory-utilization, --kv-memory and --kv-blocks all size"),
-        (["--gpu-memory-utilization=1.5"], "--gpu-memory-utilization is 1.5: expected more than 0 to 1"),
+        (["--gpu-memory-utilization=1.5"], "--gpu-memory-utilization is 1.5: expected more than 0, at most 1"),
         (["--engine=embedded", "--block-size=8"], "--block-size is for --engine simulator or vllm or sglang or http, not for embedded"),
     ],
 )
