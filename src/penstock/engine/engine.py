@@ -101,9 +101,6 @@ class Engine:
     def close_session(self, session_id: str, epoch: int) -> bool:
         return self.sessions.close(session_id, epoch)
 
-    def clear_cache(self) -> None:
-        self._cache.clear()
-
     def describe_sessions(self, session_ids: Iterable[str]) -> list[SessionReport]:
         """Reports on the known ones of these sessions."""
         return self.sessions.describe(session_ids, self._clock())

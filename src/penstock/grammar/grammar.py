@@ -25,7 +25,6 @@ MAX_SOURCE_BYTES = 256 * 1024
 MAX_WAYS = 500
 MAX_PROBLEM_LENGTH = 240
 
-_ANY_OBJECT: Schema = {"type": "object"}
 _SCHEMA_OPTIONS: JsonCompileOptions = {
     # One space after `,` and `:`, as in most JSON that models have read, and no other whitespace. Small models do not stop making
     # whitespace where it may come in runs, and spend tokens on it where it is optional.
@@ -125,14 +124,10 @@ class GrammarCompiler:
         if len(grammar.source.encode()) > MAX_SOURCE_BYTES:
             raise GrammarError(f"the grammar is over the limit of {MAX_SOURCE_BYTES:,} bytes")
         match grammar.kind:
-            case "json_schema":
-                return self._compile_schema(_parsed_schema(grammar.source))
-            case "json_object":
-                return self._compile_schema(_ANY_OBJECT)
-            case "choice":
-                return self._compile_regex(_choice_regex(grammar.source))
-            case "regex":
-                return self._compile_regex(grammar.source)
+            case "json_schema" | "json_object":
+                return self._compile_schema(_schema_of(grammar))
+            case "regex" | "choice":
+                return self._compile_regex(_regex_of(grammar))
             case "lark":
                 return self._compile_lark(grammar.source)
 
@@ -140,14 +135,11 @@ class GrammarCompiler:
         """The same grammar in Lark, for an engine that passes it to the library itself. Raises GrammarError like `compile`."""
         self.compile(grammar)
         match grammar.kind:
-            case "json_schema":
-                return _schema_in_lark(_parsed_schema(grammar.source))
-            case "json_object":
-                return _schema_in_lark(_ANY_OBJECT)
-            case "choice":
-                return _regex_in_lark(_choice_regex(grammar.source))
-            case "regex":
-                return _regex_in_lark(grammar.source)
+            case "json_schema" | "json_object":
+                return f"start: %json {msgspec.json.encode({**_schema_of(grammar), OWN_OPTIONS: _SCHEMA_OPTIONS}).decode()}"
+            case "regex" | "choice":
+                (made,) = msgspec.json.decode(LLMatcher.grammar_from_regex(_regex_of(grammar)), type=_Definitions).grammars
+                return made.lark_grammar
             case "lark":
                 return _lark_definition(read_lark(grammar.source, _SCHEMA_OPTIONS, self._added_tokens).source)
 
@@ -189,9 +181,11 @@ def _added_tokens(tokenizer_definition: str) -> dict[str, int]:
     return {token.content: token.id for token in msgspec.json.decode(tokenizer_definition, type=_Definition).added_tokens}
 
 
-def _parsed_schema(source: str) -> Schema:
+def _schema_of(grammar: Grammar) -> Schema:
+    if grammar.kind == "json_object":
+        return {"type": "object"}
     try:
-        schema = msgspec.json.decode(source)
+        schema = msgspec.json.decode(grammar.source)
     except (msgspec.DecodeError, RecursionError) as error:
         raise GrammarError(f"the schema is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
@@ -205,18 +199,11 @@ def _schema_definition(schema: Schema) -> str:
     return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=_SCHEMA_OPTIONS)
 
 
-def _schema_in_lark(schema: Schema) -> str:
-    return f"start: %json {msgspec.json.encode({**schema, OWN_OPTIONS: _SCHEMA_OPTIONS}).decode()}"
-
-
-def _regex_in_lark(regex: str) -> str:
-    (grammar,) = msgspec.json.decode(LLMatcher.grammar_from_regex(regex), type=_Definitions).grammars
-    return grammar.lark_grammar
-
-
-def _choice_regex(source: str) -> str:
+def _regex_of(grammar: Grammar) -> str:
+    if grammar.kind == "regex":
+        return grammar.source
     try:
-        choices = msgspec.json.decode(source, type=list[str])
+        choices = msgspec.json.decode(grammar.source, type=list[str])
     except (msgspec.DecodeError, RecursionError) as error:
         raise GrammarError(f"the choices are not a list of strings: {error}") from error
     if not choices:

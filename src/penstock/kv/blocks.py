@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents
+from penstock.wire.messages import BlocksRemoved, BlocksStored, KvEvent, KvEvents
 
 ROOT = b""
 """The parent of the first block of every sequence."""
@@ -45,9 +45,6 @@ class KvEventLog:
 
     def removed(self, blocks: Sequence[bytes]) -> None:
         self._add(BlocksRemoved(tuple(blocks)))
-
-    def cleared(self) -> None:
-        self._add(BlocksCleared())
 
     def take(self) -> KvEvents | None:
         """The events since the last call; None when there are none."""

@@ -184,16 +184,6 @@ class KVCache:
             self.events.removed([node.name for node in gone])
         return len(gone)
 
-    def clear(self) -> None:
-        """Evicts everything that no sequence uses."""
-        gone = [node for node in self._tree.nodes() if not node.references]
-        for node in reversed(gone):
-            self._evict_leaf(node)
-        if not self._used:
-            self.events.cleared()
-        elif gone:
-            self.events.removed([node.name for node in gone])
-
     def snapshot(self) -> Snapshot:
         """All blocks that are cached now. It includes events that were not taken yet: their numbers are below its `next_number`."""
         stored: list[BlocksStored] = []

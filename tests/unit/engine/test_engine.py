@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.engine import Engine
 from penstock.wire.messages import Fault, Finish, Sampling, Submit
 from tiny_models import (
     CONTEXT,
@@ -330,22 +329,6 @@ def test_extreme_settings_that_leave_the_likeliest(sampling: Sampling) -> None:
     assert collected.terminals[generation_id(0)] == Finish("length")
     if sampling.top_k == 0:
         assert collected.tokens[generation_id(0)] == reference_tokens("llama", [1, 2], 8)
-
-
-def test_the_cache_can_be_cleared_while_others_run() -> None:
-    engine: Engine = make_engine(kv_pages=64)
-    prompt = random_prompt(1, 60)
-    run(engine, [make_submit(0, prompt, 4)])
-    engine.submit(make_submit(1, random_prompt(2, 60), 30))
-    collected = Collected()
-    collected.step(engine)
-    engine.clear_cache()
-    engine.check_integrity()
-    assert engine.stats().kv_blocks_cached == 0
-    while engine.has_work:
-        collected.step(engine)
-    assert collected.tokens[generation_id(1)] == reference_tokens("llama", random_prompt(2, 60), 30)
-    assert _cached(run(engine, [make_submit(2, prompt, 1)]), 2) == 0
 
 
 @pytest.mark.parametrize("max_tokens", [0, 10])
