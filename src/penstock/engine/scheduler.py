@@ -187,14 +187,17 @@ class Scheduler(Generic[S]):
             budget -= _add_piece(work, sequence, budget)
         while budget and len(self._running) < self._max_batch and (least := self._ready.least()) is not None:
             sequence = least[1]
-            path = [] if sequence.skips_cache else self.cache.match(sequence.tokens)
-            leader = None if sequence.skips_cache else self._leader_at(self._next_block(sequence, path))
+            skips_cache = sequence.skips_cache
+            path = [] if skips_cache else self.cache.match(sequence.tokens)
+            block = self._next_block(sequence, path)
+            leader = None if block is None or skips_cache else self._leaders.get(block)
             if leader is not None:
                 self._follow(sequence, leader, len(path))
-            elif self._start(sequence, path, now):
+            elif self._start(sequence, path, block, now):
                 budget -= _add_piece(work, sequence, budget)
             else:
                 break
+            self._ready.pop()
         return work
 
     def computed(self, work: Work[S]) -> None:
@@ -264,7 +267,7 @@ class Scheduler(Generic[S]):
         self._waiting[sequence.request.id] = sequence
         self._ready.put(sequence, place)
 
-    def _start(self, sequence: S, path: list[Node], now: float) -> bool:
+    def _start(self, sequence: S, path: list[Node], block: tuple[Node, Key] | None, now: float) -> bool:
         """Takes the pages for all tokens of a waiting sequence, if one page per running sequence is left."""
         needed = self.cache.pages_for(len(sequence.tokens)) - len(path)
         unused = sum([not node.references for node in path])
@@ -278,9 +281,10 @@ class Scheduler(Generic[S]):
             sequence.cached_tokens = sequence.computed
         generation = sequence.request.id
         del self._waiting[generation]
-        self._ready.discard(sequence)
         self._running[generation] = self.prefilling[generation] = sequence
-        self._lead(sequence)
+        if block is not None:
+            sequence.computing = block
+            self._leaders.setdefault(block, sequence)
         return True
 
     def _preempt(self, sequence: S) -> None:
@@ -321,9 +325,6 @@ class Scheduler(Generic[S]):
             return None
         return path[-1] if path else self.cache.root, tuple(sequence.tokens[start : start + size])
 
-    def _leader_at(self, block: tuple[Node, Key] | None) -> S | None:
-        return None if block is None else self._leaders.get(block)
-
     def _lead(self, sequence: S) -> None:
         """The sequence goes on to its next block. Followers that share no more with it are tried again."""
         self._leave_block(sequence)
@@ -337,12 +338,11 @@ class Scheduler(Generic[S]):
         self._wake_followers(sequence, sys.maxsize)
 
     def _leave_block(self, sequence: S) -> None:
-        if sequence.computing is not None and self._leaders.get(sequence.computing) is sequence:
-            del self._leaders[sequence.computing]
-        sequence.computing = None
+        block, sequence.computing = sequence.computing, None
+        if block is not None and self._leaders.get(block) is sequence:
+            del self._leaders[block]
 
     def _follow(self, sequence: S, leader: S, known: int) -> None:
-        self._ready.discard(sequence)
         sequence.leader = leader
         if leader.followers is None:
             leader.followers = LazyHeap()
