@@ -1,10 +1,10 @@
-"""Kills and freezes workers under load, and proves that no client noticed.
+"""Kills and freezes workers under load, and checks that no client notices.
 
     python bench/chaos.py simulator     2,000 streams of 512 tokens on four simulated workers
     python bench/chaos.py embedded      100 sampled streams on four workers with a tiny model, compared to an undisturbed run
 
 Every two seconds a random worker is killed with SIGKILL (its supervisor restarts it) and another is frozen with SIGSTOP for five seconds.
-Exits with 1 when a single token, or a single answer, is not what it must be.
+Exits with 1 when one token or one answer is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VOCABULARY = 300
 
 
 class Chaos:
-    """What is done to the workers, as a context."""
+    """Kills and freezes workers while it is entered."""
 
     def __init__(self, server: Process, seed: int) -> None:
         self._server = server
@@ -136,13 +136,13 @@ async def run_embedded(arguments: argparse.Namespace) -> bool:
 
 
 def _difference(left: str, right: str) -> str:
-    """Where two answers part."""
+    """The first place where two answers differ."""
     place = next((index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), min(len(left), len(right)))
     return f"at {place} of {len(left)} and {len(right)}: …{left[place - 40 : place + 40]!r} against …{right[place - 40 : place + 40]!r}"
 
 
 def _body(number: int, model: str) -> dict[str, object]:
-    """Sampled with a seed; in turns with logprobs, penalties, several choices, or a stop string: all of it must survive."""
+    """A request with a seed, and by turns with logprobs, penalties, several choices or a stop string. All of it must survive."""
     prompt = random.Random(number).choices(range(VOCABULARY), k=24)
     variants: list[dict[str, object]] = [
         {"logprobs": 1},
@@ -155,7 +155,7 @@ def _body(number: int, model: str) -> dict[str, object]:
 
 
 async def _ask_all(server: Process, arguments: argparse.Namespace) -> list[str]:
-    """The answers: of each choice its text, its finish reason and the tokens that its logprobs name; and the usage."""
+    """The text, finish reason and logprob tokens of each choice, and the usage."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600)) as session:
         return await asyncio.gather(*[_ask(session, server.url, number) for number in range(arguments.streams)])
 
@@ -183,7 +183,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, number: int) -> str:
 
 
 def save_tiny_model(directory: Path) -> None:
-    """A random Llama, and a tokenizer whose every token is a word of two letters."""
+    """A random Llama model. Each token of its tokenizer is a word of two letters."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -217,8 +217,8 @@ def _show(progress: Progress) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=["simulator", "embedded"])
-    parser.add_argument("--streams", type=int, help="how many at once (default: 2000, embedded 100)")
-    parser.add_argument("--step-ms", type=float, default=30.0, help="time of a simulated step: 512 of them should outlast several kills")
+    parser.add_argument("--streams", type=int, help="concurrent streams (default: 2000, embedded 100)")
+    parser.add_argument("--step-ms", type=float, default=30.0, help="length of a simulated step; a stream has 512 steps")
     parser.add_argument("--stall", type=float, default=2.0, help="--worker-stall of the front end")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()

@@ -1,14 +1,14 @@
-"""Measures the embedded engine with the default model on this machine's CPU, and says which promises hold.
+"""Measures the embedded engine with the default model on this machine's CPU, and compares the figures with their bounds.
 
     make bench-engine                  both
     make bench-engine ARGS="reuse"     one of them
 
-reuse        turn 8 of a conversation of 3,000 tokens against the same prompt on a fresh server: what is reused, and the time to the
+reuse        turn 8 of a conversation of 3,000 tokens, compared with the same prompt on a fresh server: reused tokens and time to
              first token
-throughput   64 requests at once against one alone, through the whole server, and against `transformers` generating a static batch
-             of 64 in this process; by turns, twice, and the worse of ours counts against the better of theirs
+throughput   64 concurrent requests through the whole server, compared with a single one and with a static batch of 64 in
+             `transformers` in this process; by turns, twice; our worse run is compared with their better one
 
-Times move with other load on the machine: only ratios within one run mean anything. Results go to bench-results/engine.json.
+Other load on the machine changes the times, so only ratios within one run count. Results go to bench-results/engine.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NEW_TOKENS = 96
 
 
 def first_token(url: str, messages: list[Any]) -> tuple[float, str, Any]:
-    """The time to the first token, the answer and the usage."""
+    """Seconds to the first token, the answer and the usage."""
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         began = time.perf_counter()
         stream = client.chat.completions.create(
@@ -61,7 +61,7 @@ def first_token(url: str, messages: list[Any]) -> tuple[float, str, Any]:
 
 
 def conversation(url: str) -> tuple[list[dict[str, str]], float, Any]:
-    """Eight turns: the first sets the scene, the others ask short questions about it, as in a chat."""
+    """Eight turns: a long first message, then short questions about it, as in a chat."""
     scene = " ".join(PARAGRAPH.format(what) for what in ("mills", "bridges", "dams", "towns", "canals", "gardens") * 22)
     messages = [{"role": "user", "content": scene + "What is built along the river?"}]
     for turn in range(1, 9):
@@ -85,13 +85,13 @@ def reuse() -> dict[str, Any]:
     share = usage.prompt_tokens_details.cached_tokens / usage.prompt_tokens
     print(f"  without reuse: {cold_usage.prompt_tokens_details.cached_tokens} reused, {cold:.3f} s")
     figures = {"prompt_tokens": usage.prompt_tokens, "reused": share, "ttft": warm, "ttft_without_reuse": cold, "ratio": warm / cold}
-    verdict("at least 95 % of turn 8's prompt are reused", f"{share:.1%}", share >= 0.95)
-    verdict("its first token comes in under a fifth of the time", f"{warm / cold:.3f}", warm / cold < 0.2)
+    verdict("at least 95 % of turn 8's prompt is reused", f"{share:.1%}", share >= 0.95)
+    verdict("its first token takes less than a fifth of the time without reuse", f"{warm / cold:.3f}", warm / cold < 0.2)
     return figures
 
 
 def served_rate(url: str, concurrency: int, requests: int) -> float:
-    """Tokens a second, prompts included, as `penstock bench` sees them."""
+    """Tokens per second, prompts included, as `penstock bench` measures them."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "report.json"
         command = [sys.executable, "-m", "penstock", "bench", "--url", url, "-c", str(concurrency), "-n", str(requests), "--no-progress"]
@@ -127,7 +127,7 @@ def reference() -> Any:
 
 
 def reference_rate(model: Any, prompt_tokens: int) -> float:
-    """Tokens a second of a static batch, prompts included, as ours are."""
+    """Tokens per second of a static batch, prompts included, as in our figure."""
     ids = torch.randint(100, 40_000, (BATCH, prompt_tokens), generator=torch.Generator().manual_seed(time.time_ns() % 2**31))
     began = time.perf_counter()
     with torch.inference_mode():
@@ -156,7 +156,7 @@ def throughput() -> dict[str, Any]:
 
 
 def prompt_length(url: str) -> int:
-    """How many tokens the prompts of `penstock bench` have, which are not the same each, but about."""
+    """About how many tokens a prompt of `penstock bench` has."""
     workload = Workload(MODEL, "completions", 1, 1, NEW_TOKENS, PROMPT_WORDS, 1, ignore_eos=True)
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         prompt = Bodies(workload).prompt(0)
@@ -170,7 +170,7 @@ HELD: list[bool] = []
 
 def verdict(promise: str, figure: str, holds: bool) -> None:
     HELD.append(holds)
-    print(f"  {'holds' if holds else 'DOES NOT HOLD'}: {promise}: {figure}", flush=True)
+    print(f"  {'ok  ' if holds else 'MISS'}: {promise}: {figure}", flush=True)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Sends what no client should send, and proves that the server only ever refuses it.
+"""Sends malformed requests, and checks that the server refuses them and stays as it was.
 
-    python bench/fuzz.py schemathesis   20,000 requests made from /openapi.json, right ones and wrong ones
-    python bench/fuzz.py bodies         50,000 malformed bodies, to every route that takes one
+    python bench/fuzz.py schemathesis   20,000 requests made from /openapi.json, valid and invalid
+    python bench/fuzz.py bodies         50,000 malformed bodies to all routes that take one
 
-Starts a server of its own, as `penstock serve` does. Exits with 1 when any answer is a 5xx or does not come, when an error says nothing,
-when an answer contradicts the document, when the server's memory grows, or when it does not answer as before at the end.
+Starts its own server. Exits with 1 when an answer is a 5xx or does not come, when an error has no message, when an answer contradicts the
+document, when the server's memory grows, or when the server's answer at the end differs from the one at the start.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Measures how long a very long prompt keeps the event loop from everything else while it becomes tokens.
+"""Measures how long the event loop stalls while a very long prompt is tokenized.
 
     python bench/long_prompt.py --tokenize-only
 
 A text of 200,000 tokens of the default model is encoded as a completion's prompt, as a chat's, and as the next turn of that chat's session.
-Meanwhile a task asks for the event loop again and again: the longest that it waits is the stall. Garbage collection is as the
-front end has it.
+Meanwhile a task yields to the event loop again and again; its longest wait is the stall. Garbage collection is set as in the front end.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PAUSE_SECONDS = 0.000_5
 
 
 class StallWatch:
-    """The longest time, in seconds, for which a task that asks for the event loop does not get it."""
+    """Measures the longest time in seconds that a ready task waits for the event loop."""
 
     async def __aenter__(self) -> Self:
         self.worst = 0.0
@@ -68,7 +67,7 @@ async def measure(name: str, repetitions: int, work: Callable[[], Awaitable[Sequ
     holds = same and typical < LIMIT_MS
     print(
         f"{name:12} {len(expected):8,} tokens {statistics.median(times):8.1f} ms   stall {typical:6.2f} ms (worst {max(stalls):6.2f})"
-        f"   same tokens: {same}   {'holds' if holds else 'BROKEN'}"
+        f"   same tokens: {same}   {'ok' if holds else 'MISS'}"
     )
     return holds
 

@@ -1,12 +1,12 @@
-"""Measures the router: what a decision costs, and how much of a real trace's prompts it finds cached.
+"""Measures the router: the cost of a decision, and the cache hits on a recorded trace.
 
-    python bench/routing.py                 all of it
-    python bench/routing.py --decision      what a decision costs
+    python bench/routing.py                 everything
+    python bench/routing.py --decision      the cost of a decision
     python bench/routing.py --model         the trace in virtual time, without a server: oracle, round-robin, and ours by load weight
     python bench/routing.py --serve         the trace over HTTP, sped up, to real servers, one policy after the other
 
-The trace is Mooncake's (one JSON object a line: timestamp, input_length, output_length, hash_ids; one id for 512 tokens). It is taken from
-../shared/traces where that exists, or named with `--trace`; without it, all but the first is skipped, and says so.
+The trace is Mooncake's (one JSON object per line: timestamp, input_length, output_length, hash_ids; one id per 512 tokens). It comes from
+../shared/traces if it exists, or named with `--trace`. Without it, only the first part runs, and a message says so.
 Results go to bench-results/routing.json.
 """
 
@@ -44,10 +44,10 @@ TRACE = ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
 BLOCK = 512
 WORKERS = 4
 BLOCKS_A_WORKER = 4000
-# The promises.
-MOST_DECISION_US = 150.0
-LEAST_GAIN = 2.1
-LEAST_OF_ORACLE = 0.95
+# Bounds.
+MAX_DECISION_US = 150.0
+MIN_GAIN = 2.1
+MIN_OF_ORACLE = 0.95
 
 
 class Request(msgspec.Struct):
@@ -58,7 +58,7 @@ class Request(msgspec.Struct):
 
     @property
     def full_blocks(self) -> list[bytes]:
-        """The names of those of its blocks that are full: an engine shares no others."""
+        """The names of its full blocks. An engine shares only those."""
         return [number.to_bytes(8) for number in self.hash_ids[: self.input_length // BLOCK]]
 
 
@@ -67,11 +67,11 @@ def read_trace(path: Path) -> list[Request]:
         return [msgspec.json.decode(line, type=Request) for line in file]
 
 
-# What a decision costs.
+# The cost of a decision.
 
 
 def measure_decision(rounds: int = 2000) -> dict[str, Any]:
-    """16 workers with 10,000 cached blocks each, and prompts of 8,192 tokens in blocks of 16 that some of them have in part or in whole."""
+    """16 workers with 10,000 cached blocks each, and prompts of 512 blocks that some workers have in part or in whole."""
     generator = random.Random(3)
     router = Router(RouterSettings())
     names = [f"worker-{number}" for number in range(16)]
@@ -82,7 +82,7 @@ def measure_decision(rounds: int = 2000) -> dict[str, Any]:
         router.join(name, model)
         blocks: list[bytes] = []
         while len(blocks) < 10_000:
-            # Mostly its own, and some that others have, too, so that overlaps end at different blocks.
+            # Most blocks are its own. Some are shared, so that overlaps end at different blocks.
             owner = generator.choice([position, generator.randrange(len(names))])
             blocks += hashed[owner * 20 + generator.randrange(20)][: generator.choice([512, 512, 300, 64])]
         router.load_snapshot(name, Snapshot(0, (BlocksStored(b"", tuple(blocks[:10_000])),)))
@@ -114,7 +114,7 @@ def _microseconds(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Cache:
-    """Blocks by last use. A chain's end is older than its beginning, so that eviction takes ends."""
+    """Blocks by last use. The end of a chain counts as older than its start, so it is evicted first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -127,7 +127,7 @@ class Cache:
         return len(names)
 
     def use(self, names: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Takes the blocks in; returns those that are new and those that had to go."""
+        """Adds the blocks; returns the new ones and the evicted ones."""
         new = [name for name in names if name not in self._blocks]
         for name in reversed(names):
             self._blocks[name] = None
@@ -137,7 +137,7 @@ class Cache:
 
 
 def oracle(trace: Sequence[Request]) -> float:
-    """The share of prompt tokens that one cache as large as all together would have."""
+    """The hit rate of one cache as large as all workers' caches together."""
     cache = Cache(WORKERS * BLOCKS_A_WORKER)
     hits = 0
     for request in trace:
@@ -149,7 +149,7 @@ def oracle(trace: Sequence[Request]) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast the modelled workers are. The default is that of a large model on one GPU."""
+    """Speed of the modelled workers. The default fits a large model on one GPU."""
 
     prefill_rate: float = 20_000.0
     step_seconds: float = 0.025
@@ -168,7 +168,7 @@ class Job:
 
 
 class ModelledWorker:
-    """Computes one prompt after the other, and a token a step for each of its generations.
+    """Computes one prompt after the other, and one token per step for each of its generations.
 
     A prompt's blocks are cached, and told of, when it is computed. It is never short of memory: what is measured is where prompts go.
     """
@@ -246,7 +246,7 @@ class VirtualTime:
 
 
 def replay(trace: Sequence[Request], settings: RouterSettings, pace: Pace = PACE) -> dict[str, float]:
-    """The trace in virtual time: hits by prompt tokens, seconds to the first token, and how busy workers are with prompts."""
+    """The trace in virtual time: the share of prompt tokens found, seconds to the first token, and the workers' load by prompts."""
     model = VirtualTime(settings, pace)
     model.run(trace)
     cuts = statistics.quantiles(model.waits, n=10)
@@ -260,14 +260,14 @@ def replay(trace: Sequence[Request], settings: RouterSettings, pace: Pace = PACE
     }
 
 
-# The real thing.
+# The trace against real servers.
 
-# Prompts are computed faster by as much as the trace is sped up, so that workers are as busy as in virtual time. Steps sped up like that
-# would take 2 ms, which is too short for so many processes on few cores; longer ones keep more generations at once, and their KV in use.
-# The speed is what two cores manage: at 20, they are all but full.
+# The prefill rate grows with the speed of the trace, so workers are as busy as in virtual time. Steps of the same scale would take 2 ms,
+# too short for this many processes on few cores; with longer steps more generations run at once and more KV is in use.
+# Two cores manage this speed: at 20 they are nearly full.
 SPEED = 12.0
 STEP_MS = 8.0
-# Three ids name the block, the others are all the same: equal blocks for equal ids, and small bodies.
+# Three ids name the block, the rest is constant. So equal ids give equal blocks, and bodies stay small.
 NAMING = range(256, 1800)
 FILLER = b"65,"
 USAGE = '"usage":{'
@@ -289,7 +289,7 @@ def body(request: Request) -> bytes:
 
 
 class _Answer(asyncio.Protocol):
-    """One answer. Its events are not looked into, so that the load costs little here: the time of the first, and the end, are all."""
+    """Reads one answer: only the time of the first event and the end, so the load costs little here."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -311,7 +311,7 @@ class _Answer(asyncio.Protocol):
 
 @dataclass
 class Served:
-    """What one server did with the trace."""
+    """The figures of one server."""
 
     server: Process
     prompt_tokens: int = 0
@@ -358,7 +358,7 @@ class Served:
 
 
 async def _replay_over_http(trace: Sequence[Request], served: Served, speed: float) -> float:
-    """Sends every request at its time. Returns by how much the latest was late."""
+    """Sends every request at its time. Returns the largest delay."""
     began = time.perf_counter()
     latest = 0.0
     async with asyncio.TaskGroup() as group:
@@ -372,8 +372,7 @@ async def _replay_over_http(trace: Sequence[Request], served: Served, speed: flo
 
 
 def serve(trace: Sequence[Request], speed: float) -> dict[str, Any]:
-    """Four simulators under each policy, the same requests for both, one after the other: together they would want for cores, and the
-    times would be those of the machine."""
+    """Four simulators under each policy, with the same requests. One policy after the other, because both together need more cores."""
     arguments = [f"--workers={WORKERS}", f"--block-size={BLOCK}", f"--kv-blocks={BLOCKS_A_WORKER}", f"--step-ms={STEP_MS}"]
     arguments += ["--engine=simulator", f"--prefill-rate={PACE.prefill_rate * speed}"]
     results: dict[str, Any] = {}
@@ -406,16 +405,16 @@ def _check(name: str, value: float, is_good: bool) -> bool:
 
 def _compare(ours: float, round_robin: float, best: float) -> bool:
     times = ours / (round_robin or math.inf)
-    gain = _check(f"hits against round-robin's (at least {LEAST_GAIN} times)", times, ours >= LEAST_GAIN * round_robin)
-    return _check(f"hits against the oracle's (at least {LEAST_OF_ORACLE})", ours / best, ours >= LEAST_OF_ORACLE * best) and gain
+    gain = _check(f"hits compared with round-robin (at least {MIN_GAIN} times)", times, ours >= MIN_GAIN * round_robin)
+    return _check(f"hits compared with the oracle (at least {MIN_OF_ORACLE})", ours / best, ours >= MIN_OF_ORACLE * best) and gain
 
 
 def decision_point(results: dict[str, Any]) -> bool:
-    print("\nWhat a decision costs, µs: 16 workers × 10,000 blocks, prompts of 512 blocks", flush=True)
+    print("\nCost of a decision, µs: 16 workers × 10,000 blocks, prompts of 512 blocks", flush=True)
     results["decision"] = figures = measure_decision()
     _show(figures)
     p50 = figures["decision"]["p50"]
-    return _check(f"p50 (under {MOST_DECISION_US:g})", p50, p50 < MOST_DECISION_US)
+    return _check(f"p50 (under {MAX_DECISION_US:g})", p50, p50 < MAX_DECISION_US)
 
 
 def model_point(trace: Sequence[Request], results: dict[str, Any]) -> bool:
@@ -447,17 +446,17 @@ def serve_point(trace: Sequence[Request], speed: float, results: dict[str, Any])
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures the router.")
     for point, meaning in (("decision", "what a decision costs"), ("model", "the trace in virtual time"), ("serve", "the trace over HTTP")):
-        parser.add_argument(f"--{point}", action="store_true", help=f"only {meaning} (and what else is named)")
+        parser.add_argument(f"--{point}", action="store_true", help=f"only {meaning} (repeat for more)")
     parser.add_argument("--trace", type=Path, default=TRACE, help="default: %(default)s")
-    parser.add_argument("--requests", type=int, help="only the first so many of the trace")
-    parser.add_argument("--speed", type=float, default=SPEED, help="how much faster than it was (default: %(default)g)")
+    parser.add_argument("--requests", type=int, help="use only the first N requests of the trace", metavar="N")
+    parser.add_argument("--speed", type=float, default=SPEED, help="how many times faster than recorded (default: %(default)g)")
     arguments = parser.parse_args()
     everything = not (arguments.decision or arguments.model or arguments.serve)
     results: dict[str, Any] = {}
     good = [decision_point(results)] if everything or arguments.decision else []
     if everything or arguments.model or arguments.serve:
         if not arguments.trace.exists():
-            print(f"\nThe trace is skipped: {arguments.trace} is not here; name it with --trace")
+            print(f"\nThe trace is skipped: {arguments.trace} does not exist; name it with --trace")
         else:
             trace = read_trace(arguments.trace)[: arguments.requests]
             if everything or arguments.model:

@@ -1,4 +1,4 @@
-"""Servers for the benches: real processes on free ports, stopped in order."""
+"""Servers for the benches: real processes on free ports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET = "only for this run"
 
 
 class Process:
-    """One `penstock` command, and what it says on standard error."""
+    """One `penstock` command and its standard error."""
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "penstock", *arguments]
@@ -58,7 +58,7 @@ class Process:
                 found[name] = child
         return found
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, /, **labels: str) -> float:
         """The sum of the samples of this name that have these labels."""
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             lines = answer.read().decode().splitlines()

@@ -1,10 +1,10 @@
-"""Measures what sessions promise: that they pay, that they leak nothing, and that two front ends agree on them.
+"""Measures sessions: what they save, that they leak nothing, and that two front ends agree on them.
 
-    python bench/sessions.py pay        64 agents with tool pauses under the pressure of one-off requests, with sessions and without
-    python bench/sessions.py leak       100,000 sessions, half closed, half expired; and a front end that is killed in the middle
-    python bench/sessions.py share      two front ends and a Redis, turns that alternate between them
+    python bench/sessions.py pay        64 agents that pause for tools, among one-off requests, with sessions and without
+    python bench/sessions.py leak       100,000 sessions, half closed and half expired, and a front end that is killed
+    python bench/sessions.py share      two front ends with one Redis, and turns that alternate between them
 
-Real processes with the simulated engine, on loopback. Exits with 1 when a promise does not hold.
+Real processes with the simulated engine, on loopback. Exits with 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from servers import SECRET, Process, serving
 WORDS = WordTokenizer()
 AGENTS, TURNS, ONE_OFFS = 64, 20, 500
 FIRST_PROMPT, TOOL_RESULT, ANSWER, ONE_OFF_PROMPT = 2000, 300, 80, 12_000
-SHORTEST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
-LEAST_REUSED, MOST_SLOWER = 0.95, 1.10
+MIN_PAUSE, MAX_PAUSE = 2.0, 30.0
+MIN_REUSED, MAX_SLOWDOWN = 0.95, 1.10
 
 
 def words(seed: int, count: int) -> str:
-    """So many tokens of text that nobody else has."""
+    """Text of `count` tokens that no other seed gives."""
     return WORDS.decode(tokens_between(seed, 0, count, WORDS.ordinary_ids))
 
 
 @dataclass
 class Seen:
-    """What the clients of one server saw."""
+    """The measurements of one server's clients."""
 
     reused: list[float] = field(default_factory=list)
     agent_waits: list[float] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Agent:
     async def run(self, http: aiohttp.ClientSession) -> None:
         messages = [{"role": "user", "content": f"{self._number}{words(10_000_000 + self._number, FIRST_PROMPT)}"}]
         left = 0
-        await asyncio.sleep(self._random.uniform(0, LONGEST_PAUSE / 2))
+        await asyncio.sleep(self._random.uniform(0, MAX_PAUSE / 2))
         for turn in range(TURNS):
             body: dict[str, object] = {"messages": messages, "max_tokens": ANSWER, "seed": self._number * 1000 + turn}
             if self._with_session:
@@ -111,7 +111,7 @@ class Agent:
             left = answer.usage["prompt_tokens"] + answer.usage["completion_tokens"]
             tool = words(20_000_000 + self._number * 1000 + turn, self._random.randint(TOOL_RESULT // 2, TOOL_RESULT * 3 // 2))
             messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": tool}]
-            await asyncio.sleep(self._random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE))
+            await asyncio.sleep(self._random.uniform(MIN_PAUSE, MAX_PAUSE))
 
 
 def _action(turn: int) -> dict[str, str]:
@@ -119,7 +119,7 @@ def _action(turn: int) -> dict[str, str]:
 
 
 async def press(http: aiohttp.ClientSession, url: str, seen: Seen, seconds: float) -> None:
-    """One-off requests, spread over the time at random."""
+    """Sends one-off requests at random times."""
     numbers = random.Random(5)
     moments = sorted(numbers.uniform(0, seconds) for _ in range(ONE_OFFS))
 
@@ -134,7 +134,7 @@ async def press(http: aiohttp.ClientSession, url: str, seen: Seen, seconds: floa
 
 async def work(url: str, with_session: bool) -> Seen:
     seen = Seen()
-    seconds = TURNS * (SHORTEST_PAUSE + LONGEST_PAUSE) / 2
+    seconds = TURNS * (MIN_PAUSE + MAX_PAUSE) / 2
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
         agents = [Agent(number, url, seen, with_session).run(http) for number in range(AGENTS)]
@@ -150,13 +150,13 @@ async def pay(arguments: argparse.Namespace) -> bool:
         on, off = await asyncio.gather(work(with_sessions.url, with_session=True), work(without.url, with_session=False))
         held = with_sessions.metric("penstock_sessions"), with_sessions.metric("penstock_kv_blocks", state="leased")
         evicted = [server.metric("penstock_kv_blocks_evicted_total") for server in (with_sessions, without)]
-    print(f"{AGENTS} agents × {TURNS} turns, pauses {SHORTEST_PAUSE:g}-{LONGEST_PAUSE:g} s, {ONE_OFFS} one-off requests; 2 × {flags[-1]}")
+    print(f"{AGENTS} agents × {TURNS} turns, pauses {MIN_PAUSE:g}-{MAX_PAUSE:g} s, {ONE_OFFS} one-off requests; 2 × {flags[-1]}")
     print(f"{'':34}{'sessions':>12}{'without':>12}")
     worst, all_reused = statistics.fmean(sorted(on.reused)[: len(on.reused) // 100]), min(on.reused)
     rows: list[tuple[str, Callable[[Seen], float]]] = [
         ("reused of the turn before, mean", lambda seen: statistics.fmean(seen.reused)),
         ("reused of the turn before, p1", lambda seen: percentile(seen.reused, 1)),
-        ("turns below 95 %", lambda seen: float(sum(reused < LEAST_REUSED for reused in seen.reused))),
+        ("turns below 95 %", lambda seen: float(sum(reused < MIN_REUSED for reused in seen.reused))),
         ("agents' wait p50, s", lambda seen: percentile(seen.agent_waits, 50)),
         ("agents' wait p99, s", lambda seen: percentile(seen.agent_waits, 99)),
         ("one-off wait p50, s", lambda seen: percentile(seen.one_off_waits, 50)),
@@ -170,14 +170,14 @@ async def pay(arguments: argparse.Namespace) -> bool:
     print(f"left on the workers: sessions {held[0]:.0f}, leased blocks {held[1]:.0f}")
     waits = [percentile(seen.agent_waits + seen.one_off_waits, 99) for seen in (on, off)]
     one_off = [percentile(seen.one_off_waits, 99) for seen in (on, off)]
-    promises = {
-        "every turn reuses 95 % of what the turn before left": all_reused >= LEAST_REUSED,
-        "p99 of all waits at most 10 % above": waits[0] <= MOST_SLOWER * waits[1],
-        "p99 of one-off waits at most 10 % above": one_off[0] <= MOST_SLOWER * one_off[1],
+    checks = {
+        "every turn reuses 95 % of the tokens of the turn before": all_reused >= MIN_REUSED,
+        "p99 of all waits at most 10 % above": waits[0] <= MAX_SLOWDOWN * waits[1],
+        "p99 of one-off waits at most 10 % above": one_off[0] <= MAX_SLOWDOWN * one_off[1],
         "no errors": not on.errors and not off.errors,
         "no session and no lease left": held == (0, 0),
     }
-    return told(promises)
+    return report(checks)
 
 
 async def leak(arguments: argparse.Namespace) -> bool:
@@ -191,7 +191,7 @@ async def leak(arguments: argparse.Namespace) -> bool:
     ]
     with serving(*flags) as server:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            # The first ones bring every process to its high-water mark, which the allocator keeps: arenas with something in them.
+            # The first sessions bring every process to its peak memory, which the allocator then keeps.
             await open_and_leave(http, server, "warm", arguments.sessions // 2)
             before = await settled(server)
             print(f"before: {before}")
@@ -210,7 +210,7 @@ async def leak(arguments: argparse.Namespace) -> bool:
             left = await orphans(server)
             print(f"front end killed with {orphaned:.0f} sessions on the workers; after timeout and grace {left:.0f} are left")
         log = [line for line in server.log if "Traceback" in line or ("ERROR" in line and "died" not in line)]
-    promises = {
+    checks = {
         "RSS of each process back within 5 %": max(ratios.values()) <= 1.05,
         "no KV held": after["leased blocks"] == 0 and after["used blocks"] == 0,
         "no session left": after["sessions"] == 0 and after["sessions known"] == 0,
@@ -218,11 +218,11 @@ async def leak(arguments: argparse.Namespace) -> bool:
         "a killed front end leaves none": orphaned >= 1900 and left == 0,
         f"nothing in the log {log[:2]}": not log,
     }
-    return told(promises)
+    return report(checks)
 
 
 async def open_and_leave(http: aiohttp.ClientSession, server: Process, name: str, count: int) -> None:
-    """Half are closed, by DELETE or by a turn; half are left to expire."""
+    """Closes one half, by DELETE or by a turn. The other half expires."""
     at_once = asyncio.Semaphore(128)
 
     async def one(number: int) -> None:
@@ -253,7 +253,7 @@ async def turn(http: aiohttp.ClientSession, url: str, session: str, action: str 
 
 
 async def settled(server: Process) -> dict[str, float]:
-    """What is left when everything has expired and nothing moves any more."""
+    """Sessions, blocks and memory after everything has expired."""
     for _ in range(120):
         await asyncio.sleep(1)
         if not (server.metric("penstock_sessions") or server.metric("penstock_sessions_known")):
@@ -271,7 +271,7 @@ async def settled(server: Process) -> dict[str, float]:
 
 
 async def orphans(server: Process) -> float:
-    """Sessions on the workers, once the new front end knows them, after timeout and grace."""
+    """Sessions left on the workers after timeout and grace, as the new front end sees them."""
     deadline = time.monotonic() + 60
     await asyncio.sleep(5 + 5)
     while time.monotonic() < deadline:
@@ -298,15 +298,15 @@ async def share(arguments: argparse.Namespace) -> bool:
     print(f"100 ids opened on both at once: {len(split)} have more than one winner {split[:3]}")
     same = lists[0] == lists[1]
     print(f"the front ends list {len(lists[0])} and {len(lists[1])} sessions, {'the same' if same else 'NOT the same'}")
-    promises = {"all turns hit their worker": not wrong, "one winner a race": not split, "both list the same": same and bool(lists[0])}
-    return told(promises)
+    checks = {"all turns hit their worker": not wrong, "one winner per race": not split, "both list the same": same and bool(lists[0])}
+    return report(checks)
 
 
 SHARED_TURNS = 6
 
 
 async def _alternate(http: aiohttp.ClientSession, at_once: asyncio.Semaphore, urls: list[str], number: int) -> str | None:
-    """What went wrong with one session, whose turns alternate between the front ends."""
+    """Runs one session whose turns alternate between the front ends. Returns what went wrong, or None."""
     workers = set()
     for step, url in zip(range(SHARED_TURNS), itertools.cycle(urls[number % 2 :] + urls[: number % 2]), strict=False):
         async with at_once:
@@ -321,7 +321,7 @@ async def _alternate(http: aiohttp.ClientSession, at_once: asyncio.Semaphore, ur
 
 
 async def _race(http: aiohttp.ClientSession, urls: list[str], number: int) -> set[str]:
-    """The workers that the front ends know for a session that was opened on both at once, and that its next turns went to."""
+    """Opens a session on both front ends at once. Returns the workers that they name and that its next turns use."""
     session = f"race-{number}"
     await asyncio.gather(*[turn(http, url, session, "open", 300) for url in urls])
     known = set()
@@ -345,7 +345,7 @@ async def _all_sessions(http: aiohttp.ClientSession, url: str) -> dict[str, str]
 
 @contextmanager
 def sharing(workers: int, front_ends: int) -> Iterator[list[str]]:
-    """Workers and front ends that find each other in a Redis; the front ends' addresses."""
+    """Starts workers and front ends that share a Redis. Yields the front ends' URLs."""
     redis = programs.redis_server()
     if redis is None:
         raise SystemExit("there is no redis-server: run `make setup`, which installs one")
@@ -386,16 +386,16 @@ def percentile(values: list[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-def told(promises: dict[str, bool]) -> bool:
-    for promise, holds in promises.items():
-        print(f"  {'ok  ' if holds else 'FAIL'} {promise}")
-    return all(promises.values())
+def report(checks: dict[str, bool]) -> bool:
+    for check, holds in checks.items():
+        print(f"  {'ok  ' if holds else 'MISS'} {check}")
+    return all(checks.values())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["pay", "leak", "share"])
-    parser.add_argument("--sessions", type=int, help="how many (leak: 100,000; share: 1,000)")
+    parser.add_argument("--sessions", type=int, help="number of sessions (default: leak 100,000, share 1,000)")
     parser.add_argument("--kv-blocks", type=int, default=26_000, help="pay: KV blocks of each worker")
     arguments = parser.parse_args()
     arguments.sessions = arguments.sessions or (100_000 if arguments.what == "leak" else 1000)

@@ -1,4 +1,4 @@
-"""Shows that nothing is lost between SGLang and a worker, whether its chunks are cumulative or incremental.
+"""Checks that nothing is lost between SGLang and a worker, with cumulative and with incremental chunks.
 
     python bench/sglang_streams.py --model DIRECTORY --engine-args='…'
 
@@ -31,13 +31,13 @@ from penstock.wire.messages import Sampling
 
 MODES = {"cumulative": (), "incremental": ("--incremental-streaming-output",)}
 GREEDY = Sampling(temperature=0)
-LEAST_ID, MOST_ID = 10, 1000
+MIN_ID, MAX_ID = 10, 1000
 TOP = 3
 
 
 def prompts(count: int) -> list[tuple[int, ...]]:
     random_ids = random.Random(count)
-    return [tuple(random_ids.randrange(LEAST_ID, MOST_ID) for _ in range(20 + number)) for number in range(count)]
+    return [tuple(random_ids.randrange(MIN_ID, MAX_ID) for _ in range(20 + number)) for number in range(count)]
 
 
 def ask(prompt: tuple[int, ...], tokens: int, **more: Any) -> EngineRequest:
@@ -45,7 +45,7 @@ def ask(prompt: tuple[int, ...], tokens: int, **more: Any) -> EngineRequest:
 
 
 async def read(engine: SglangEngine, request: EngineRequest, until: asyncio.Event | None = None) -> tuple[list[int], int, int]:
-    """The tokens, how many logprobs came with them, and in how many chunks. A reader that stalls takes one, and waits for the event."""
+    """The tokens, and the numbers of logprobs and chunks. A reader that stalls takes one chunk and waits for the event."""
     tokens: list[int] = []
     logprobs = chunks = 0
     async with contextlib.aclosing(engine.generate(request)) as stream:
@@ -59,7 +59,7 @@ async def read(engine: SglangEngine, request: EngineRequest, until: asyncio.Even
 
 
 async def whole(engine: SglangEngine, prompt: tuple[int, ...], tokens: int) -> list[int]:
-    """SGLang's own answer, all at once."""
+    """SGLang's own answer, without streaming."""
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     answer = await engine._engine.async_generate(input_ids=list(prompt), sampling_params=sampling)
     return list(answer["output_ids"])
@@ -86,9 +86,9 @@ async def compare(engine: SglangEngine, streams: int, tokens: int) -> dict[str, 
             answer == right and count == tokens for (answer, count, _), right in zip(with_logprobs, expected, strict=False)
         ),
         "stalled_chunks": all_of_them[0][2],
-        "tokens_a_chunk": made / sum(chunks for _, _, chunks in got),
-        "tokens_a_second": made / seconds,
-        "cpu_us_a_token": cpu / made * 1e6,
+        "tokens_per_chunk": made / sum(chunks for _, _, chunks in got),
+        "tokens_per_second": made / seconds,
+        "cpu_us_per_token": cpu / made * 1e6,
     }
 
 
@@ -97,7 +97,7 @@ async def run(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     engine = SglangEngine(EngineSettings(model=str(arguments.model), engine_args=engine_args))
     await engine.start(lambda reason: sys.exit(f"SGLang has failed: {reason}"))
     try:
-        # Compiles and fills what the first requests need, so that it is not counted.
+        # A warm-up: the cost of the first requests is not counted.
         await asyncio.gather(*(read(engine, ask(prompt, 8)) for prompt in prompts(8)))
         return await compare(engine, arguments.streams, arguments.tokens)
     finally:
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--engine-args", default="")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--mode", choices=MODES, help="one of them, told as JSON (default: both, as a table)")
+    parser.add_argument("--mode", choices=MODES, help="run one mode and print JSON (default: both, as a table)")
     arguments = parser.parse_args()
     if arguments.mode is not None:
         print(json.dumps(uvloop.run(run(arguments.mode, arguments))))
@@ -124,10 +124,10 @@ def main() -> int:
         holds &= is_right
         print(
             f"{mode:<12} {told['streams']:>7} {told['lost']:>5} {told['repeated']:>8} {told['equal']:>6} "
-            f"{'right' if told['logprobs_right'] else 'WRONG':>8} {told['tokens_a_second']:>9.0f} {told['cpu_us_a_token']:>13.0f} "
-            f"{told['tokens_a_chunk']:>13.2f}"
+            f"{'right' if told['logprobs_right'] else 'WRONG':>8} {told['tokens_per_second']:>9.0f} {told['cpu_us_per_token']:>13.0f} "
+            f"{told['tokens_per_chunk']:>13.2f}"
         )
-    print("holds: nothing is lost, nothing repeated, all as without streaming" if holds else "DOES NOT HOLD")
+    print("ok: nothing is lost or repeated, and all is as without streaming" if holds else "MISS")
     return 0 if holds else 1
 
 

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from servers import Process
+from servers import serving as start_server
 from sseload import build_client, figures_of
 
 ROOT = Path(__file__).parents[1]
@@ -37,68 +38,26 @@ TOKENS = 256
 PROMPT = "@@ID@@ water river stone light wind paper garden bridge morning travel music"
 
 
-class Server:
-    """`penstock serve` with the simulator, one worker."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "penstock",
-            "serve",
-            "--engine=simulator",
-            "--port",
-            "0",
-            "--step-ms",
-            str(STEP_MS),
-            "--max-batch",
-            "8192",
-            *arguments,
-        ]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            if found := re.search(r"ready: .* on http://127.0.0.1:(\d+)", line):
-                self.port = int(found[1])
-                break
-        else:
-            raise SystemExit("the server did not start")
-        children = psutil.Process(self.process.pid).children()
-        (self.front_end,) = [child.pid for child in children if "frontend" in child.cmdline()]
-        (self.worker,) = [child.pid for child in children if "worker" in child.cmdline()]
-
-    def stop(self) -> None:
-        self.process.terminate()
-        _, log = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, log
-        wrong = [line for line in log.splitlines() if " ERROR " in line or "Traceback" in line]
-        assert not wrong, wrong
-
-    def worker_load(self) -> tuple[float, float, float]:
-        """Generations running and queued, and KV blocks in use."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as answer:
-            text = answer.read().decode()
-
-        def sample(pattern: str) -> float:
-            found = re.search(pattern + r"\S* (\S+)$", text, re.MULTILINE)
-            assert found, pattern
-            return float(found[1])
-
-        running = sample(r'^penstock_requests_running\{name="worker-0"')
-        queued = sample(r'^penstock_requests_queued\{name="worker-0"')
-        return running, queued, sample(r'^penstock_kv_blocks\{name="worker-0",state="used"')
-
-
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
-    server = Server(*arguments)
-    try:
+def serving(*arguments: str) -> Iterator[Process]:
+    """`penstock serve` with the simulator and one worker. Its log must have no error."""
+    with start_server("--engine=simulator", f"--step-ms={STEP_MS}", "--max-batch=8192", *arguments) as server:
         yield server
-    except BaseException:
-        server.process.terminate()
-        server.process.wait()
-        raise
-    server.stop()
+    assert server.process.returncode == 0, server.log
+    wrong = [line for line in server.log if " ERROR " in line or "Traceback" in line]
+    assert not wrong, wrong
+
+
+def worker_load(server: Process) -> tuple[float, float, float]:
+    """Generations running and queued at the worker, and KV blocks in use."""
+    running = server.metric("penstock_requests_running", name="worker-0")
+    queued = server.metric("penstock_requests_queued", name="worker-0")
+    return running, queued, server.metric("penstock_kv_blocks", name="worker-0", state="used")
+
+
+def pid(server: Process, role: str) -> int:
+    (found,) = server.children(role).values()
+    return int(found.pid)
 
 
 class Bench:
@@ -111,14 +70,14 @@ class Bench:
         self._body.write_text(json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}}))
         self.results: dict[str, dict[str, Any]] = {}
 
-    def start_load(self, server: Server, concurrency: int, requests: int, *arguments: str) -> subprocess.Popen[str]:
+    def start_load(self, server: Process, concurrency: int, requests: int, *arguments: str) -> subprocess.Popen[str]:
         assert self._client is not None
         command = [self._client, "-p", str(server.port), "-u", "/v1/completions", "-b", str(self._body), "-c", str(concurrency)]
-        command += ["-n", str(requests), "--expect-tokens", str(TOKENS), "--cpu", f"frontend={server.front_end}"]
-        command += ["--cpu", f"worker={server.worker}", "--quiet", *arguments]
+        command += ["-n", str(requests), "--expect-tokens", str(TOKENS), "--cpu", f"frontend={pid(server, 'frontend')}"]
+        command += ["--cpu", f"worker={pid(server, 'worker')}", "--quiet", *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-    def load(self, server: Server, concurrency: int, requests: int, *arguments: str) -> dict[str, Any]:
+    def load(self, server: Process, concurrency: int, requests: int, *arguments: str) -> dict[str, Any]:
         return figures_of(self.start_load(server, concurrency, requests, *arguments))
 
     def point_1(self) -> dict[str, tuple[Any, bool]]:
@@ -194,7 +153,9 @@ class Bench:
         with serving() as server, tempfile.NamedTemporaryFile(suffix=".json") as file:
             command = [sys.executable, "-m", "penstock", "bench", "--url", f"http://127.0.0.1:{server.port}", "-c", "2048", "-n", "10000"]
             command += ["--verify", "--max-tokens", str(TOKENS), "--no-progress", "--json", file.name]
-            done = subprocess.run([*command, "--process", f"frontend={server.front_end}"], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*command, "--process", f"frontend={pid(server, 'frontend')}"], capture_output=True, text=True, check=False
+            )
             figures = json.load(file) if done.returncode < 2 else {}
         checked = figures["verification"]
         wrong = {name: checked[name] for name in ("lost", "repeated", "reordered", "usage_mismatch")}
@@ -242,7 +203,7 @@ def _pair(spread: dict[str, float]) -> str:
     return f"{spread['p50']:,.1f} / {spread['p99']:,.1f}"
 
 
-async def _cut_off(server: Server, count: int) -> tuple[float, int, float]:
+async def _cut_off(server: Process, count: int) -> tuple[float, int, float]:
     generator = random.Random(7)
     body = json.dumps({"model": "simulator", "prompt": "cut me off", "max_tokens": 100_000, "ignore_eos": True, "stream": True}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
@@ -266,7 +227,7 @@ async def _cut_off(server: Server, count: int) -> tuple[float, int, float]:
     async def watch() -> None:
         nonlocal most
         while True:
-            running, queued, _ = await asyncio.to_thread(server.worker_load)
+            running, queued, _ = await asyncio.to_thread(worker_load, server)
             most = max(most, running + queued)
             await asyncio.sleep(0.05)
 
@@ -274,13 +235,13 @@ async def _cut_off(server: Server, count: int) -> tuple[float, int, float]:
     await asyncio.gather(*(client(generator.uniform(0.5, 3.0)) for _ in range(count)))
     last_cut = time.monotonic()
     watching.cancel()
-    while any(await asyncio.to_thread(server.worker_load)):
+    while any(await asyncio.to_thread(worker_load, server)):
         if time.monotonic() - last_cut > 10:
             break
     return time.monotonic() - last_cut, unserved, most
 
 
-def _stream_once(server: Server, prompts: int, n: int) -> tuple[float, bool]:
+def _stream_once(server: Process, prompts: int, n: int) -> tuple[float, bool]:
     """Wall seconds of one streaming completion, and whether no choice ended before all had begun."""
     fields = {"model": "simulator", "prompt": [f"prompt {index}" for index in range(prompts)], "n": n, "max_tokens": TOKENS, "stream": True}
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/completions", json.dumps(fields).encode())

@@ -16,14 +16,14 @@ from fuzzing.mutations import Malformed, Mutations
 from fuzzing.target import MAX_BODY_BYTES, Findings, Target
 
 CONCURRENCY = 16
-# Each takes the time of an answer.
-MOST_HANGS = 5
+# Each one takes the whole time limit.
+MAX_HANGS = 5
 GROWTH_SHARE = 0.1
 CUT = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError)
 
 
 async def run_bodies(target: Target, cases: int, seed: int, findings: Findings) -> None:
-    """All routes in turn."""
+    """Sends to all routes in turn."""
     paths = target.document["paths"]
     routes = {
         path: _mutations(path, methods["post"], target, seed) for path, methods in paths.items() if "requestBody" in methods.get("post", {})
@@ -35,12 +35,12 @@ async def run_bodies(target: Target, cases: int, seed: int, findings: Findings) 
 
         async def work(until: int) -> None:
             for path, malformed in queue:
-                if findings.cases >= until or findings.problems["no answer"] >= MOST_HANGS:
+                if findings.cases >= until or findings.problems["no answer"] >= MAX_HANGS:
                     return
                 kinds[malformed.kind] += 1
                 await _send(session, target, path, malformed, findings)
 
-        # The largest first, all at once: they take what a process ever needs, and does not give back.
+        # The largest first, all at once: they bring each process to its peak memory.
         heavy = [(path, body) for path, one in routes.items() for body in one.heaviest() for _ in range(CONCURRENCY // 4)]
         await asyncio.gather(*(_send(session, target, path, body, findings) for path, body in heavy))
         memory = [target.memory()]
@@ -70,7 +70,7 @@ async def _send(session: aiohttp.ClientSession, target: Target, path: str, malfo
         status, content = await _post(session, url, malformed)
     except CUT as error:
         findings.count(route, "cut")
-        # Such headers are refused before the application sees them, and a body over the limit is not read to its end.
+        # Such headers are refused before the application sees them. A body over the limit is not read to its end.
         if not malformed.headers and len(malformed.body) <= MAX_BODY_BYTES:
             findings.report("no answer", f"{error!r} {shown}")
         return
@@ -82,7 +82,7 @@ async def _send(session: aiohttp.ClientSession, target: Target, path: str, malfo
     if status >= 500:
         findings.report("5xx", f"{status} {content[:300]!r} {shown}")
     elif status >= 400 and not malformed.headers and not _says_something(content):
-        findings.report("an error that says nothing", f"{status} {content[:300]!r} {shown}")
+        findings.report("an error without a message", f"{status} {content[:300]!r} {shown}")
 
 
 async def _post(session: aiohttp.ClientSession, url: str, malformed: Malformed) -> tuple[int, bytes]:
@@ -90,7 +90,7 @@ async def _post(session: aiohttp.ClientSession, url: str, malformed: Malformed) 
         async with session.post(url, data=malformed.body, headers=malformed.headers) as response:
             return response.status, await response.read()
     except CUT:
-        # It may be the request before it for which the connection was closed, at the moment at which it was used again.
+        # The connection may have been closed for the request before, just when it was used again.
         async with session.post(url, data=malformed.body, headers={**malformed.headers, "connection": "close"}) as response:
             return response.status, await response.read()
 
@@ -133,7 +133,7 @@ async def _send_broken(target: Target, seed: int, findings: Findings) -> None:
 
 
 async def _send_raw(target: Target, name: str, data: bytes, findings: Findings) -> None:
-    """Sends it, says nothing more, and waits for an answer: the server must not wait for ever, either."""
+    """Sends it and waits for an answer. The server must not wait for more for ever."""
     reader, writer = await asyncio.open_connection("127.0.0.1", target.server.port)
     try:
         writer.write(data)
@@ -154,12 +154,10 @@ async def _send_raw(target: Target, name: str, data: bytes, findings: Findings) 
 
 
 def _compare_memory(memory: Sequence[Mapping[str, int]], growth: int, findings: Findings) -> None:
-    """After the largest requests, and after every tenth. What is kept by design has filled its bounds after half of them."""
+    """Compares memory after the largest requests and after each tenth. Bounded stores are full after half of them."""
     half, last = memory[len(memory) // 2], memory[-1]
     for name in last:
-        print(
-            f"memory of {name}, MiB at the beginning and after each tenth: " + " ".join(f"{one.get(name, 0) / 2**20:.1f}" for one in memory)
-        )
+        print(f"memory of {name}, MiB at the start and after each tenth: " + " ".join(f"{one.get(name, 0) / 2**20:.1f}" for one in memory))
         if name not in half:
             findings.report("a process that is not the same", name)
         elif last[name] > half[name] * (1 + GROWTH_SHARE) + growth:

@@ -1,4 +1,4 @@
-"""Requests that are made from the API's document: right ones, wrong ones, and answers held to it."""
+"""Valid and invalid requests made from the API's document. Answers are checked against it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKS = [checks.status_code_conformance, checks.content_type_conformance, check
 
 
 def run_schemathesis(target: Target, cases: int, seed: int, findings: Findings) -> None:
-    """Every operation has its share, the ones with a body the largest; what cannot be said in so many ways leaves its own to the others."""
+    """Each operation gets a share of the cases, a larger one if it has a body. Shares that are not used up go to the others."""
     schema: Any = schemathesis.openapi.from_dict(target.document)
     operations = [result.ok() for result in schema.get_all_operations()]
     plain = [operation for operation in operations if not operation.definition.raw.get("requestBody")]
@@ -30,7 +30,7 @@ def run_schemathesis(target: Target, cases: int, seed: int, findings: Findings) 
     rest = cases - findings.cases
     for number, operation in enumerate(with_body):
         share = -(-rest // len(with_body))
-        # A part of the share at a time, for hypothesis slows down with the number of its examples.
+        # In parts, because hypothesis slows down with the number of examples.
         for start in range(0, share, 1000):
             _fuzz(target, operation, min(1000, share - start), seed + 1000 * number + start, findings)
 
@@ -59,13 +59,12 @@ def _fuzz(target: Target, operation: Any, examples: int, seed: int, findings: Fi
         try:
             run()
         except hypothesis.errors.Unsatisfiable:
-            # Nothing about it can be wrong.
+            # Such a request cannot be wrong.
             continue
 
 
 def _aim(case: Any, target: Target, number: int) -> None:
-    """Most get past the names of models and conversations, and ask for no more text than there is time for; many ask for few things
-    at once, so that it is not always the same one that is wrong."""
+    """Most cases name an existing model and conversation, and ask for little text. Many have few fields, so that errors differ."""
     drawn = random.Random(number)
     if isinstance(case.body, dict) and drawn.random() < 0.9:
         if drawn.random() < 0.6:
@@ -85,4 +84,4 @@ def _check_against_document(case: Any, response: Any, findings: Findings) -> Non
         case.validate_response(response, checks=CHECKS)
     except (Failure, FailureGroup) as error:
         text = "; ".join(str(one) for one in getattr(error, "exceptions", [error]))
-        findings.report("an answer that the document does not allow", f"{text} {case.as_curl_command()}")
+        findings.report("an answer that contradicts the document", f"{text} {case.as_curl_command()}")

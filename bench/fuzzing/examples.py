@@ -1,4 +1,4 @@
-"""Bodies that are right, with enough in them to be spoilt."""
+"""Valid bodies with many fields, as a start for mutations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FUNCTION = {"name": "weather", "description": "The weather in a city."}
 
 
 def examples(path: str, example: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The document's own, and some with more in them to be spoilt."""
+    """The document's examples, and some with more fields."""
     small = {**example, **{name: 4 for name in ("max_tokens", "max_output_tokens") if name in example}}
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     match path:

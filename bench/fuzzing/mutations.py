@@ -1,4 +1,4 @@
-"""Bodies that are wrong, made of bodies that are right."""
+"""Makes malformed bodies from valid ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ODD_VALUES: tuple[Any, ...] = (
     *({}, {"": None}, {"type": "text"}, {"type": "function"}, {"type": "object"}, {"$ref": "#"}, {"x": {"x": {}}}, {"0": 1}, {"-1": 1e9}),
     *({"type": "json_schema"}, {"session_control": {}}, {"type": "array", "items": {"$ref": "#/x"}}, {"pattern": "("}, {"minItems": 10**9}),
 )
-"""Each is JSON, and right nearly nowhere."""
+"""Each is JSON that hardly any field allows."""
 
 RAW_VALUES = (
     *(
@@ -65,7 +65,7 @@ RAW_VALUES = (
     ),
     *(b"'x'", b"undefined", b"True", b"nul", b"[1,]", b'{"a":1,}', b"[,]", b"{1:2}", b"/**/1", b'"', b"[", b"{", b"]", b"}", b""),
 )
-"""What may stand in the place of a value, and mostly is no JSON."""
+"""Replacements for a value. Most are not JSON."""
 
 ODD_HEADERS: tuple[Mapping[str, str], ...] = (
     {"content-type": "text/plain"},
@@ -101,7 +101,7 @@ ODD_HEADERS: tuple[Mapping[str, str], ...] = (
 
 
 class Malformed(NamedTuple):
-    """A request's body and headers, and how they were made."""
+    """A request's body and headers, and the kind of mutation."""
 
     kind: str
     body: bytes
@@ -109,7 +109,7 @@ class Malformed(NamedTuple):
 
 
 class Mutations:
-    """Malformed bodies for one route, from bodies that it takes and the names of the fields that it knows. The same for the same seed."""
+    """Malformed bodies for one route, made from valid bodies and the route's field names. The same seed gives the same bodies."""
 
     def __init__(self, examples: Sequence[Mapping[str, Any]], fields: Sequence[str], seed: int, big: int) -> None:
         self._examples = examples
@@ -141,7 +141,7 @@ class Mutations:
         return Malformed(kind, self._kinds[kind][1](), headers)
 
     def heaviest(self) -> list[Malformed]:
-        """What takes the most memory: near the limit of bodies, as one string, many values, or one within the other."""
+        """Bodies that need the most memory: near the size limit, as one string, many values, or nested values."""
         example = encoded(self._example())[:-1] + b","
         name = json.dumps(self._fields[-1]).encode() + b":"
         room = self._big - len(example) - len(name) - 10
@@ -227,7 +227,7 @@ class Mutations:
         return encoded(self._odd())
 
     def _long_text(self) -> bytes:
-        """Near the limits of names, of the context, and now and then of the body."""
+        """Near the limits of names and the context, and sometimes of the body."""
         length = self._random.choice(
             (64, 65, 256, 257, 4_000, 20_000, 70_000, 300_000) if self._random.random() < 0.98 else (self._big - 300, self._big + 1)
         )
@@ -237,7 +237,7 @@ class Mutations:
         return encoded(replaced(example, self._random.choice(strings), text[:length]))
 
     def _many(self) -> bytes:
-        """More elements than anybody needs."""
+        """Lists with very many elements."""
         example = self._example()
         lists = [path for path in paths(example) if isinstance(at(example, path), list) and at(example, path)]
         if not lists:
@@ -251,7 +251,7 @@ def encoded(value: Any) -> bytes:
 
 
 def paths(value: Any, prefix: Path = ()) -> list[Path]:
-    """Where in a value something stands, however deep."""
+    """The paths of all values inside a value."""
     members: Sequence[tuple[str | int, Any]] = ()
     if isinstance(value, dict):
         members = list(value.items())
@@ -270,7 +270,7 @@ def at(value: Any, path: Path) -> Any:
 
 
 def replaced(value: Any, path: Path, new: Any) -> Any:
-    """The same value, with something else at the path."""
+    """A copy with another value at the path."""
     if not path:
         return new
     at(value, path[:-1])[path[-1]] = new

@@ -1,4 +1,4 @@
-"""The server that the fuzzers ask, and what they find."""
+"""The server that the fuzzers use, and their findings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_BODY_BYTES = 4 * 2**20
 MEMORY_MIB = 8
 STORE_MIB = 16
 STALL_SECONDS = 2.0
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long the longest answer is and may take. `growth`: what one request near the limit of bodies takes while it is read, in bytes;
-    the allocator may keep it."""
+    """The longest answer in tokens and seconds. `growth`: bytes that the largest request needs while it is read; the allocator may
+    keep them."""
 
     context_length: int
     seconds: float
@@ -40,7 +40,7 @@ PACES = {
 
 
 class Findings:
-    """What came of the requests: statuses by route, and whatever must not be."""
+    """Statuses by route, and problems."""
 
     def __init__(self) -> None:
         self.statuses: dict[str, Counter[str]] = {}
@@ -52,7 +52,7 @@ class Findings:
 
     def report(self, problem: str, detail: str) -> None:
         self.problems[problem] += 1
-        if self._shown < MOST_SHOWN:
+        if self._shown < MAX_SHOWN:
             self._shown += 1
             print(f"{problem}: {detail[:1500]}")
 
@@ -64,13 +64,13 @@ class Findings:
         for route, counter in sorted(self.statuses.items()):
             listed = ", ".join(f"{status}: {count:,}" for status, count in sorted(counter.items()))
             print(f"{route:45} {counter.total():7,}   {listed}")
-        print(f"{'in all':45} {self.cases:7,}")
+        print(f"{'total':45} {self.cases:7,}")
         for problem, count in self.problems.items():
             print(f"PROBLEM: {problem}: {count:,}")
 
 
 class Target:
-    """The server, its document, and a request whose answer is known."""
+    """The server, its document, and a request with a known answer."""
 
     def __init__(self, server: Process, pace: Pace) -> None:
         self.server = server
@@ -92,27 +92,27 @@ class Target:
             connection.close()
 
     def known_id(self, path: str, method: str) -> str:
-        """Of something that there is; to be deleted, of something that nobody else asks for."""
+        """The id of an existing object. For DELETE, of one that no other request uses."""
         if "conversations" not in path:
             return self.model
         return str(self.ask("POST", "/v1/conversations", {})["id"]) if method == "DELETE" else self.conversation
 
     def check_answer(self, findings: Findings) -> None:
-        """The server still says exactly what it said at the beginning."""
+        """The answer at the end must equal the answer at the start."""
         try:
             answer = self._answer()
         except (OSError, AssertionError, http.client.HTTPException) as error:
             findings.report("no answer at the end", repr(error))
             return
         if answer != self._known:
-            findings.report("another answer at the end", f"{answer!r} instead of {self._known!r}")
+            findings.report("a different answer at the end", f"{answer!r} instead of {self._known!r}")
 
     def _answer(self) -> str:
         body = {"model": self.model, "prompt": "The water", "max_tokens": 16, "temperature": 0, "seed": 7}
         return str(self.ask("POST", "/v1/completions", body)["choices"][0]["text"])
 
     def memory(self) -> dict[str, int]:
-        """Of every process, by its name."""
+        """RSS in bytes by process name."""
         processes: dict[str, psutil.Process] = {**self.server.children("frontend"), **self.server.children("worker")}
         return {name: process.memory_info().rss for name, process in processes.items()}
 
@@ -124,7 +124,7 @@ class Target:
 
 @contextmanager
 def target(engine: str) -> Iterator[Target]:
-    """A server that is quick, and whose stores are small, so that they are full soon."""
+    """Starts a fast server with small stores, so that they fill soon."""
     pace = PACES[engine]
     memory = (f"--transcript-memory={MEMORY_MIB}", f"--resume-memory={MEMORY_MIB}", f"--response-store-size={STORE_MIB}")
     limits = (

@@ -1,9 +1,9 @@
-"""The embedded engine on a GPU: that it gives the CPU's tokens, that it serves, and how far from the memory's limit it is.
+"""Measures the embedded engine on a GPU: it gives the CPU's tokens, it serves, and how close it comes to the memory's limit.
 
     python bench/gpu/engine.py [--json FILE]
 
-An 8B-shaped model with random weights needs no download and about 40 GB of GPU memory. With `--device cpu` everything is tiny: a
-trial of the script itself.
+An 8B-shaped model with random weights needs no download and about 40 GB of GPU memory. With `--device cpu` everything is tiny, to
+try the script itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MEASURED_STEPS = 64
 
 
 def random_weights(shape: ModelShape, dtype: torch.dtype, device: torch.device, spread: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """One after the other, so that they are never there twice. Norms are about one."""
+    """Yields one tensor after the other, so that none is in memory twice. Norms are about one."""
     generator = torch.Generator(device).manual_seed(1)
 
     def matrix(*size: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def requests(shape: ModelShape, count: int, length: int, max_tokens: int, sampli
 
 
 def run(engine: Engine, submits: list[Submit]) -> dict[bytes, list[int]]:
-    """All of them, to the end, with the cache checked now and then."""
+    """Runs all requests to their end. Checks the cache from time to time."""
     tokens: dict[bytes, list[int]] = {submit.id: [] for submit in submits}
     finished = 0
     for submit in submits:
@@ -93,7 +93,7 @@ def run(engine: Engine, submits: list[Submit]) -> dict[bytes, list[int]]:
 
 
 def check_tokens_equal_the_cpus(device: torch.device) -> dict[str, Any]:
-    """A tiny float32 model with the same weights on both: batched, in pieces, preempted, and with reused prefixes."""
+    """A tiny float32 model with the same weights on GPU and CPU: batched, in pieces, preempted, and with reused prefixes."""
     cpu = torch.device("cpu")
     weights = list(random_weights(TINY, torch.float32, cpu, 0.15))
     models = [Model(TINY, weights, TINY.trained_length, torch.float32, place) for place in (cpu, device)]
@@ -118,7 +118,7 @@ def check_masks(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, those read and those written, of a large copy: the limit that steps are held against."""
+    """Bytes read and written per second by a large copy. Steps are compared with this limit."""
     source = torch.empty(2**32 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = 0.0
@@ -132,7 +132,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def measure(model: Model, batch: int, bandwidth: float, pages: int) -> dict[str, Any]:
-    """Steps in which every sequence of the batch generates, at a context of about `CONTEXT` tokens."""
+    """Measures decode steps of the whole batch, at a context of about `CONTEXT` tokens."""
     shape = model.shape
     engine = make_engine(model, pages, max_batch=batch, token_budget=8192)
     for submit in requests(shape, batch, CONTEXT - MEASURED_STEPS // 2, MEASURED_STEPS + 16):
@@ -169,7 +169,7 @@ def _finish(device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
