@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -17,7 +18,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
-from penstock.cluster import redis_scripts as scripts
 from penstock.router.affinity import Binding, Claim, owner_key, session_key
 from penstock.wire.errors import ConfigError
 
@@ -68,15 +68,16 @@ class RedisStore:
         except ValueError:
             # Without the error's own text: it may quote the URL.
             raise self._unusable("expected a redis://, rediss:// or unix:// URL") from None
-        self._claim = self._script(scripts.CLAIM)
-        self._rebind = self._script(scripts.REBIND)
-        self._renew = self._script(scripts.RENEW)
-        self._release = self._script(scripts.RELEASE)
-        self._sweep_owner = self._script(scripts.SWEEP_OWNER)
-        self._next_epoch = self._script(scripts.NEXT_EPOCH)
-        self._register = self._script(scripts.REGISTER)
-        self._deregister = self._script(scripts.DEREGISTER)
-        self._members = self._script(scripts.MEMBERS)
+        self._scripts = Path(__file__).with_suffix(".lua").read_text(encoding="utf-8")
+        self._claim = self._script("claim")
+        self._rebind = self._script("rebind")
+        self._renew = self._script("renew")
+        self._release = self._script("release")
+        self._sweep_owner = self._script("sweep_owner")
+        self._next_epoch = self._script("next_epoch")
+        self._register = self._script("register")
+        self._deregister = self._script("deregister")
+        self._members = self._script("members")
 
     async def start(self) -> None:
         """Connects. If Redis cannot be reached, that is logged and the service starts without it.
@@ -231,8 +232,9 @@ class RedisStore:
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(f"--store {self._shown} cannot be used: {reason}")
 
-    def _script(self, body: str) -> Any:
-        return self._redis.register_script(scripts.PRELUDE + body)
+    def _script(self, function: str) -> Any:
+        """Calls a function of redis_store.lua, as one atomic step of Redis."""
+        return self._redis.register_script(f"{self._scripts}return {function}()")
 
     def _binding(self, key: str) -> str:
         return f"{self._prefix}binding:{key}"
