@@ -98,7 +98,7 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
     )
     limits = settings.external
     backend = ExternalBackend(
-        model, engine, grammars, _make_feed, on_failure, max_sessions=limits.max_sessions, session_grace=limits.session_grace
+        model, engine, grammars, make_feed, on_failure, max_sessions=limits.max_sessions, session_grace=limits.session_grace
     )
     return backend, packed
 
@@ -134,9 +134,11 @@ def _make_grammars(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int
     return CompileQueue(GrammarCompiler(tokenizer.definition, vocab_size, end_ids).lark)
 
 
-def _make_feed(endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> EventFeed:
-    from penstock.backends.external.zmq_events import KvEventFeed
-
+def make_feed(endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> EventFeed:
+    try:
+        from penstock.backends.external.zmq_events import KvEventFeed
+    except ImportError as missing:
+        raise ConfigError(f"the KV events of an engine need the package {missing.name!r}: pip install pyzmq") from missing
     return KvEventFeed(endpoints, block_size, on_events)
 
 

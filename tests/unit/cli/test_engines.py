@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from chat_model import chat_model
-from penstock.backends.external.engine import EngineReport, Feature
+from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
 from penstock.cli.compose import worker_arguments
 from penstock.cli.doctor import REPORTS, describe
 from penstock.cli.embedded import kv_memory_left
-from penstock.cli.engines import find_model, make_backend, make_external, model_name
+from penstock.cli.engines import find_model, make_backend, make_external, make_feed, model_name
 from penstock.cli.main import load, main
 from penstock.config.commands import WorkerSettings
 from penstock.config.engines import EmbeddedSettings, EngineSettings
@@ -228,3 +228,10 @@ def test_an_engine_over_http_without_aiohttp_says_what_to_install(command: str) 
     assert ran.returncode != 0
     assert "needs the package 'aiohttp': pip install 'penstock[http]'" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_kv_events_without_zmq_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, "penstock.backends.external.zmq_events", raising=False)
+    with pytest.raises(ConfigError, match=r"'zmq': pip install pyzmq"):
+        make_feed(EventEndpoints("ipc:///tmp/x"), 16, lambda _: None)

@@ -162,8 +162,8 @@ class ExternalBackend:
         if "grammar" not in facts.capabilities:
             self._grammars = None
         if facts.events is not None:
-            self._feed = self._make_feed(facts.events, facts.block_size, lambda events: self._emit((), events))
             try:
+                self._feed = self._make_feed(facts.events, facts.block_size, lambda events: self._emit((), events))
                 await self._feed.start()
             except Exception:
                 await self.close()

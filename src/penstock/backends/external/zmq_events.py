@@ -7,18 +7,16 @@ import logging
 import struct
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+import zmq
+import zmq.asyncio
 from msgspec import Struct
+from zmq.utils.monitor import parse_monitor_message
 
 from penstock.backends.external.engine import EventEndpoints
 from penstock.backends.external.kv_events import BlockMirror, EngineEvent, decode_batch
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import KvEvent, KvEvents, Snapshot
-
-if TYPE_CHECKING:
-    import zmq
-    import zmq.asyncio
 
 log = logging.getLogger(__name__)
 
@@ -104,13 +102,7 @@ class KvEventFeed:
         return self._mirror.snapshot()
 
     async def start(self) -> None:
-        """Begins to follow, also an engine that is not there yet. Raises ConfigError without ZMQ, and for a wrong address."""
-        try:
-            # Optional: only external engines need it.
-            import zmq
-            import zmq.asyncio
-        except ImportError as missing:
-            raise ConfigError(f"the KV events of an engine need the package {missing.name!r}: pip install pyzmq") from missing
+        """Begins to follow, also an engine that is not there yet. Raises ConfigError for a wrong address."""
         self._context = zmq.asyncio.Context()
         try:
             subscriber = self._subscribe()
@@ -144,7 +136,6 @@ class KvEventFeed:
         return socket
 
     def _subscribe(self) -> zmq.asyncio.Socket:
-        import zmq
 
         subscriber = self._open(zmq.SUB, MAX_WAITING)
         subscriber.subscribe(self._topic)
@@ -181,9 +172,6 @@ class KvEventFeed:
 
     async def _follow_connection(self, subscriber: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> bool:
         """Returns when the connection has ended: whether there was a publisher."""
-        import zmq.asyncio
-        from zmq.utils.monitor import parse_monitor_message
-
         poller = zmq.asyncio.Poller()
         poller.register(subscriber, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -234,8 +222,6 @@ class KvEventFeed:
 
     async def _replay_from(self, start: int, endpoint: str) -> bool:
         """Whether the replay was complete. Uses its own socket, so that no late answer is mixed with a later replay."""
-        import zmq
-
         with self._open(zmq.DEALER, MAX_REPLAYED) as socket:
             _connect(socket, endpoint)
             await socket.send_multipart((b"", _NUMBER.pack(start)))
@@ -310,8 +296,6 @@ class KvEventFeed:
 
 def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
     """Raises ConfigError for a wrong address. Nobody needs to listen there yet."""
-    import zmq
-
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -320,8 +304,6 @@ def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
 
 async def _receive(socket: zmq.asyncio.Socket) -> list[bytes] | None:
     """A message that has arrived. None if there is none."""
-    import zmq
-
     try:
         return await socket.recv_multipart(zmq.DONTWAIT)
     except zmq.Again:

@@ -569,13 +569,20 @@ async def test_close_waits_for_sessions_that_it_ends() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_failure_after_the_engine_started_closes_the_engine() -> None:
-    class NoFeed(Feed):
-        async def start(self) -> None:
-            raise OSError("no such address")
+class FeedThatCannotBeMade(Feed):
+    def __init__(self, *_: object) -> None:
+        raise OSError("no such address")
 
+
+class FeedThatCannotStart(Feed):
+    async def start(self) -> None:
+        raise OSError("no such address")
+
+
+@pytest.mark.parametrize("feed", [FeedThatCannotBeMade, FeedThatCannotStart])
+async def test_a_failure_after_the_engine_started_closes_the_engine(feed: type[Feed]) -> None:
     rig = Rig(EngineFacts(64, 4, events=EventEndpoints("ipc://nowhere")))
-    rig.make_feed = NoFeed
+    rig.make_feed = feed
     with pytest.raises(OSError, match="no such address"):
         await rig.backend.start(rig.emit)
     assert rig.engine.is_closed

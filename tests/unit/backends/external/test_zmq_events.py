@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -548,9 +547,3 @@ async def test_a_wrong_address_fails_at_the_start(endpoints: EventEndpoints) -> 
     with pytest.raises(ConfigError, match=r"nonsense|http://there"):
         await feed.start()
     await feed.close()
-
-
-async def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"'zmq': pip install pyzmq"):
-        await KvEventFeed(EventEndpoints("ipc:///tmp/x"), SIZE, Listener()).start()
