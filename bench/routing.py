@@ -34,8 +34,7 @@ import uvloop
 
 from penstock.config.front_end import RouterSettings
 from penstock.kv.blocks import block_hashes
-from penstock.router.load import Assignment
-from penstock.router.router import Candidate, Router
+from penstock.router.router import Assignment, Candidate, Router
 from penstock.wire.messages import BlocksRemoved, BlocksStored, KvEvent, KvEvents, ModelInfo, Snapshot
 from servers import Process, serving
 

@@ -55,7 +55,7 @@ def says(*pieces: str) -> Produce:
 async def request(body: dict[str, Any], model: ModelInfo = MODEL) -> tuple[Incoming, PromptContext]:
     """What parsing a body takes, apart from any server."""
     models = Models()
-    models.observe(lambda: [model])
+    models.live = [model]
     await models.prepare(model)
     tenant = Keyring(KeySettings(), Tally()).nobody
     return Incoming(json.dumps(body).encode(), [], tenant), PromptContext(models, Transcripts(0))
@@ -80,7 +80,7 @@ class FrontEnd:
         metrics = FrontEndMetrics(self.tally)
         metrics.observe(lambda: ClusterReading())
         self.models = Models()
-        self.models.observe(lambda: [self.model])
+        self.models.live = [self.model]
         self.admission = Admission(limits or Limits(), self.tally)
         self._produce = produce
         self._generations: set[asyncio.Task[None]] = set()
@@ -88,7 +88,7 @@ class FrontEnd:
         sessions = Sessions(MemoryStore(), pool, quota=0)
         context = PromptContext(self.models, Transcripts(0))
         self.detached = DetachedRuns(resume or ResumeLimits(), self.admission)
-        runner = Runner(context, sessions, self.produce, self.admission, metrics, self.detached)
+        runner = Runner(context, sessions, self.produce, self.admission, self.tally, self.detached)
         self.application = app = make_app(Services(context, runner, self.detached, sessions, self.admission, metrics, responses))
         self.app = Gate(app, Keyring(KeySettings(), self.tally), self.tally)
         self.sent: list[dict[str, Any]] = []

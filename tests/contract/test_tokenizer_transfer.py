@@ -60,7 +60,7 @@ class Machine:
     def __init__(self, cache: Path | None, *addresses: UnixAddress, model: Path | None = None) -> None:
         self.models = Models(cache=TokenizerCache(cache, model))
         self.pool = WorkerPool(addresses, "test", SECRET, self.models.prepare)
-        self.models.observe(lambda: [member.model for member in self.pool.members])
+        self.pool.listeners.append(self.models)
 
     async def __aenter__(self) -> Self:
         await self.pool.__aenter__()

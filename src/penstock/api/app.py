@@ -25,8 +25,7 @@ from penstock.api.openai.completions import parse_completion
 from penstock.api.openai.schema import ChatRequest, CompletionRequest
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import LAST_EVENT_ID, DetachedRuns, Resume
-from penstock.api.pipeline.endpoint import Answer, Endpoint
-from penstock.api.pipeline.request import Incoming, PromptContext
+from penstock.api.pipeline.request import Answer, Endpoint, Incoming, PromptContext
 from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.runner import Parse, Runner
 from penstock.api.responses.routes import RESPONSE_ROUTES
@@ -103,7 +102,7 @@ def _refuse(scope: Scope, methods: Mapping[str, Endpoint]) -> ASGIApp:
         return refusal(error, AnthropicErrors() if path.startswith("/v1/messages/") else OpenAIErrors())
     allowed = ", ".join(sorted(methods))
     error = RequestError(f"{path} takes {allowed}, not {scope['method']}", code="method_not_allowed", status=405)
-    return refusal(error, next(iter(methods.values())).errors, {"allow": allowed})
+    return refusal(error, next(iter(methods.values())).errors(), {"allow": allowed})
 
 
 def _make_endpoint(route: Route, services: Services) -> Endpoint:
@@ -237,7 +236,7 @@ ROUTES: tuple[Route, ...] = (
         event=anthropic.MessageEvent,
         parameters=HINTS,
         errors=(*_ANTHROPIC_READS, 429),
-        shape=AnthropicErrors(),
+        shape=AnthropicErrors,
         example={**_CHAT, "max_tokens": 64},
     ),
     Route(
@@ -251,7 +250,7 @@ ROUTES: tuple[Route, ...] = (
         answer=anthropic.TokenCount,
         parameters=HINTS,
         errors=_ANTHROPIC_READS,
-        shape=AnthropicErrors(),
+        shape=AnthropicErrors,
         example=_CHAT,
     ),
     Route("GET", "/v1/models", "Models", "List the models that are available now", handler=_list_models, answer=answers.ModelList),

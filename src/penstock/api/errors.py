@@ -42,9 +42,6 @@ class ErrorShape(Protocol):
 
     answer: Any
 
-    def fresh(self) -> ErrorShape:
-        """The shape for one more request: with a new request id, where the API has ids."""
-
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of every answer to this request, error or not."""
@@ -64,9 +61,6 @@ class OpenAIErrors:
     answer: Any = Error
     headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012, never changed
 
-    def fresh(self) -> OpenAIErrors:
-        return self
-
     def request_status(self, error: RequestError) -> int:
         return error.status
 
@@ -82,10 +76,9 @@ class OpenAIErrors:
 
 def refusal(error: RequestError, errors: ErrorShape, headers: Mapping[str, str] | None = None) -> Response:
     """The answer to a request that reaches no endpoint."""
-    shape = errors.fresh()
-    status = shape.request_status(error)
-    known = {name.decode(): value.decode() for name, value in [*error_headers(status, error.retry_after), *shape.headers]}
-    return Response(shape.of_request(error), status, {**known, **(headers or {})})
+    status = errors.request_status(error)
+    known = {name.decode(): value.decode() for name, value in [*error_headers(status, error.retry_after), *errors.headers]}
+    return Response(errors.of_request(error), status, {**known, **(headers or {})})
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+
+from msgspec import Struct
 
 from penstock.api.openai.answers import Model, ModelDetails, ModelList
 from penstock.cluster.pool import Member
@@ -15,8 +16,7 @@ from penstock.wire.errors import RequestError
 from penstock.wire.messages import ModelInfo
 
 
-@dataclass(frozen=True)
-class ServedModel:
+class ServedModel(Struct, frozen=True, gc=False):
     info: ModelInfo
     tokenizer: Tokenizer
     workers: int = 1
@@ -36,11 +36,8 @@ class Models:
         self._remember_seconds = remember_seconds
         self._clock = clock
         self._last_seen: dict[str, tuple[ModelInfo, float]] = {}
-        self._live: Callable[[], Iterable[ModelInfo]] = tuple
-
-    def observe(self, live: Callable[[], Iterable[ModelInfo]]) -> None:
-        """Sets the function that lists the models of the live workers."""
-        self._live = live
+        self.live: list[ModelInfo] = []
+        """The models of the live workers, one per worker."""
 
     async def prepare(self, info: ModelInfo, fetch: Fetch | None = None) -> None:
         """Loads the model's tokenizer, with `fetch` if it is not on this machine. Raises ConfigError or LinkError when it cannot."""
@@ -49,22 +46,22 @@ class Models:
             # Another worker of this model may have brought it meanwhile.
             self._tokenizers.setdefault(info.tokenizer, tokenizer)
 
-    def joined(self, _: Member) -> None:
-        """Nothing to do: `observe` gives the live models."""
+    def joined(self, member: Member) -> None:
+        self.live.append(member.model)
 
     def left(self, member: Member) -> None:
         """Remembers the worker's model: it may have been the last one."""
+        self.live.remove(member.model)
         self._last_seen[member.model.name] = member.model, self._clock()
 
     def all(self) -> list[ServedModel]:
-        live = list(self._live())
-        count = Counter(info.name for info in live)
-        unique = {info.name: info for info in live}
+        count = Counter(info.name for info in self.live)
+        unique = {info.name: info for info in self.live}
         return [ServedModel(info, self._tokenizers[info.tokenizer], count[name]) for name, info in unique.items()]
 
     def find(self, name: str) -> ServedModel:
         """Raises RequestError: 404 for an unknown model, 503 when there is no worker."""
-        for info in self._live():
+        for info in self.live:
             if info.name == name:
                 return ServedModel(info, self._tokenizers[info.tokenizer])
         if name in self._last_seen:

@@ -164,7 +164,7 @@ async def _open_front_end(
     metrics.observe(partial(_read_cluster, cluster, transcripts, responses))
     context = PromptContext(models, transcripts)
     detached = DetachedRuns(settings.resume, admission)
-    runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, metrics, detached)
+    runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
     stack.push_async_callback(detached.close)
     app = make_app(Services(context, runner, detached, cluster.sessions, admission, metrics, responses))
     server = HttpServer(Gate(app, keyring, tally, settings.cors_origins), listener, file_limit, tally)
@@ -187,7 +187,6 @@ async def _open_cluster(settings: FrontEndSettings, models: Models, transcripts:
     router = Router(settings.router)
     dispatcher = Dispatcher(pool, router, settings.dispatch)
     pool.listeners.append(models)
-    models.observe(lambda: [member.model for member in pool.members])
     redis = None if settings.store is None else await _open_redis(settings.store, stack)
     store = MemoryStore() if redis is None else redis
     await stack.enter_async_context(pool)

@@ -18,9 +18,8 @@ from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
 from penstock.cluster.waiting import WaitingQueue
 from penstock.config.front_end import DispatchLimits
-from penstock.router.load import Assignment
 from penstock.router.policy import Decision
-from penstock.router.router import Candidate, Router
+from penstock.router.router import Assignment, Candidate, Router
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, PenstockError
 from penstock.wire.messages import GENERATION_ID_BYTES, Draining, Fault, PromptReport, SessionTurn, Snapshot, Step, Submit

@@ -6,7 +6,6 @@ The token path counts plain integers (`Tally`). They become metrics only when so
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +38,9 @@ class Tally:
     clients_left: int = 0
     readers_stalled: int = 0
     connections_refused: int = 0
+    first_tokens: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    """Requests by the time to their first token: one count per bucket, and one for those above all of them."""
+    first_token_seconds: float = 0.0
     tool_calls: int = 0
     broken_tool_calls: int = 0
     requests: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -221,8 +223,6 @@ class FrontEndMetrics:
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
         self._registry = CollectorRegistry()
-        self.time_to_first_token = _FirstTokens()
-        self._registry.register(self.time_to_first_token)
 
     def observe(self, read: Callable[[], ClusterReading]) -> None:
         """Sets where the figures of the workers come from."""
@@ -230,22 +230,6 @@ class FrontEndMetrics:
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
-
-
-class _FirstTokens(Collector):
-    """The histogram of the time to the first token. Plain numbers: the library's own histogram takes a lock per value."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(BUCKETS) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(BUCKETS, seconds)] += 1
-        self._sum += seconds
-
-    def collect(self) -> Iterator[Metric]:
-        bounds = [*map(floatToGoString, BUCKETS), "+Inf"]
-        yield HistogramMetricFamily(*FIRST_TOKEN_SECONDS, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
 
 
 class _Collector(Collector):
@@ -257,9 +241,12 @@ class _Collector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        reading = self._read()
+        reading, tally = self._read(), self._tally
+        bounds = [*map(floatToGoString, BUCKETS), "+Inf"]
+        counts = list(zip(bounds, accumulate(tally.first_tokens), strict=True))
+        yield HistogramMetricFamily(*FIRST_TOKEN_SECONDS, counts, tally.first_token_seconds)
         for declaration in DECLARATIONS:
-            yield declaration.collect(self._tally, reading)
+            yield declaration.collect(tally, reading)
 
 
 def reference() -> str:

@@ -47,14 +47,14 @@ async def open_sessions(front_end: FrontEnd, key: bytes, *session_ids: str) -> N
 class Client:
     def __init__(self, front_end: FrontEnd) -> None:
         models = Models()
-        models.observe(lambda: [member.model for member in front_end.pool.members])
+        models.live = [member.model for member in front_end.pool.members]
         self.front_end = front_end
         self.models = models
         metrics = FrontEndMetrics(Tally())
         admission = Admission(Limits(), metrics.tally)
         context = PromptContext(models, Transcripts(0))
         detached = DetachedRuns(ResumeLimits(), admission)
-        runner = Runner(context, front_end.sessions, front_end.dispatcher.produce, admission, metrics, detached)
+        runner = Runner(context, front_end.sessions, front_end.dispatcher.produce, admission, metrics.tally, detached)
         self._app = make_app(Services(context, runner, detached, front_end.sessions, admission, metrics))
         self.headers: dict[bytes, bytes] = {}
 

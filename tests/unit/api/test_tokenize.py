@@ -74,7 +74,7 @@ async def test_the_model_is_optional_when_there_is_one() -> None:
 async def test_the_model_is_required_when_there_are_two() -> None:
     front_end = FrontEnd(says("x"))
     other = type(MODEL)("other", *(getattr(MODEL, name) for name in MODEL.__struct_fields__[1:]))
-    front_end.models.observe(lambda: [MODEL, other])
+    front_end.models.live = [MODEL, other]
     await front_end.send("POST", "/detokenize", b'{"tokens": [65]}')
     assert (front_end.status, front_end.json["error"]["code"]) == (400, "missing_field")
     assert front_end.json["error"]["message"] == "`model` is required: this server has `m`, `other`"
@@ -84,7 +84,7 @@ async def test_the_model_is_required_when_there_are_two() -> None:
 
 async def test_without_a_worker_the_status_is_503() -> None:
     front_end = FrontEnd(says("x"))
-    front_end.models.observe(tuple)
+    front_end.models.live = []
     await front_end.send("POST", "/tokenize", b'{"prompt": "x"}')
     assert (front_end.status, front_end.json["error"]["code"]) == (503, "no_worker")
 
@@ -135,7 +135,7 @@ async def test_an_unknown_model() -> None:
 async def test_get_a_model_by_name() -> None:
     front_end = FrontEnd(says("x"))
     slashed = type(MODEL)("org/name", *(getattr(MODEL, name) for name in MODEL.__struct_fields__[1:]))
-    front_end.models.observe(lambda: [MODEL, slashed, slashed])
+    front_end.models.live = [MODEL, slashed, slashed]
     await front_end.send("GET", "/v1/models")
     listed = front_end.json["data"]
     assert [(model["id"], model["penstock"]["workers"]) for model in listed] == [("m", 1), ("org/name", 2)]

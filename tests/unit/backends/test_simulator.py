@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.backends.simulator import Simulator, Vocabulary, natural_length, run_of_tokens, tokens_between
 from penstock.config.engines import SimulatorConfig
 from penstock.kv.blocks import block_hashes
-from penstock.stream.merge import merge
+from penstock.stream.slot import merge
 from penstock.wire.messages import (
     Delta,
     Fault,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.load import Assignment, WorkerLoad
+from penstock.router.router import Assignment, WorkerLoad
 from penstock.wire.messages import WorkerStats
 
 

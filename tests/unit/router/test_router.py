@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from penstock.config.front_end import RouterSettings
-from penstock.router.load import Assignment
 from penstock.router.policy import Decision
-from penstock.router.router import Candidate, Router
+from penstock.router.router import Assignment, Candidate, Router
 from penstock.wire.messages import BlocksStored, Capability, KvEvents, ModelInfo, Snapshot, WorkerStats
 
 WORKERS = ["a", "b", "c", "d"]

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.stream.fanin import Arrival, FanIn, Producer, ReaderLeft, all_done
-from penstock.stream.mailbox import Mailbox
+from penstock.stream.mailbox import Arrival, FanIn, Mailbox, Producer, ReaderLeft, all_done
 from penstock.wire.errors import GenerationFault, PenstockError
 from penstock.wire.messages import Delta, Fault, Finish
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from penstock.stream.merge import MERGE_RULES, merge, split
+from penstock.stream.slot import MERGE_RULES, merge, split
 from penstock.wire.errors import GapError, OverlapError, UnmergeableError
 from penstock.wire.messages import Delta, PromptReport, TokenLogprob
 

@@ -37,9 +37,6 @@ class AnthropicErrors:
     def __init__(self) -> None:
         self._request_id = f"req_{uuid.uuid4().hex}"
 
-    def fresh(self) -> AnthropicErrors:
-        return AnthropicErrors()
-
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [(b"request-id", self._request_id.encode())]

@@ -97,7 +97,7 @@ def _types(route: Route) -> list[Any]:
 
 
 def _failure(route: Route) -> Any:
-    return route.failure or route.shape.answer
+    return route.failure or route.shape().answer
 
 
 def _describe_elements(route: Route, schema_of: Mapping[Any, Document], components: Document) -> None:

@@ -10,9 +10,8 @@ from starlette.convertors import PathConvertor
 from starlette.routing import compile_path
 
 from penstock.api.errors import ErrorShape, OpenAIErrors
-from penstock.api.pipeline.endpoint import Answer
 from penstock.api.pipeline.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
-from penstock.api.pipeline.request import Incoming
+from penstock.api.pipeline.request import Answer, Incoming
 from penstock.config.front_end import POLICIES
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Route:
     media_type: str | None = None
     parameters: Sequence[Parameter] = ()
     errors: Sequence[int] = ()
-    shape: ErrorShape = field(default_factory=OpenAIErrors)
+    shape: Callable[[], ErrorShape] = OpenAIErrors
     failure: Any = None
     example: Mapping[str, Any] | None = None
     elements: Mapping[str, Sequence[Any]] = field(default_factory=dict)

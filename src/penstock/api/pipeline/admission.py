@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Self
 
 from penstock.api.pipeline.response import Sink
 from penstock.config.front_end import Limits
-from penstock.metrics.frontend import Tally
+from penstock.metrics.frontend import BUCKETS, Tally
 from penstock.wire.errors import RequestError
 
 
@@ -33,11 +34,10 @@ class Ticket:
     def __exit__(self, *_: object) -> None:
         self._admission.leave(self, self._generations, self._is_running)
 
-    def first_token(self) -> float:
-        """The first token is here. Returns the seconds since the request arrived."""
+    def first_token(self) -> None:
+        """The first token is here."""
         self._is_running = True
-        self._admission.start_running()
-        return time.monotonic() - self.arrived
+        self._admission.start_running(time.monotonic() - self.arrived)
 
 
 class Admission:
@@ -77,9 +77,12 @@ class Admission:
         self.idle.clear()
         return ticket
 
-    def start_running(self) -> None:
-        self._tally.queued -= 1
-        self._tally.running += 1
+    def start_running(self, waited: float) -> None:
+        tally = self._tally
+        tally.queued -= 1
+        tally.running += 1
+        tally.first_tokens[bisect_left(BUCKETS, waited)] += 1
+        tally.first_token_seconds += waited
 
     def leave(self, ticket: Ticket, generations: int, was_running: bool) -> None:
         self._tickets.discard(ticket)

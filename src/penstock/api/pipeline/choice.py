@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.api.pipeline.dialect import Dialect, Ending
 from penstock.api.pipeline.plan import Plan
-from penstock.stream.merge import check_contiguous
+from penstock.stream.slot import check_contiguous
 from penstock.text.detokenizer import TextAssembler
 from penstock.text.output import CallBroken, CallEnd, Part, Reasoning
 from penstock.wire.messages import Delta, Finish, Terminal

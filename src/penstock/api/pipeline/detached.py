@@ -15,7 +15,7 @@ from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import ClientWatch, EventWriter, Response
 from penstock.config.front_end import ResumeLimits
 from penstock.metrics.frontend import Tally
-from penstock.stream.fanin import ReaderLeft, all_done
+from penstock.stream.mailbox import ReaderLeft, all_done
 from penstock.wire.errors import GenerationFault, RequestError
 
 log = logging.getLogger(__name__)

@@ -1,22 +1,32 @@
-"""A request as it comes in: its body, read within limits and decoded into a typed struct, and what turns it into tokens."""
+"""A request, from its body to the end of its answer: read within limits, decoded, answered, and counted."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Struct
-from starlette.types import Receive, Scope
+from starlette.types import Receive, Scope, Send
 
+from penstock.api.auth.gate import TENANT
 from penstock.api.auth.keys import Headers, Tenant
+from penstock.api.errors import ErrorShape
 from penstock.api.models import Models
 from penstock.api.openai.schema import CHOICES
+from penstock.api.pipeline.response import Response
+from penstock.config.front_end import Limits
+from penstock.metrics.frontend import FrontEndMetrics
+from penstock.stream.mailbox import ReaderLeft
 from penstock.text.transcript import Transcripts
-from penstock.wire.errors import RequestError
+from penstock.wire.errors import GenerationFault, RequestError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,6 +57,10 @@ class PromptContext:
 
     models: Models
     transcripts: Transcripts
+
+
+Answer = Callable[[Incoming, Receive, Response], Awaitable[str]]
+"""Answers a request and returns the outcome. May raise RequestError, GenerationFault, ReaderLeft and ClientGone."""
 
 
 class ClientGone(Exception):
@@ -107,6 +121,62 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None) -> byte
         chunks.append(chunk)
         if size == length or not message.get("more_body", False):
             return b"".join(chunks)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Reads the body of a request and has it answered. Errors have the shape of the request's API.
+
+    It is an ASGI application: nothing stands between a stream and the server.
+    """
+
+    route: str | None
+    """The name of the route in the metric of requests. None: requests are not counted."""
+    answer: Answer
+    limits: Limits
+    metrics: FrontEndMetrics
+    errors: Callable[[], ErrorShape]
+    """Makes the shape of a request's errors. Some have an id of their own."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, errors = scope[TENANT], self.errors()
+        response = Response(send, self.metrics.tally, lambda: [*tenant.quota.headers(), *errors.headers])
+        outcome = "failed"
+        try:
+            outcome = await self._answer(scope, receive, response)
+        except RequestError as error:
+            outcome = f"refused_{error.status}"
+            await response.send_error(errors.request_status(error), errors.of_request(error), error.retry_after)
+        except GenerationFault as error:
+            outcome = "fault"
+            await response.send_error(errors.fault_status(error), errors.of_fault(error))
+        except ReaderLeft:
+            outcome = "client_left"
+            self.metrics.tally.clients_left += 1
+        except ClientGone:
+            outcome = "client_left"
+            self.metrics.tally.clients_left += 1
+            # The client may still be there: a body with a broken encoding looks the same.
+            incomplete = RequestError("the body broke off before its end", code="incomplete_body")
+            await response.send_error(errors.request_status(incomplete), errors.of_request(incomplete))
+        except asyncio.CancelledError:
+            # Raising leaves the response unfinished: its client cannot mistake it for a complete one.
+            outcome = "stalled" if response.stalled else "cancelled"
+            raise
+        except Exception:
+            log.exception("a request failed")
+            if not response.started:
+                await response.send_error(500, errors.of_request(RequestError("internal error", code="internal_error", status=500)))
+            raise
+        finally:
+            if self.route is not None:
+                self.metrics.tally.requests[self.route, outcome] += 1
+
+    async def _answer(self, scope: Scope, receive: Receive, response: Response) -> str:
+        body = await read_body(scope, receive, self.limits.max_body_bytes, self.limits.stall_seconds)
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)) if scope["query_string"] else {}
+        incoming = Incoming(body, scope["headers"], scope[TENANT], scope.get("path_params", {}), query)
+        return await self.answer(incoming, receive, response)
 
 
 def decode_body(

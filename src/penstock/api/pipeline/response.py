@@ -12,7 +12,7 @@ from starlette.types import Receive, Send
 from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import error_headers
 from penstock.metrics.frontend import Tally
-from penstock.stream.fanin import all_done
+from penstock.stream.mailbox import all_done
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _JSON_HEADERS = [(b"content-type", b"application/json")]

@@ -19,9 +19,8 @@ from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.response import ClientWatch, ClientWatches, EventWriter, Response, Sink
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
-from penstock.metrics.frontend import FrontEndMetrics
-from penstock.stream.fanin import Arrival, FanIn, Production, ReaderLeft
-from penstock.stream.mailbox import Mailbox
+from penstock.metrics.frontend import Tally
+from penstock.stream.mailbox import Arrival, FanIn, Mailbox, Production, ReaderLeft
 from penstock.text.output import Part, joined
 from penstock.wire.errors import GenerationFault, StreamError
 from penstock.wire.messages import Fault, Submit, Terminal
@@ -47,7 +46,7 @@ class Runner:
     sessions: Sessions
     produce: Produce
     admission: Admission
-    metrics: FrontEndMetrics
+    tally: Tally
     detached: DetachedRuns
     watches: ClientWatches = field(default_factory=ClientWatches)
 
@@ -72,7 +71,7 @@ class Runner:
             quota.admit(generations, plan.prompt_tokens)
             on_admitted()
             turn = Turn(self.sessions, plan.tenant.owner, plan.hints)
-            run = _Run(plan, dialect, self.produce, turn, sink, self.metrics, ticket)
+            run = _Run(plan, dialect, self.produce, turn, sink, self.tally, ticket)
             watch = ClientWatch(receive, run.leave)
             self.watches.add(watch)
             try:
@@ -101,14 +100,12 @@ class Runner:
 class _Run:
     """One plan that runs: its answer is sent streamed or whole."""
 
-    def __init__(
-        self, plan: Plan, dialect: Dialect, produce: Produce, turn: Turn, sink: Sink, metrics: FrontEndMetrics, ticket: Ticket
-    ) -> None:
+    def __init__(self, plan: Plan, dialect: Dialect, produce: Produce, turn: Turn, sink: Sink, tally: Tally, ticket: Ticket) -> None:
         self._plan = plan
         self._turn = turn
         self._dialect = dialect
         self._sink = sink
-        self._metrics = metrics
+        self._tally = tally
         self._ticket = ticket
         request, name = plan.request, plan.model.info.name
         self._returns_token_ids = bool(request.return_token_ids)
@@ -145,7 +142,7 @@ class _Run:
             self._count()
 
     def _count(self) -> None:
-        tally = self._metrics.tally
+        tally = self._tally
         tally.late_puts += self._fan.late_puts
         for choice in self._choices:
             tally.tool_calls += choice.calls
@@ -252,7 +249,7 @@ class _Run:
                 if arrival.terminal is not None:
                     _raise_fault(arrival.terminal)
         self._has_begun = True
-        self._metrics.time_to_first_token.observe(self._ticket.first_token())
+        self._ticket.first_token()
 
     def _event(self, arrival: Arrival) -> bytes:
         parts, logprobs, token_ids = self._advance(arrival)
@@ -283,7 +280,7 @@ class _Run:
         added = choice.tokens - before
         self.completion_tokens += added
         self._cached_tokens += choice.cached_tokens - cached_before
-        self._metrics.tally.tokens_delivered += added
+        self._tally.tokens_delivered += added
         if choice.ending is not None:
             self._open -= 1
             if arrival.terminal is None:

@@ -17,7 +17,7 @@ from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.parse import ParsedResponse, ResponseParser
 from penstock.api.responses.rows import NewResponse, ResponseState
 from penstock.api.responses.store import SqliteStore
-from penstock.stream.fanin import ReaderLeft, all_done
+from penstock.stream.mailbox import ReaderLeft, all_done
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Fault
 

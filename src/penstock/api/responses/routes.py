@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from starlette.types import Receive
 
 from penstock.api.document.route import EXAMPLE_MODEL, GENERATES, HINTS, READS, Handler, Method, Parameter, Route, limit_parameter
-from penstock.api.pipeline.endpoint import Answer
-from penstock.api.pipeline.request import Incoming
+from penstock.api.pipeline.request import Answer, Incoming
 from penstock.api.pipeline.response import Response
 from penstock.api.responses import answers
 from penstock.api.responses.create import CreateResponse
