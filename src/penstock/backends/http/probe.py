@@ -34,7 +34,8 @@ _CACHE_LABELS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 UNKNOWN_VERSION = "unknown version"
-SGLANG_INFO = ("/server_info", "/get_server_info")
+# Where SGLang describes itself, and a field that shows that it is SGLang.
+SGLANG_INFO = {"/server_info": "max_total_num_tokens", "/get_server_info": "max_total_num_tokens", "/model_info": "is_generation"}
 
 MakeDialect = Callable[[Tokenizer], Dialect]
 
@@ -99,6 +100,12 @@ class _Probe:
 
     async def get(self, path: str) -> Answer | None:
         return await self._ask("GET", path, None)
+
+    async def info(self, path: str) -> dict[str, Any]:
+        """The JSON object at this path. Empty if there is none."""
+        answer = await self.get(path)
+        content = None if answer is None else answer.json
+        return content if isinstance(content, dict) else {}
 
     async def post(self, path: str, body: Body) -> Answer | None:
         return await self._ask("POST", path, body)
@@ -169,15 +176,10 @@ class _Probe:
 
 async def _sglang_info(probe: _Probe) -> tuple[str, dict[str, Any]] | None:
     """The path of SGLang's information, and what it contains."""
-    for path in SGLANG_INFO:
-        answer = await probe.get(path)
-        content = None if answer is None else answer.json
-        if isinstance(content, dict) and "max_total_num_tokens" in content:
-            return path, content
-    answer = await probe.get("/model_info")
-    content = None if answer is None else answer.json
-    if isinstance(content, dict) and "is_generation" in content:
-        return "/model_info", content
+    for path, field in SGLANG_INFO.items():
+        info = await probe.info(path)
+        if field in info:
+            return path, info
     return None
 
 
@@ -402,9 +404,8 @@ def _name(model: _Model) -> str:
 
 
 async def _version(probe: _Probe, model: _Model) -> str:
-    answer = await probe.get("/version") if model.owned_by == "vllm" else None
-    content = None if answer is None else answer.json
-    return str(content["version"]) if isinstance(content, dict) and "version" in content else UNKNOWN_VERSION
+    info = await probe.info("/version") if model.owned_by == "vllm" else {}
+    return str(info.get("version", UNKNOWN_VERSION))
 
 
 async def _cache_config(probe: _Probe) -> dict[str, str]:
