@@ -319,7 +319,7 @@ def _warn_of_everyone(host: str) -> None:
     log.warning("%s", rule)
     log.warning("ANYONE CAN USE THIS SERVER: other machines can reach --host %s, and no API key is needed.", host)
     log.warning("Make a key with `penstock key new NAME --file PATH` and give --key-file PATH; or set")
-    log.warning("%s=KEY in the environment. Or listen on this machine only: --host 127.0.0.1", API_KEY_VARIABLE)
+    log.warning("%s=KEY in the environment (or give --api-key KEY). Or listen on this machine only: --host 127.0.0.1", API_KEY_VARIABLE)
     log.warning("%s", rule)
 
 
