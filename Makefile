@@ -49,7 +49,8 @@ fix: setup ## Format the code and repair what the linter can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup ## Generate the reference pages again.
+docs: setup ## Generate the reference pages and the tables of the map again.
+	$(BIN)/python docs/map_tables.py
 	$(BIN)/penstock config --reference > docs/reference/configuration.md
 	$(BIN)/python -m penstock.metrics.frontend > docs/reference/metrics.md
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -51,3 +52,19 @@ def test_metrics_that_operations_name_exist(page: Path) -> None:
     # A histogram's series have suffixes that its name does not have.
     found = {re.sub(r"_bucket$", "", name) for name in re.findall(r"\bpenstock_[a-z_]+\b", page.read_text(encoding="utf-8"))}
     assert found <= metric_names()
+
+
+def test_the_map_has_every_file() -> None:
+    spec = importlib.util.spec_from_file_location("map_tables", ROOT / "docs" / "map_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = (ROOT / "docs" / "map.md").read_text(encoding="utf-8").partition(module.MARKER)[2]
+    assert written == module.tables(), "run `make docs`"
+
+
+def test_files_that_the_map_names_exist() -> None:
+    named_files = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|lua))`", (ROOT / "docs" / "map.md").read_text(encoding="utf-8")))
+    missing = [name for name in named_files if not (ROOT / "src" / "penstock" / name).exists() and not (ROOT / name).exists()]
+    assert not missing

@@ -1,1 +1,1 @@
-"""The OpenAI dialect over HTTP: requests in, events out, errors as status codes."""
+"""The HTTP API: the server, the route table, errors, models and sessions."""

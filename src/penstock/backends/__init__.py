@@ -1,1 +1,1 @@
-"""One file per engine, each behind `worker.backend.Backend`."""
+"""The engines behind `worker.backend.Backend`: the embedded engine and the simulator; external ones have folders."""

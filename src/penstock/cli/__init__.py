@@ -1,1 +1,1 @@
-"""Commands, configuration, and the one place where objects are wired together."""
+"""The commands, and the one place where objects are wired together."""

@@ -1,1 +1,1 @@
-"""What connects the parts: links, dispatch, the supervision of local processes."""
+"""What connects front ends and workers: dispatch, the pool of links, stores, supervision."""

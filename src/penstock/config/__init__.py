@@ -1,1 +1,1 @@
-"""Every setting."""
+"""Every setting, declared once: flag, environment variable, file key, check, reference."""

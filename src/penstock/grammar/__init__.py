@@ -1,1 +1,1 @@
-"""Structured output: schemas and grammars, compiled to token masks."""
+"""Structured output: schemas and grammars, compiled to token masks. No torch."""

@@ -1,1 +1,1 @@
-"""Tokens to text and back: tokenizers, incremental detokenization, stop strings, chat templates. Its only I/O is reading model files."""
+"""Tokens to text and back: templates, detokenizing, stop strings, transcripts. Reads model files; no other I/O."""

@@ -1,1 +1,1 @@
-"""The Anthropic Messages API over HTTP."""
+"""Anthropic's Messages API."""

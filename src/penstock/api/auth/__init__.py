@@ -1,1 +1,1 @@
-"""Whose request it is, and how much of the server it may take."""
+"""API keys and their limits: which tenant a request belongs to, and what it may use."""

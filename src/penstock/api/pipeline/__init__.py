@@ -1,1 +1,1 @@
-"""From a request body to a stream of events."""
+"""From the body of a request to the events of its answer, for all APIs."""

@@ -1,1 +1,1 @@
-"""OpenAI's Responses and Conversations: answers that are kept, followed up and resumed."""
+"""OpenAI's Responses and Conversations: stored, chained, in the background, resumable."""
