@@ -384,7 +384,7 @@ def test_a_store_that_is_none_is_refused_by_name() -> None:
     command = [sys.executable, "-m", "penstock", "frontend", "--port=0", "--store=http://example.com"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
-    assert "--store http://example.com cannot be used: it is no redis://" in done.stderr
+    assert "--store http://example.com cannot be used: expected a redis://" in done.stderr
     assert "Traceback" not in done.stderr
 
 
