@@ -17,7 +17,7 @@ ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
 
-.PHONY: help serve test test-vllm test-sglang check fix bench bench-engine bench-cluster bench-api bench-costs fuzz docs setup lock
+.PHONY: help serve test test-vllm test-sglang check fix bench bench-engine bench-cluster bench-api bench-requests bench-costs fuzz docs setup lock
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -72,6 +72,9 @@ bench-cluster: setup ## Measure faults, routing, sessions and tokenizing; a few 
 bench-api: setup ## Measure tool parsing and long prompts under load.
 	$(BIN)/python bench/api.py parsing
 	$(BIN)/python bench/api.py long-prompt
+
+bench-requests: setup ## Measure the front end's CPU time per request: ARGS="--former DIR" compares with another tree.
+	$(BIN)/python bench/cpu_per_request.py $(ARGS)
 
 bench-costs: setup ## Measure that reading costs in proportion to the input.
 	$(BIN)/python bench/costs.py $(ARGS)
