@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-from penstock.text.formats.calls import MAX_NAME_CHARACTERS, Calls
+from penstock.text.formats.calls import MAX_NAME_CHARACTERS
 from penstock.text.formats.json_calls import NO_ARGUMENTS, read_arguments
-from penstock.text.formats.parser import Flow, Schemas, SteppingParser
+from penstock.text.formats.parser import Flow, SteppingParser
 from penstock.text.formats.source import Malformed, Markers, Steps
 from penstock.text.output import Reasoning
 
@@ -32,13 +32,7 @@ class HarmonyParser(SteppingParser):
     Without tools, a message to a recipient is text. Text outside of messages is text; whitespace there is dropped.
     """
 
-    def __init__(self, schemas: Schemas, inside_reasoning: bool) -> None:
-        self._schemas = schemas
-        self._begins_inside = inside_reasoning
-        super().__init__()
-
     def _read(self) -> Steps[None]:
-        self._calls = Calls(self._source, self._out, self._schemas)
         yield
         if self._begins_inside:
             yield from self._content(_ANALYSIS)

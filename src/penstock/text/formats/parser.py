@@ -82,9 +82,12 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class SteppingParser(OutputParser):
     """Feeds a reader. Plain text goes straight through."""
 
-    def __init__(self) -> None:
+    def __init__(self, schemas: Schemas, inside_reasoning: bool) -> None:
+        self._schemas = schemas
+        self._begins_inside = inside_reasoning
         self._source = Source()
         self._out: list[Part] = []
+        self._calls = Calls(self._source, self._out, schemas)
         self._flow: Flow | None = None
         self._straight: Flow | None = None
         self._steps = self._read()
@@ -137,12 +140,9 @@ class FormatParser(SteppingParser):
         self._markers = Markers(*(opening.marker for opening in self._openings.values() if not opening.is_bare))
         self._interrupts = self._markers if tools and tools.ends_reasoning else NO_MARKERS
         self._reasoning = reasoning
-        self._schemas = schemas
-        self._begins_inside = inside_reasoning
-        super().__init__()
+        super().__init__(schemas, inside_reasoning)
 
     def _read(self) -> Steps[None]:
-        self._calls = Calls(self._source, self._out, self._schemas)
         yield
         has_reasoned = (yield from self._read_reasoning(self._reasoning)) if self._reasoning else False
         self._begin_text(trims=has_reasoned)

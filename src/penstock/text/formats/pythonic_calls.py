@@ -59,12 +59,7 @@ class Notation:
             if is_object:
                 yield from self._key(source, sink)
             yield from self.value(source, sink, depth + 1)
-            yield from source.spaces()
-            following = yield from source.peek()
-            if following == ",":
-                source.at += 1
-            elif following != closing:
-                raise Malformed
+            yield from _skip_comma(source, closing)
             before = ", "
 
     def _key(self, source: Source, sink: Sink) -> Steps[None]:
@@ -93,6 +88,16 @@ class Notation:
         if not (yield from source.until(self.around_strings, lambda piece: sink(escaped(piece)))):
             raise Malformed
         sink('"')
+
+
+def _skip_comma(source: Source, closing: str) -> Steps[None]:
+    """Reads the comma after a value. Without one, the closing character must follow."""
+    yield from source.spaces()
+    following = yield from source.peek()
+    if following == ",":
+        source.at += 1
+    elif following != closing:
+        raise Malformed
 
 
 def _scalar(text: str) -> str:
@@ -194,12 +199,7 @@ class PythonicCalls:
             calls.arguments(f"{before}{quoted(key)}: ")
             before = ", "
             yield from _PYTHON.value(source, calls.arguments)
-            yield from source.spaces()
-            following = yield from source.peek()
-            if following == ",":
-                source.at += 1
-            elif following != ")":
-                raise Malformed
+            yield from _skip_comma(source, ")")
         calls.arguments("{}" if before == "{" else "}")
         calls.end()
 

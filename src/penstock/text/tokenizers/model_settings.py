@@ -84,12 +84,20 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
+def read_text(path: Path) -> str:
+    """A file of a model directory. Raises ConfigError when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--model {path.parent}: cannot read {path.name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--model {path.parent}: {path.name} is not UTF-8: {error}") from error
+
+
 def read_settings(path: Path) -> ModelSettings:
     """Raises ConfigError when the file cannot be read or is not a JSON object."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {path.parent}: cannot read {path.name}: {error.strerror}") from error
+        values = json.loads(read_text(path))
     except ValueError as error:
         raise ConfigError(f"--model {path.parent}: {path.name} is not JSON: {error}") from error
     if not isinstance(values, dict):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.text.tokenizers.model_settings import read_settings
+from penstock.text.tokenizers.model_settings import read_settings, read_text
 from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.wire.errors import ConfigError
@@ -90,7 +90,7 @@ def read_model_dir(directory: Path) -> TokenizerSource:
     path = directory / "tokenizer_config.json"
     settings = read_settings(path).values if path.exists() else {}
     named = {name: content for name in NAMED_TOKENS if (content := _content(settings.get(name)))}
-    return TokenizerSource(_read(directory / "tokenizer.json"), named, _templates(directory, settings))
+    return TokenizerSource(read_text(directory / "tokenizer.json"), named, _templates(directory, settings))
 
 
 def missing_library(missing: ImportError) -> ConfigError:
@@ -102,22 +102,13 @@ def _content(token: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--model {path.parent}: cannot read {path.name}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--model {path.parent}: {path.name} is not UTF-8: {error}") from error
-
-
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     templates = dict(_configured(directory, settings.get("chat_template")))
     path = directory / "chat_template.jinja"
     if path.exists():
-        templates[DEFAULT_TEMPLATE] = _read(path)
+        templates[DEFAULT_TEMPLATE] = read_text(path)
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = _read(path)
+        templates[path.stem] = read_text(path)
     return templates
 
 
