@@ -58,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader has left, as `head` does. Nothing more can be written, not even what Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _run(words: list[str]) -> int:
@@ -98,11 +102,11 @@ def _run_server(loaded: Loaded) -> int:
 
 def _print_config(words: list[str]) -> int:
     if words == ["--reference"]:
-        print(reference(), end="")
+        print(reference(), end="", flush=True)
         return 0
     if words[:1] == [] or words[0] not in COMMANDS:
         words = ["serve", *words]
-    print(effective(load(words, os.environ).resolved))
+    print(effective(load(words, os.environ).resolved), flush=True)
     for warning in unknown_variables(os.environ, KNOWN):
         print(f"penstock: {warning}", file=sys.stderr)
     return 0
