@@ -1,18 +1,22 @@
-"""An answer's parts, cut into Anthropic's content blocks."""
+"""An answer's parts as Anthropic's content blocks, and the signatures of thinking blocks: opaque to clients, which send them back."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from penstock.api.anthropic.thinking import sealed, signature_of
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning
 
+_OMITTED = "omitted."
+_SHOWN = "shown."
 Kind = Literal["text", "thinking", "signature", "partial_json"]
-"""What is added to a block: named as the member that has it."""
+"""What is added to a block: the name of its member."""
 
 
 class BlockStart(NamedTuple):
@@ -40,11 +44,10 @@ Step = BlockStart | BlockDelta | BlockStop
 
 
 class Blocks:
-    """Parts in, steps out: one block after the other, each begun, added to and complete before the next, numbered from 0.
+    """Parts in, steps out. Blocks are numbered from 0, and each is complete before the next one starts.
 
-    Text that is only whitespace makes no block where another block follows it, or has come before it: models write line breaks between
-    what they think, say and call. Thinking that is not to be shown is in its block's signature. A call that breaks ends its block; what the
-    model wrote of it is text.
+    Text of only whitespace before or after another block makes no block: models write line breaks between thinking, text and calls.
+    Thinking that is not shown is put into its block's signature. A broken call ends its block, and its text goes into a text block.
     """
 
     def __init__(self, shows_thinking: bool = True) -> None:
@@ -57,12 +60,12 @@ class Blocks:
 
     @property
     def number(self) -> int:
-        """Of the open block, if there is one."""
+        """The number of the open block, if there is one."""
         return self._next - 1
 
     @property
     def is_in_text(self) -> bool:
-        """All text that comes belongs to the open block, as it is."""
+        """Whether new text belongs to the open block as it is."""
         return self._open == "text"
 
     def feed(self, parts: Iterable[Part]) -> list[Step]:
@@ -86,7 +89,7 @@ class Blocks:
         return steps
 
     def finish(self) -> list[Step]:
-        """The answer has ended. One of nothing but whitespace is that."""
+        """The answer has ended. If it was only whitespace, that is its text."""
         steps: list[Step] = []
         if self._blank and not self._next:
             self._begin_text(steps)
@@ -134,7 +137,7 @@ class Blocks:
 
 
 def whole_blocks(parts: Sequence[Part], shows_thinking: bool = True) -> list[dict[str, Any]]:
-    """The blocks of a whole answer, in which a call that broke is nothing but text."""
+    """The blocks of a whole answer. A broken call is only text."""
     broken = {part.index for part in parts if isinstance(part, CallBroken)}
     blocks = Blocks(shows_thinking)
     steps = [*blocks.feed(_without(broken, parts)), *blocks.finish()]
@@ -169,3 +172,23 @@ def _object(arguments: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         return {}
     return decoded if isinstance(decoded, dict) else {}
+
+
+def signature_of(thinking: str) -> str:
+    """For a block that shows its thinking. Its value does not matter, but clients do not send a block back without one."""
+    return _SHOWN + hashlib.blake2b(thinking.encode(), digest_size=24, person=b"penstock-thought").hexdigest()
+
+
+def sealed(thinking: str) -> str:
+    """For a block that hides its thinking: the next turn sends it back inside the signature. It is not encrypted."""
+    return _OMITTED + base64.b64encode(thinking.encode()).decode()
+
+
+def unsealed(signature: str) -> str:
+    """The thinking in a signature; empty if there is none."""
+    if not signature.startswith(_OMITTED):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(_OMITTED), validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""

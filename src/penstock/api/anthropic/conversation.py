@@ -1,14 +1,15 @@
 """From Anthropic's messages to those of a chat template.
 
-Anthropic's content is made of blocks, results of tools stand in the user's messages, and instructions may come anywhere. Chat templates
-know messages of plain text, results as messages of their own, instructions only at the beginning, and many of them insist that user and
-assistant take turns. Text blocks become paragraphs, except in answers, where they are what the model wrote, with nothing between them.
+Anthropic's content consists of blocks, tool results are in the user's messages, and instructions may come anywhere. Chat templates take
+messages of plain text, tool results as separate messages, and instructions only at the start; many require that user and assistant
+take turns. Text blocks become paragraphs. In answers they are joined without a break: that is what the model wrote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from penstock.api.anthropic.blocks import unsealed
 from penstock.api.anthropic.schema import (
     AllTurns,
     ClearThinking,
@@ -28,7 +29,6 @@ from penstock.api.anthropic.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from penstock.api.anthropic.thinking import unsealed
 from penstock.api.pipeline.hints import without_billing_header
 from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
 from penstock.wire.errors import RequestError
@@ -41,15 +41,15 @@ _BLOCKS_OF: dict[Role, tuple[type, ...]] = {
 
 
 class Conversation:
-    """The messages of a chat, and the field of the request that each comes from. Those of one role that follow each other are one."""
+    """The messages of a chat, and the field of the request that each comes from. Consecutive messages of one role become one."""
 
     def __init__(self, request: Prompted) -> None:
         self.messages: list[ChatMessage] = []
         self.fields: list[str] = []
         self._calls: dict[str, str] = {}
-        """The tool of every call so far, by the call's id."""
+        """The tool of each call so far, by the id of the call."""
         self._said: list[list[str]] = []
-        """The paragraphs of every message: joined once, for a message may be made of thousands."""
+        """The paragraphs of each message. Joined once at the end: there may be thousands."""
         self._thought: list[list[str]] = []
         readers: dict[Role, Callable[[str, Sequence[ContentBlock]], None]] = {
             "user": self._read_user,
@@ -65,7 +65,7 @@ class Conversation:
         self._join()
 
     def clear_thinking(self, edits: Iterable[ClearThinking]) -> None:
-        """Leaves thinking only in the last of the assistant's turns that have any. A turn ends where the user speaks, not with a result."""
+        """Keeps thinking only in the assistant's last turns that have any. A turn ends at the user's next message, not at a result."""
         kept = min((_turns(edit) for edit in edits), default=None)
         turns = 0
         counted = False
@@ -86,7 +86,7 @@ class Conversation:
                 self._answer_call(place, block)
             else:
                 spoken.append(_text(place, block))
-        # A message of nothing but results is no message of the user.
+        # A message that has only tool results is not a message of the user.
         if spoken or not blocks:
             self._say("user", field, _paragraphs(spoken))
 
@@ -105,7 +105,7 @@ class Conversation:
         if not self.messages or self.messages[-1]["role"] == "system":
             self._instruct(field, text)
         elif text:
-            # In the midst of a chat, few templates take instructions. After a result they stay with it: it is not the user who speaks.
+            # Few templates take instructions in the middle of a chat. After a tool result they are added to it: the user did not speak.
             reminder = f"<system-reminder>\n{text}\n</system-reminder>"
             self._say("tool" if self.messages[-1]["role"] == "tool" else "user", field, reminder)
 
@@ -114,7 +114,7 @@ class Conversation:
             self._say("system", field, text)
 
     def _say(self, role: str, field: str, text: str) -> None:
-        """In the last message, where that is of this role."""
+        """Adds to the last message if it has this role; else adds a message."""
         if self.messages and self.messages[-1]["role"] == role:
             self._said[-1].append(text)
         else:
@@ -168,7 +168,7 @@ def _result(field: str, block: ToolResultBlock) -> str:
         text = _paragraphs(_text(f"{field}.content[{index}]", part) for index, part in enumerate(block.content))
     else:
         text = block.content or ""
-    # Templates have no other place for this.
+    # Templates have no other place for errors.
     return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
 
 

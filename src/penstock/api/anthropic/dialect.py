@@ -29,8 +29,8 @@ _TEXT_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta",
 class MessagesDialect:
     """Renders `message` objects and their streams.
 
-    `cache_ttl` is for how long the client asked the prompt to be kept. `fills_window`: it asked for more tokens than there is room for in
-    the model's context, so that an answer which reaches its limit has reached that of the context.
+    `cache_ttl` is how long the client wants its prompt to be kept. `fills_window`: it asked for more tokens than the context has room
+    for, so an answer that reaches its limit has filled the context.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MessagesDialect:
         return {"stop_reason": _STOP_REASONS.get(ending.reason, "end_turn"), "stop_sequence": None}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """A token of the prompt is counted once: as read from the cache, as written to it where the client asked for it, or as input."""
+        """Counts each prompt token once: as read from the cache, as written to it if the client asked for that, or as input."""
         computed = usage.prompt_tokens - usage.cached_tokens
         written = 0 if self._cache_ttl is None else computed
         return {

@@ -14,7 +14,7 @@ from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Fault
 
 OVERLOADED = 529
-"""Anthropic's status for a server that has too much to do, or no worker: its clients try again, later."""
+"""Anthropic's status for a server that is overloaded or has no worker: clients try again later."""
 
 _KINDS = {
     401: "authentication_error",
@@ -24,13 +24,13 @@ _KINDS = {
     429: "rate_limit_error",
     OVERLOADED: "overloaded_error",
 }
-# These are not about what one client does, though others say 429.
+# These are not caused by one client, although other APIs answer 429.
 _OVERLOAD_CODES = {"overloaded", "queue_full"}
 _INDEX = re.compile(r"\[(\d+)\]")
 
 
 class AnthropicErrors:
-    """The shape of Anthropic's errors, for one request. Some sentences are looked for by clients: that of a prompt that is too long."""
+    """Anthropic's errors, for one request. Clients look for some sentences, such as `prompt is too long`."""
 
     answer: Any = AnthropicError
 
@@ -58,7 +58,7 @@ class AnthropicErrors:
 
 
 def fault_content(fault: Fault, grammar_field: str | None) -> dict[str, str]:
-    """What an error says of a fault. `grammar_field` is where the request has its grammar."""
+    """The content of the error for a fault. `grammar_field` is the field of the request's grammar."""
     field = fault_field(fault, grammar_field)
     message = fault.message if field is None else f"`{field}`: {fault.message}"
     if fault.code == "context_length_exceeded":

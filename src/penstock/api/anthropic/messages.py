@@ -1,30 +1,52 @@
-"""POST /v1/messages and POST /v1/messages/count_tokens."""
+"""POST /v1/messages and POST /v1/messages/count_tokens: from Anthropic's request to a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.api.anthropic.answers import TokenCount
-from penstock.api.anthropic.conversion import check_thinking, longest_mark, read_chat, read_common
+from penstock.api.anthropic.conversation import Conversation
 from penstock.api.anthropic.dialect import MessagesDialect
-from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, CountRequest, MessagesRequest, ThinkingAdaptive, ThinkingEnabled
-from penstock.api.openai.schema import Common
-from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.plan import Plan, count_tokens, plan_chat
+from penstock.api.anthropic.schema import (
+    CHOICES,
+    UNSUPPORTED,
+    AnyChoice,
+    CountRequest,
+    MessagesRequest,
+    NamedChoice,
+    NoChoice,
+    Prompted,
+    ThinkingAdaptive,
+    ThinkingEnabled,
+    Tool,
+    ToolResultBlock,
+)
+from penstock.api.auth.keys import Headers
+from penstock.api.openai.schema import CacheControl, Common
+from penstock.api.pipeline.hints import longest_ttl, read_hints
+from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, count_tokens, described_tool, plan_chat
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.router.affinity import session_key
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
 from penstock.wire.errors import RequestError
+from penstock.wire.messages import Grammar
 
 T = TypeVar("T")
 
 _MESSAGES_DECODER = msgspec.json.Decoder(MessagesRequest)
 _COUNT_DECODER = msgspec.json.Decoder(CountRequest)
+BETA_HEADER = b"anthropic-beta"
+_INTERLEAVED = b"interleaved-thinking"
+_ONE_HOUR = 3_600.0
+# Chat templates know these three efforts.
+_TEMPLATE_EFFORT = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Plan, MessagesDialect]:
-    """Raises RequestError, which names the field."""
+    """Raises RequestError that names the field."""
     request = _decode(incoming.body, _MESSAGES_DECODER)
     check_thinking(request, incoming.headers)
     common = read_common(request)
@@ -46,7 +68,7 @@ async def count_message_tokens(incoming: Incoming, context: PromptContext) -> To
     common = Common(model=request.model, nvext=request.nvext, cache_control=longest_mark(request))
     session = read_hints(common, incoming.headers).session
     model = context.models.find(request.model)
-    # In a session, what the model has said keeps the tokens that it said it with.
+    # In a session, earlier answers keep the tokens that were generated.
     key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
     return TokenCount(await count_tokens(model, read_chat(request), context, key))
 
@@ -61,10 +83,147 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _refuse_hosted(tools: Any) -> None:
-    """Raises RequestError for the first tool that is Anthropic's own: it has no schema here, and nobody who runs it."""
+    """Raises RequestError for the first tool that only Anthropic's own servers run."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
             field = f"tools[{index}].type"
             message = f"`{field}` is {kind[:80]!r}: this server has no tools of its own; expected a tool with `name` and `input_schema`"
             raise RequestError(message, param=field, code="unsupported_tool")
+
+
+def read_chat(request: Prompted) -> Chat:
+    """Raises RequestError that names the field."""
+    conversation = Conversation(request)
+    if request.context_management is not None:
+        conversation.clear_thinking(request.context_management.edits or ())
+    messages, fields = conversation.messages, conversation.fields
+    continues = _continues(messages, fields)
+    if not messages:
+        raise RequestError("`messages` have nothing to answer: expected one of the user, with content", param="messages")
+    choice, tools = _tool_choice(request), described_tools(request.tools or ())
+    field, grammar = _grammar(request)
+    if continues and grammar is not None:
+        raise RequestError(f"`{field}` and a last message of the assistant, which the answer continues, exclude each other", param=field)
+    prompt = ChatPrompt(
+        messages=messages,
+        # With the choice `none`, the prompt does not mention the tools.
+        tools=[] if choice.mode == "none" else tools,
+        arguments=_template_arguments(request),
+        begins_answer=not continues,
+        continues=continues,
+    )
+    parallel = not (request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use)
+    return Chat(prompt=prompt, fields=fields, tool_choice=choice, parallel_calls=parallel, grammar=grammar, grammar_field=field)
+
+
+def read_common(request: MessagesRequest) -> Common:
+    """What all requests have in common. One cache mark for the whole prompt stands for all marks in it."""
+    return Common(
+        model=request.model,
+        stream=request.stream,
+        stop=request.stop_sequences,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        nvext=request.nvext,
+        cache_control=longest_mark(request),
+    )
+
+
+def longest_mark(request: Prompted) -> CacheControl | None:
+    """A mark with the longest time that any mark asks for."""
+    ttl = longest_ttl(_marks(request))
+    return None if ttl is None else CacheControl("ephemeral", "1h" if ttl >= _ONE_HOUR else "5m")
+
+
+def check_thinking(request: MessagesRequest, headers: Headers) -> None:
+    """The budget must be below `max_tokens`. With interleaved thinking it may be above: it covers all requests of a turn."""
+    thinking = request.thinking
+    if not isinstance(thinking, ThinkingEnabled) or thinking.budget_tokens < request.max_tokens:
+        return
+    if not any(name == BETA_HEADER and _INTERLEAVED in value for name, value in headers):
+        field = "thinking.budget_tokens"
+        message = f"`{field}` is {thinking.budget_tokens}: expected less than `max_tokens`, which is {request.max_tokens}"
+        raise RequestError(message, param=field)
+
+
+def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The tools as chat templates expect them. Raises RequestError when two have one name."""
+    check_names([tool.name for tool in tools], "tools[{}].name")
+    for index, tool in enumerate(tools):
+        if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
+            field = f"tools[{index}].allowed_callers"
+            raise RequestError(f"`{field}` has no `direct`: here, the model itself is the only one that calls tools", param=field)
+    return [described_tool(tool.name, _description(tool), tool.input_schema) for tool in tools]
+
+
+def _description(tool: Tool) -> str:
+    examples = [msgspec.json.encode(example).decode() for example in tool.input_examples or ()]
+    return "\n".join([tool.description or "", *(["Examples of its input:"] if examples else []), *examples]).strip()
+
+
+def _continues(messages: list[ChatMessage], fields: list[str]) -> bool:
+    """Whether the last message is the beginning of the answer. An empty one is removed."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return False
+    last, field = messages[-1], fields[-1]
+    if last.get("tool_calls"):
+        raise RequestError(f"`{field}` ends with a tool_use: expected a message of the user with its tool_result", param=field)
+    if not last["content"]:
+        messages.pop()
+        fields.pop()
+        return False
+    if last["content"] != last["content"].rstrip():
+        message = (
+            f"`{field}.content` ends with whitespace: the content of a last message of the assistant, which the answer continues, must not"
+        )
+        raise RequestError(message, param=f"{field}.content")
+    return True
+
+
+def _tool_choice(request: Prompted) -> ToolChoice:
+    choice = request.tool_choice
+    if isinstance(choice, NoChoice):
+        return ToolChoice("none")
+    if isinstance(choice, AnyChoice | NamedChoice) and not request.tools:
+        raise RequestError("`tool_choice` asks for a call: there are no `tools` to call", param="tool_choice")
+    if isinstance(choice, NamedChoice):
+        return ToolChoice("named", choice.name)
+    return ToolChoice("required" if isinstance(choice, AnyChoice) else "auto")
+
+
+def _grammar(request: Prompted) -> tuple[str | None, Grammar | None]:
+    configured = None if request.output_config is None else request.output_config.format
+    if configured is not None and request.output_format is not None:
+        raise RequestError("`output_format` and `output_config.format` exclude each other", param="output_format")
+    wanted = configured or request.output_format
+    if wanted is None:
+        return None, None
+    field = "output_format.schema" if configured is None else "output_config.format.schema"
+    return field, Grammar("json_schema", msgspec.json.encode(wanted.schema).decode())
+
+
+def _template_arguments(request: Prompted) -> dict[str, Any]:
+    """As at Anthropic, a model thinks only when it is asked to."""
+    arguments: dict[str, Any] = {"enable_thinking": isinstance(request.thinking, ThinkingEnabled | ThinkingAdaptive)}
+    if request.output_config is not None and request.output_config.effort is not None:
+        arguments["reasoning_effort"] = _TEMPLATE_EFFORT[request.output_config.effort]
+    return arguments
+
+
+def _marks(request: Prompted) -> Iterator[CacheControl | None]:
+    yield request.cache_control
+    if isinstance(request.system, list):
+        yield from (block.cache_control for block in request.system)
+    yield from (tool.cache_control for tool in request.tools or ())
+    for message in request.messages:
+        if isinstance(message.content, list):
+            yield from _marks_of(message.content)
+
+
+def _marks_of(blocks: Iterable[Any]) -> Iterator[CacheControl | None]:
+    for block in blocks:
+        yield getattr(block, "cache_control", None)
+        if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+            yield from _marks_of(block.content)

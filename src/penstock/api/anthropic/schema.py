@@ -10,7 +10,7 @@ from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, UNSUPPORTED_NVEX
 
 MAX_BLOCKS = 16_384
 MAX_STOPS = 16
-LEAST_THINKING = 1024
+MIN_THINKING_TOKENS = 1024
 
 Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -179,7 +179,7 @@ class NoChoice(Choice, tag="none"):
 class ThinkingEnabled(Struct, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
     """The budget is validated but not enforced: a model may think up to `max_tokens`."""
 
-    budget_tokens: Annotated[int, Meta(ge=LEAST_THINKING)]
+    budget_tokens: Annotated[int, Meta(ge=MIN_THINKING_TOKENS)]
     display: Literal["summarized", "omitted"] | None = None
 
 

@@ -1,4 +1,4 @@
-"""The gate before the whole application: who may come in, and which web pages may ask."""
+"""The gate before the application: which requests are let in, and which web pages may send them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 
 TENANT = "penstock.tenant"
-"""Where a scope has the Tenant of its request."""
+"""The key of the request's Tenant in the scope."""
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/metrics", "/docs", "/openapi.json"})
-"""What needs no key."""
+"""Paths that need no key."""
 
 DISCARD_BYTES = 8 * 1024 * 1024
 DISCARD_SECONDS = 5.0
 _ANTHROPIC = "/v1/messages"
 _METHODS = "GET, HEAD, POST, DELETE"
 _PREFLIGHT_SECONDS = "600"
-# A list of header names, and nothing that could begin another header.
+# A list of header names, without anything that could start another header.
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,4096}")
 _EXPOSED = b", ".join(
     [
@@ -48,10 +48,10 @@ _MESSAGES = {
 
 
 class Gate:
-    """Lets requests with a known key through to the application, their tenant in the scope; all of them where no key is needed.
+    """Passes requests with a known key to the application, with their tenant in the scope. Without any keys it passes all requests.
 
-    The others get 401. Answers for web pages of other origins get what browsers ask for only where such origins were named. An
-    OPTIONS needs no key and never reaches the application.
+    Other requests get 401. Only for the origins that were configured do answers get CORS headers. OPTIONS needs no key and never
+    reaches the application.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring, tally: Tally, cors_origins: Iterable[str] = ()) -> None:
@@ -83,7 +83,7 @@ class Gate:
         await response(scope, receive, send)
 
     def _answer_to_options(self, scope: Scope) -> Response:
-        """To a browser's preflight, whether its page may ask; to others, that there is no such method."""
+        """Answers a browser's preflight. Without configured origins, OPTIONS is not allowed."""
         path = scope["path"]
         if not self._origins:
             message = f"{path} does not take OPTIONS: web pages of other origins are not let in (--cors-origin)"
@@ -91,12 +91,12 @@ class Gate:
         headers = {"access-control-allow-methods": _METHODS, "access-control-max-age": _PREFLIGHT_SECONDS, "allow": _METHODS}
         names = _header(scope, b"access-control-request-headers")
         if names is not None and _NAMES.fullmatch(names):
-            # Named one by one: `*` would not stand for Authorization.
+            # Each by its name: `*` does not include Authorization.
             headers["access-control-allow-headers"] = names.decode()
         return Response(status_code=204, headers={**headers, "vary": "access-control-request-headers"})
 
     def _cors_headers(self, origin: bytes) -> HeaderList:
-        """Without the first of them, a browser does not show an answer to its page."""
+        """Without the first of these headers, a browser hides the answer from its page."""
         if ANY_ORIGIN.encode() in self._origins:
             allowed = ANY_ORIGIN.encode()
         elif origin in self._origins:
@@ -111,7 +111,7 @@ class Gate:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Takes what comes, within bounds, and keeps nothing: a client that cannot send its body to the end does not read the answer."""
+    """Reads the body, within bounds, and drops it: some clients read no answer before they have sent everything."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
@@ -123,11 +123,11 @@ async def _discard_body(receive: Receive) -> None:
 
 
 def _adding(send: Send, headers: HeaderList) -> Send:
-    """Sends through, and adds the headers to the answer's. No coroutine of its own: streams send a lot."""
+    """A `send` that adds these headers to the answer. It is not a coroutine: streams send often."""
 
     def send_with(message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
-            # A new list: that of the application may be of many answers.
+            # A new list: answers may share the application's.
             message = {**message, "headers": [*message.get("headers", ()), *headers]}
         return send(message)
 
@@ -139,7 +139,7 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _refusal(path: str, message: str, status: int, code: str, headers: Mapping[str, str]) -> Response:
-    """In the shape of the API that the path belongs to, with an id of its own."""
+    """The answer in the shape of the path's API, with a new request id."""
     shape: ErrorShape = AnthropicErrors() if path.startswith(_ANTHROPIC) else OpenAIErrors()
     response = refusal(RequestError(message, code=code, status=status), shape, headers)
     response.headers["x-request-id"] = response.headers.get("request-id") or f"req_{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""API keys: which there are, and whose a request is. Of a key only hashes are kept, and none of them is ever shown."""
+"""API keys, and the tenant of a request. Only hashes of keys are kept, and they are never shown."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ RELOAD_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _GIVEN_NAME = re.compile(r"api-key-[0-9]+")
 _BEARER = re.compile(rb"\Abearer(?:\s+|\Z)", re.IGNORECASE)
-# So much of a hash is looked up in a table, which takes a time that depends on it; the rest is compared in constant time.
+# This much of a hash is looked up in a table, which does not take constant time. The rest is compared in constant time.
 _PREFIX_BYTES = 4
-# Owners that are remembered where no key is asked for, so that clients cannot fill the memory by inventing keys.
-_MOST_STRANGERS = 4096
+# Without configured keys, remember at most this many owners: clients could fill the memory with invented keys.
+_MAX_STRANGERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose a request is. `owner` is the name space of its sessions and answers, `quota` what it may use."""
+    """To whom a request belongs. `owner` is the namespace of its sessions and answers, `quota` what it may use."""
 
     name: str
     owner: str = field(repr=False)
@@ -68,7 +68,7 @@ def owner_of(key: bytes) -> str:
 
 
 def check_name(name: str) -> str:
-    """A name that may stand in a log and in a metric. Raises ConfigError."""
+    """A name that can be shown in logs and metrics. Raises ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"key name {name[:80]!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -")
     if name.startswith(KEY_PREFIX):
@@ -95,7 +95,7 @@ class _File(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def read_key_file(path: Path) -> tuple[Key, ...]:
-    """The keys of a file. Raises ConfigError that says what is wrong with it, and shows none of its values but names."""
+    """The keys of a file. Raises ConfigError that says what is wrong, and shows only names."""
     try:
         return parse_keys(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -138,7 +138,7 @@ def _refuse_doubles(keys: Sequence[Key]) -> None:
 
 
 class _Known:
-    """A key that may come in, and its tenant once it has come: only then is it known whose sessions are its own."""
+    """An accepted key. Its tenant is known after its first request: the owner is a hash of the key itself."""
 
     __slots__ = ("digest", "name", "quota", "tenant")
 
@@ -150,17 +150,17 @@ class _Known:
 
 
 class Keyring:
-    """The keys that may come in, those of the key file as they are now.
+    """The accepted keys. Those of the key file follow its changes.
 
-    A file that is changed is read again within a second; one that cannot be read changes nothing, and is told. What runs for a
-    key that is taken out goes on to its end.
+    A changed file is read again within a second. A file that cannot be read is logged and changes nothing. Requests of a removed key
+    run to their end.
     """
 
     def __init__(self, settings: KeySettings, tally: Tally, clock: Clock = time.monotonic) -> None:
         """Raises ConfigError when the key file cannot be read."""
         self.is_open = not settings.are_needed
         self.nobody = Tenant(NOBODY, NOBODY, Quota(NOBODY, NO_LIMITS, tally, clock))
-        """Whoever needs no key."""
+        """The tenant of requests without a key."""
         self._settings = settings
         self._tally = tally
         self._clock = clock
@@ -174,7 +174,7 @@ class Keyring:
         return sum(map(len, self._known.values()))
 
     def tenant_of(self, key: bytes) -> Tenant | None:
-        """Whose key it is, None when it is not known. Where no key is needed, every key has a name space of its own."""
+        """The tenant of a key; None for an unknown key. When no key is needed, every key has its own namespace."""
         if self.is_open:
             return self._stranger(owner_of(key)) if key else self.nobody
         digest = key_digest(key)
@@ -193,7 +193,7 @@ class Keyring:
             return
         self._version = version
         try:
-            # Beside the loop: a long file takes a while.
+            # In a thread: a long file takes a while.
             self._replace(await asyncio.to_thread(read_key_file, path))
         except ConfigError as error:
             log.error("%s; the keys stay as they were", error)  # noqa: TRY400, the message says all
@@ -201,13 +201,13 @@ class Keyring:
             log.info("key file %s was read again: %d keys", path, len(self))
 
     async def watch(self) -> None:
-        """Keeps up with the key file. Runs until it is cancelled."""
+        """Follows changes of the key file. Runs until it is cancelled."""
         while self._settings.file is not None:
             await asyncio.sleep(RELOAD_SECONDS)
             await self.refresh()
 
     def _replace(self, keys: Sequence[Key]) -> None:
-        """These are the file's keys now. A key that was there before keeps what it has used."""
+        """Replaces the keys of the file. A key that stays keeps what it has used."""
         keys = (*self._settings.given, *keys)
         _refuse_doubles(keys)
         known: defaultdict[bytes, list[_Known]] = defaultdict(list)
@@ -229,14 +229,14 @@ class Keyring:
     def _stranger(self, owner: str) -> Tenant:
         tenant = self._strangers.get(owner)
         if tenant is None:
-            if len(self._strangers) >= _MOST_STRANGERS:
+            if len(self._strangers) >= _MAX_STRANGERS:
                 del self._strangers[next(iter(self._strangers))]
             tenant = self._strangers[owner] = Tenant(NOBODY, owner, self.nobody.quota)
         return tenant
 
 
 def _version(path: Path | None) -> tuple[int, ...] | None:
-    """What changes with a file's content. None when there is none."""
+    """Changes when the content of the file changes. None without a file."""
     try:
         status = None if path is None else path.stat()
     except OSError:

@@ -1,6 +1,6 @@
-"""What one API key may use: requests and tokens a minute, generations at once.
+"""What one API key may use: requests and tokens per minute, generations at once.
 
-Everything here is counted by this front end alone; several front ends do not know of each other's counts.
+Each front end counts for itself.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 
 Clock = Callable[[], float]
-"""Seconds that only go up."""
+"""Seconds, monotonic."""
 
 HeaderList = list[tuple[bytes, bytes]]
 
-# When a generation will end nobody knows; this is how soon it is worth another look.
+# Nobody knows when a generation ends. Clients are told to try again after this many seconds.
 _CONCURRENCY_RETRY = 1.0
-# Less than this is missing because of rounding alone.
+# A smaller shortage is a rounding error.
 _ROUNDING = 1e-6
 
 
 class Bucket:
-    """Holds as much as may be used in a minute, and fills up evenly within one. It may be overdrawn: that is filled up first."""
+    """Holds one minute's limit and refills evenly within a minute. It may be overdrawn; then it refills from below zero."""
 
     __slots__ = ("_as_of", "_level", "per_minute")
 
@@ -35,13 +35,13 @@ class Bucket:
         self._as_of = now
 
     def level(self, now: float) -> float:
-        """What is in it. Below 0 when it is overdrawn."""
+        """What it holds. Below 0 when overdrawn."""
         self._level = min(self.per_minute, self._level + max(0.0, now - self._as_of) * self.per_minute / 60)
         self._as_of = max(now, self._as_of)
         return self._level
 
     def wait(self, amount: float, now: float) -> float:
-        """In how many seconds there will be so much; 0 when there is."""
+        """The seconds until it holds this amount; 0 if it does."""
         missing = amount - self.level(now)
         return missing * 60 / self.per_minute if missing > _ROUNDING else 0.0
 
@@ -49,7 +49,7 @@ class Bucket:
         self._level = self.level(now) - amount
 
     def resized(self, per_minute: int | None, now: float) -> Bucket | None:
-        """The bucket for another limit, as full as this one: whoever has to wait need not wait longer, nor less."""
+        """A bucket for another limit, as full as this one: waiting times stay the same."""
         if per_minute is None:
             return None
         bucket = Bucket(per_minute, now)
@@ -60,16 +60,16 @@ class Bucket:
 class Quota:
     """The limits of one key, and what it has used of them.
 
-    Tokens are booked when they are used. Nobody knows beforehand how many an answer will have, so a request comes in when there are
-    enough for its prompt, and its answer may overdraw them; then others wait until that is filled up. Over any length of time a key
-    gets no more than a minute's tokens, those of that time, and the answers that were running when they ran out.
+    Tokens are booked when they are used. The length of an answer is not known in advance, so a request is admitted if there are enough
+    tokens for its prompt. Its answer may overdraw the bucket; then others wait until it has refilled. Over any period a key gets at
+    most one minute's tokens, the refill of that period, and the answers that were running when the tokens ran out.
     """
 
     def __init__(self, name: str, limits: QuotaLimits, tally: Tally, clock: Clock = time.monotonic) -> None:
         self.name = name
         self.limits = limits
         self.running = 0
-        """Generations of limited requests that have not ended."""
+        """Generations that have not ended."""
         self._tally = tally
         self._clock = clock
         self._is_limited = limits != NO_LIMITS
@@ -78,7 +78,7 @@ class Quota:
         self._tokens = _bucket(None, limits.tokens_per_minute, now)
 
     def change(self, limits: QuotaLimits) -> None:
-        """Other limits from now on, used up to the same extent."""
+        """Other limits from now on, used up to the same share."""
         now = self._clock()
         self.limits = limits
         self._is_limited = limits != NO_LIMITS
@@ -112,7 +112,7 @@ class Quota:
         tally.key_tokens[self.name, "completion"] += completion_tokens
 
     def headers(self) -> HeaderList:
-        """What is left of the limits, as OpenAI's headers say it. Empty without limits."""
+        """What is left of the limits, as OpenAI's headers. Empty without limits."""
         found: HeaderList = []
         if self._requests is None and self._tokens is None:
             return found
@@ -137,7 +137,7 @@ class Quota:
             raise self._refusal("tokens_per_minute", message, None)
 
     def _refuse_for_now(self, generations: int, prompt_tokens: int, now: float) -> None:
-        """Of several limits that are reached, the one that takes longest is told."""
+        """If several limits are reached, the error names the one with the longest wait."""
         limits, wait, found = self.limits, 0.0, ("", "")
         if limits.concurrency is not None and self.running + generations > limits.concurrency:
             running = f"`concurrency` of key `{self.name}` allows {limits.concurrency:,} generations at once, of which {self.running:,} run"
@@ -155,13 +155,13 @@ class Quota:
     def _refusal(self, limit: str, message: str, wait: float | None) -> RequestError:
         self._tally.quota_refusals[self.name, limit] += 1
         if wait is None:
-            # Not 429: clients would try again, in vain.
+            # Not 429: trying again does not help.
             return RequestError(message, code="request_too_large", status=400)
         return RequestError(message, code="rate_limit_exceeded", status=429, retry_after=wait)
 
 
 def duration(seconds: float) -> str:
-    """A time as OpenAI's headers have it: 250ms, 1.5s, 6m0s. Rounded up, for to come too early is to come in vain."""
+    """A duration as in OpenAI's headers: 250ms, 1.5s, 6m0s. Rounded up: a request that comes too early is refused."""
     milliseconds = math.ceil(seconds * 1000 - _ROUNDING)
     if 0 < milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -62,7 +62,7 @@ class ChatDialect:
             else:
                 content = b',"delta":' + msgspec.json.encode(_delta(parts))
         else:
-            # The role comes with the first text: an event of its own would be a write of its own.
+            # The role comes with the first text: a separate event would be another write.
             self._has_role[index] = True
             content = b',"delta":' + msgspec.json.encode({"role": "assistant", "content": "", **_delta(parts)})
         return self._envelope.event(index, content, added)
@@ -92,7 +92,7 @@ class ChatDialect:
 
 
 def _delta(parts: Sequence[Part]) -> dict[str, Any]:
-    """Everything new in one delta: its text, its reasoning, its calls."""
+    """Everything new in one delta: text, reasoning, calls."""
     delta = _texts(parts)
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
@@ -107,7 +107,7 @@ def _delta(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _message(parts: Sequence[Part]) -> dict[str, Any]:
-    """The whole of an answer. A call that broke is text and no call."""
+    """A whole answer. A broken call is text, not a call."""
     broken = {part.index for part in parts if isinstance(part, CallBroken)}
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
@@ -137,7 +137,7 @@ def _call(begin: CallBegin) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[object]) -> object:
-    """Logprobs that came in parts, as if they had come at once."""
+    """Joins logprobs that came in pieces."""
     if not parts:
         return None
     tables = [cast(dict[str, list[object]], part) for part in parts]
@@ -162,7 +162,7 @@ def _chat(request: ChatRequest) -> Chat:
 
 
 def chat_prompt(request: ChatRequest) -> ChatPrompt:
-    """What the model's chat template is rendered with. Raises RequestError where messages or tools contradict themselves."""
+    """What the chat template is rendered with. Raises RequestError when messages or tools contradict each other."""
     continues = bool(request.continue_final_message)
     arguments = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
@@ -172,7 +172,7 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
     begins_answer = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
     return ChatPrompt(
         messages=[_for_template(index, message) for index, message in enumerate(request.messages)],
-        # With the choice none the model is not even told of them.
+        # With the choice `none`, the prompt does not mention the tools.
         tools=[] if request.tool_choice == "none" else _tools(request.tools or []),
         documents=request.documents or [],
         arguments=arguments,
@@ -213,7 +213,7 @@ def _call_for_template(call: MessageToolCall) -> ToolCall:
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
-    """A call as chat templates expect it: its arguments as an object, where they are one."""
+    """A call as chat templates expect it: with its arguments as an object, if they are one."""
     try:
         decoded = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

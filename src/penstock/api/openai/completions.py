@@ -111,7 +111,7 @@ class CompletionDialect:
 
 
 def _plain(parts: Sequence[Part]) -> str:
-    """The text of parts that are all text: nothing else comes without a parser."""
+    """The text of the parts. Without a parser, all parts are text."""
     return "".join([part for part in parts if isinstance(part, str)])
 
 
@@ -120,7 +120,7 @@ def _text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _joined(parts: Sequence[object]) -> object:
-    """Logprobs that came in parts, as if they had come at once."""
+    """Joins logprobs that came in pieces."""
     tables = [cast(dict[str, list[object]], part) for part in parts]
     if not tables:
         return None
@@ -128,7 +128,7 @@ def _joined(parts: Sequence[object]) -> object:
 
 
 def _prompts(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
-    """Each prompt with the name of its field. A list of numbers is one prompt; a list of strings or lists is several."""
+    """Each prompt with the name of its field. A list of numbers is one prompt; a list of strings or lists is several prompts."""
     if isinstance(prompt, str) or (prompt and all(type(element) is int for element in prompt)):
         return [("prompt", prompt)]
     if not prompt:

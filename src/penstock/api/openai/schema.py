@@ -46,16 +46,16 @@ CHOICES = {
 }
 """The allowed values of the field with this path, for error messages."""
 
-# More than any count here can be, and no more than other languages and tensors can hold.
+# Larger than any real count, and still exact in other languages and in tensors.
 NonNegative = Annotated[int, Meta(ge=0, le=2**53)]
 Text = Annotated[str, Meta(min_length=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
 Stop = Text | Annotated[list[Text], Meta(max_length=16)] | None
-LONGEST_SECONDS = 86_400
-Seconds = Annotated[float, Meta(gt=0, le=LONGEST_SECONDS)]
-LOWEST_PRIORITY, HIGHEST_PRIORITY = -10, 10
+MAX_SECONDS = 86_400
+Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,256}$")]
@@ -122,7 +122,7 @@ class NvextCacheControl(Struct, forbid_unknown_fields=True, frozen=True):
 class AgentHints(Struct, forbid_unknown_fields=True, frozen=True):
     """Only `priority` has an effect. Clients of Dynamo send the others; they do not change the answer and are ignored."""
 
-    priority: Annotated[int, Meta(ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)] | None = None
+    priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
     strict_priority: NonNegative | None = None
     osl: NonNegative | None = None
     speculative_prefill: bool | None = None

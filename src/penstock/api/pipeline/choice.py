@@ -15,7 +15,7 @@ _NOTHING: tuple[Part, ...] = ()
 
 
 class Choice:
-    """Turns the deltas of one generation into parts, and knows what they come to. `ending` is None until it has ended."""
+    """Turns the deltas of one generation into parts, and counts them. `ending` is None until it has ended."""
 
     __slots__ = (
         "_assembler",
@@ -54,26 +54,26 @@ class Choice:
         self.calls = 0
         self.broken_calls = 0
         self.logprob = 0.0
-        """The sum of its tokens' logprobs, where they were asked for."""
+        """The sum of the logprobs of its tokens, if they were asked for."""
         self.ending: Ending | None = None
-        # Its tokens, where the session's next turn will come with them again.
+        # Its tokens, if the session's next turn repeats them.
         self.answer: list[int] | None = [] if plan.remembers else None
         self.is_whole = False
 
     @property
     def score(self) -> float:
-        """How likely the model finds it, a token: the higher, the likelier."""
+        """The mean logprob of its tokens: the higher, the likelier."""
         return self.logprob / self.tokens if self.tokens else 0.0
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many of its tokens were reasoning, by its share of the text: so it does not depend on how the tokens came."""
+        """How many of its tokens were reasoning, by its share of the text. So it does not depend on how the tokens were split."""
         return round(self.tokens * self._reasoning_length / self._text_length) if self._reasoning_length else 0
 
     def advance(self, delta: Delta | None, terminal: Terminal | None) -> tuple[Sequence[Part], object]:
-        """The parts and logprobs that a delta and a terminal add. Sets `ending` at the end, be it a stop string's.
+        """The parts and logprobs that a delta and a terminal add. Sets `ending` at the end, or at a stop string.
 
-        This is the last hop, so the offset is checked once more: StreamError, rather than a loss that nobody sees.
+        This is the last hop, so the offset is checked once more: a lost token raises StreamError.
         """
         text, self._opening = self._opening, ""
         logprobs = None
@@ -96,7 +96,7 @@ class Choice:
         return parts, logprobs
 
     def _take(self, text: str, token_ids: Sequence[int]) -> Sequence[Part]:
-        """What these tokens add, behind the text."""
+        """What these tokens add, after `text`."""
         part = self._assembler.feed(token_ids)
         self.tokens += part.tokens
         text = text + part.text if text else part.text
@@ -108,7 +108,7 @@ class Choice:
         return self._noted(self._parser.feed(text)) if text else _NOTHING
 
     def _take_singly(self, token_ids: Sequence[int]) -> Sequence[Part]:
-        """The same for a choice that ends with its first call: a token at a time, to know which one ended it."""
+        """The same for a choice that ends with its first call: one token at a time, to know which one ended it."""
         parts: list[Part] = []
         for token_id in token_ids:
             parts += self._take("", (token_id,))

@@ -1,4 +1,4 @@
-"""Answers that do not depend on the connection that asked for them: recorded, followed, resumed."""
+"""Answers that outlive the connection that asked for them: recorded, followed, resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Recording:
         self.failure: Exception | None = None
         """Why it was closed without any event."""
         self.body: bytes | None = None
-        """The whole answer, where it is not a stream."""
+        """The whole answer, if it is not a stream."""
         self._readers: set[Callable[[], None]] = set()
 
     def append(self, events: Iterable[bytes]) -> None:
@@ -61,7 +61,7 @@ class Recording:
 
 
 class Recorder:
-    """A sink that records, and never makes anybody wait. With `numbered`, every event carries its number as its SSE id."""
+    """A sink that records and never waits. With `numbered`, every event carries its number as its SSE id."""
 
     def __init__(self, recording: Recording, numbered: bool, on_growth: Callable[[int], None]) -> None:
         self.recording = recording
@@ -70,11 +70,11 @@ class Recorder:
         self.sending_since: float | None = None
         self.stalled = False
 
-    async def send_whole(self, status: int, body: bytes) -> None:  # noqa: ARG002, whole answers are never anything but a success
+    async def send_whole(self, status: int, body: bytes) -> None:  # noqa: ARG002, a whole answer is always a success
         self.recording.body = body
         self._on_growth(len(body))
 
-    def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:  # noqa: ARG002, it is closed by whoever runs it
+    def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:  # noqa: ARG002, the run closes the recording
         before = self.recording.size
         split = [event + _END_OF_EVENT for event in events.split(_END_OF_EVENT)[:-1]]
         if self._numbered:
@@ -86,7 +86,7 @@ class Recorder:
 
 
 class _Done:
-    """Awaited, it is over at once."""
+    """An awaitable that is done at once."""
 
     def __await__(self) -> Generator[Any, Any, None]:
         return
@@ -127,19 +127,19 @@ class DetachedRun:
         return self.recording.closed
 
     def cancel(self) -> None:
-        """Stops it as if its client had gone. `ended` tells when it has."""
+        """Stops it as if its client had gone. `ended` waits for its end."""
         self.cancelled = True
         self._gone.set()
 
     async def ended(self) -> None:
-        """Waits until it is over, however it went."""
+        """Waits until it is over."""
         if self._task is not None:
             await all_done([self._task])
 
     async def follow(self, receive: Receive, response: Response, after: int = -1) -> str:
-        """Sends the events behind number `after`, those that there are and those that come. Returns the outcome.
+        """Sends the events after number `after`: those that exist, then new ones. Returns the outcome.
 
-        Raises what the answer failed with before its first event, and ReaderLeft when the client goes away.
+        Raises the error of an answer that failed before its first event, and ReaderLeft when the client goes away.
         """
         follower = _Follower(self.recording, response, after)
         self._followers += 1
@@ -182,7 +182,7 @@ class DetachedRun:
         return {"type": "http.disconnect"}
 
     def abort(self) -> None:
-        """Stops it because the server ends. `ended` tells when it has."""
+        """Stops it because the server ends. `ended` waits for its end."""
         self._cancel_deadline()
         if self._task is not None:
             self._task.cancel()
@@ -222,14 +222,14 @@ class _Follower:
 
 
 class DetachedRuns:
-    """All detached answers of a front end, within a bound of memory: of those that are over, the oldest go first."""
+    """All detached answers of a front end. Their memory is bounded: the oldest that are over go first."""
 
     def __init__(self, limits: ResumeLimits, admission: Admission) -> None:
         self.limits = limits
         self._admission = admission
         self._runs: dict[str, DetachedRun] = {}
         self._ended: dict[str, asyncio.TimerHandle] = {}
-        """The oldest first, each with the timer of its removal."""
+        """Oldest first, each with the timer that removes it."""
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -244,12 +244,12 @@ class DetachedRuns:
         run.start(work, numbered)
 
     def find(self, owner: str, run_id: str) -> DetachedRun | None:
-        """The owner's answer of this id; None where there is none, or it is another's."""
+        """The owner's answer with this id; None if there is none, or if it belongs to another owner."""
         run = self._runs.get(run_id)
         return run if run is not None and run.owner == owner else None
 
     async def follow(self, run: DetachedRun, receive: Receive, response: Response, after: int = -1) -> str:
-        """`run.follow`, watched like any other reader: one that takes nothing is cut off. Raises RequestError (503) while draining."""
+        """`run.follow`, cut off like any reader that takes nothing. Raises RequestError (503) while draining."""
         with self._admission.admit(0, response):
             return await run.follow(receive, response, after)
 
@@ -259,7 +259,7 @@ class DetachedRuns:
             return await _Follower(Recording(events, closed=True), response, -1).run(receive)
 
     def forget(self, run_id: str) -> None:
-        """Its events are not needed any more."""
+        """Forgets its events."""
         timer = self._ended.pop(run_id, None)
         if timer is not None:
             timer.cancel()
@@ -268,7 +268,7 @@ class DetachedRuns:
             self.bytes -= run.recording.size + len(run.recording.body or b"")
 
     def grown(self, size: int) -> None:
-        """A recording has grown by so much."""
+        """A recording has grown by `size` bytes."""
         self.bytes += size
         while self.bytes > self.limits.memory and self._ended:
             self.forget(next(iter(self._ended)))
@@ -279,7 +279,7 @@ class DetachedRuns:
         if run.recording.events:
             self._ended[run.id] = asyncio.get_running_loop().call_later(self.limits.keep, self.forget, run.id)
         else:
-            # There is nothing to resume, and why it failed holds on to all that the request was.
+            # There is nothing to resume, and the error would keep the whole request in memory.
             self.forget(run.id)
 
     async def close(self) -> None:
@@ -294,7 +294,7 @@ class DetachedRuns:
 
 @dataclass(frozen=True)
 class Resume:
-    """Sends the events of a resumable stream behind the one that `Last-Event-ID` names, and goes on live."""
+    """Sends the events of a resumable stream after the one in `Last-Event-ID`, and goes on live."""
 
     detached: DetachedRuns
     tally: Tally
@@ -304,8 +304,8 @@ class Resume:
         after = _last_event(incoming)
         run = self.detached.find(incoming.owner, stream_id)
         if run is None:
-            # The same whether another key has such a stream or nobody: ids are not to be guessed.
-            message = f"there is no stream `{stream_id[:256]}` to resume: it is over for too long, or was not `stream_options.resumable`"
+            # The same error whether another key has this stream or nobody: ids cannot be guessed.
+            message = f"there is no stream `{stream_id[:256]}` to resume: it ended too long ago, or was not `stream_options.resumable`"
             raise RequestError(message, param="id", code="stream_not_found", status=404)
         if after >= len(run.recording.events):
             message = f"`Last-Event-ID` is {after}: the stream has events up to {len(run.recording.events) - 1}"
@@ -315,7 +315,7 @@ class Resume:
 
 
 def _last_event(incoming: Incoming) -> int:
-    """The number of the last event that the client has; -1 for none."""
+    """The number of the last event that the client has; -1 without one."""
     value = dict(incoming.headers).get(LAST_EVENT_ID, b"").strip()
     if not value:
         return -1

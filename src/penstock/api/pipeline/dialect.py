@@ -1,4 +1,4 @@
-"""What an endpoint's answer looks like, and the shape that OpenAI's two endpoints share."""
+"""How an answer is rendered, and what OpenAI's two endpoints have in common."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Usage(Struct, frozen=True, gc=False):
-    """`reasoning_tokens` are some of the completion's, `cached_tokens` some of the prompt's."""
+    """`reasoning_tokens` are part of `completion_tokens`, `cached_tokens` of `prompt_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,15 +36,15 @@ class Usage(Struct, frozen=True, gc=False):
 
 
 class Ending(NamedTuple):
-    """Why a choice ended: `stop`, `length`, `cancelled`, or `tool_calls` when it called a tool; and the stop string, if one did it."""
+    """Why a choice ended: `stop`, `length`, `cancelled`, or `tool_calls` when it called a tool; and the stop string that ended it."""
 
     reason: str
     stop: str | None = None
 
 
 class ChoiceDelta(NamedTuple):
-    """What an arrival adds to a choice. The members below `ending` are there only where the client asked for them, and `nvext`,
-    what the answer says beyond its API, only with the last of a stream."""
+    """What an arrival adds to a choice. `token_ids` and `usage` are set only if the client asked for them. `nvext`, which goes beyond
+    the API, is set only with the last delta of a stream."""
 
     parts: Sequence[Part]
     logprobs: object = None
@@ -55,7 +55,7 @@ class ChoiceDelta(NamedTuple):
 
 
 class Answer(Struct, frozen=True, gc=False):
-    """A whole choice: its parts joined, its logprobs as they came, and its tokens where the client asked for them."""
+    """A whole choice: its parts joined, its logprobs in the pieces in which they came, and its tokens if the client asked for them."""
 
     parts: Sequence[Part]
     logprobs: Sequence[object]
@@ -66,39 +66,36 @@ class Answer(Struct, frozen=True, gc=False):
 class Dialect(Protocol):
     """Renders one request's answer, streamed (`begin`, then `event`s, then `end` or `fault`) or whole (`body`).
 
-    It lives as long as the request and may keep state. Events are whole: each ends with an empty line and has none within.
+    It lives as long as the request and may keep state. Every event ends with an empty line and contains none.
     """
 
     id: str
     """The answer's id, as its client sees it."""
 
     def opening(self, index: int) -> str:
-        """Text that a choice begins with before anything is generated: the prompt, when it is to be echoed."""
+        """The text that a choice starts with before anything is generated: the prompt, if it is echoed."""
 
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
-        """The logprobs of the delta's first `tokens` tokens, in the dialect's shape; None without."""
+        """The logprobs of the delta's first `tokens` tokens, in the API's shape; None if there are none."""
 
     def begin(self, usage: Usage) -> bytes:
-        """The events before all others. The usage is that of the prompt."""
+        """The first events. The usage is that of the prompt."""
 
     def event(self, index: int, added: ChoiceDelta) -> bytes:
-        """The events for what is new in a choice; its last addition has an ending."""
+        """The events for what is new in a choice. The last delta has an ending."""
 
     def end(self, usage: Usage) -> bytes:
-        """The events after all others."""
+        """The last events."""
 
     def fault(self, fault: Fault) -> bytes:
-        """The event that tells why the stream breaks off here."""
+        """The event that says why the stream breaks off."""
 
     def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
         """The whole answer."""
 
 
 class Envelope:
-    """The fields around the choices, and events made of a fixed frame with the text put in.
-
-    Encoding the frame once a request leaves one small JSON string to encode an event.
-    """
+    """The fields around the choices. The frame of an event is encoded once per request; an event then encodes only its text."""
 
     def __init__(self, prefix: str, kind: str, plan: Plan) -> None:
         self.id = f"{prefix}-{plan.response_id}"
@@ -117,12 +114,12 @@ class Envelope:
         self._opening = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":[{"index":'
         self._usage = b',"usage":null' if self._includes_usage else b""
         self._plain_closing = b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
-        # The first event of a choice says which tokens its prompt had.
+        # The first event of a choice has the tokens of its prompt.
         self._prompts = plan.choice_prompts if request.return_token_ids else None
         self._has_prompt: set[int] = set()
 
     def event(self, index: int, content: bytes, added: ChoiceDelta) -> bytes:
-        """`content` is the rendered member that holds the text, with a comma before it."""
+        """`content` is the encoded member that holds the text, after a comma."""
         opening = b"%b%d%b" % (self._opening, index, content)
         logprobs, ending, token_ids, usage, nvext = added[1:]
         if logprobs is None and ending is None and token_ids is None and usage is None:

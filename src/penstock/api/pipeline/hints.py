@@ -1,7 +1,7 @@
-"""What a request wishes besides its answer: a session, a place, KV to be kept, priority. Clients have many spellings for it.
+"""What a request asks for besides its answer: a session, a worker, KV to be kept, priority. Clients have many spellings for this.
 
-docs/guides/sessions.md has the precedence and what each spelling means. The body goes before a header. Everything in the body is checked;
-of the headers, only those that count.
+docs/guides/sessions.md says what each spelling means and which takes precedence. The body goes before headers. Everything in the body is
+checked; of the headers, only those that are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import (
-    LONGEST_SECONDS,
+    MAX_SECONDS,
     CacheControl,
     Common,
     Message,
@@ -43,8 +43,8 @@ _MAX_SHOWN = 80
 
 
 class SessionHeaders(NamedTuple):
-    """The headers by which one kind of client names its sessions. With `agent`, its subagents share a session: then that id and the
-    agent's make theirs, and `parent` is another agent of the same session; else `parent` is another session."""
+    """The headers with which one kind of client names its sessions. With `agent`, subagents share a session id: their session is both
+    ids together, and `parent` is another agent of the same session. Without, `parent` is another session."""
 
     session: bytes
     agent: bytes | None = None
@@ -55,7 +55,7 @@ SESSION_HEADERS = (
     SessionHeaders(b"x-session-id", parent=b"x-parent-session-id"),
     SessionHeaders(b"x-dynamo-session-id", parent=b"x-dynamo-parent-session-id"),
     SessionHeaders(b"x-claude-code-session-id", b"x-claude-code-agent-id", b"x-claude-code-parent-agent-id"),
-    # Codex's subagents have a thread each, within one session.
+    # Each subagent of Codex has its own thread within one session.
     SessionHeaders(b"thread-id", parent=b"x-codex-parent-thread-id"),
     SessionHeaders(b"session-id"),
     SessionHeaders(b"session_id"),
@@ -84,12 +84,12 @@ def read_hints(request: Common, headers: Headers) -> Hints:
 
 
 def longest_ttl(marks: Iterable[CacheControl | None]) -> float | None:
-    """How long Anthropic's marks want the prompt to be kept: five minutes where they do not say. None without a mark."""
+    """How long Anthropic's marks ask to keep the prompt; 5 minutes if they do not say. None without a mark."""
     return max((_TTL_SECONDS[mark.ttl or "5m"] for mark in marks if mark is not None), default=None)
 
 
 def longest_breakpoint(options: PromptCacheOptions | None, marks: Iterable[PromptCacheBreakpoint | None]) -> float | None:
-    """How long OpenAI's breakpoints are to be kept: thirty minutes where they do not say. None without any."""
+    """How long OpenAI's breakpoints ask to keep the prompt; 30 minutes if they do not say. None without any."""
     default = options.ttl if options is not None and options.ttl is not None else "30m"
     ttls = [mark.ttl or default for mark in marks if mark is not None]
     if options is not None and options.mode != "explicit":
@@ -100,7 +100,7 @@ def longest_breakpoint(options: PromptCacheOptions | None, marks: Iterable[Promp
 
 
 def prompt_text(message: Message) -> str:
-    """The text of a message as it goes into the prompt: of the instructions, without what changes from call to call."""
+    """The text of a message in the prompt. Instructions lose what changes with every call."""
     if message.role not in ("system", "developer"):
         return message.text
     if isinstance(message.content, list):
@@ -109,8 +109,8 @@ def prompt_text(message: Message) -> str:
 
 
 def without_billing_header(text: str) -> str:
-    """Claude Code begins its instructions with a line of accounting that is new on every call; with it, no two prompts have a prefix
-    in common. Only leading lines are taken for it."""
+    """Claude Code starts its instructions with a line that differs on every call. With it, no two prompts would share a prefix. Only
+    leading lines are removed."""
     return _BILLING_HEADER.sub("", text)
 
 
@@ -174,8 +174,8 @@ def _nvext_ttl(control: NvextCacheControl) -> float:
 def _seconds(name: str, text: str) -> float:
     duration = _DURATION.fullmatch(text)
     seconds = float(duration[1]) * _UNIT_SECONDS[duration[2]] if duration else 0.0
-    if not 0 < seconds <= LONGEST_SECONDS:
-        raise _refused(name, text, f"expected seconds, or a time such as 90s, 5m or 1h; up to {LONGEST_SECONDS:,} seconds")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise _refused(name, text, f"expected seconds, or a time such as 90s, 5m or 1h; up to {MAX_SECONDS:,} seconds")
     return seconds
 
 
@@ -199,7 +199,7 @@ def _header(headers: Mapping[bytes, bytes], name: bytes | None) -> str | None:
 
 
 def _checked(name: str, value: str) -> str:
-    """A name that may be written to a log and into a path, and that is not too long to be kept by the thousand."""
+    """An id that can be logged, can be part of a path, and is short enough to keep thousands of them."""
     if not 0 < len(value.encode()) <= MAX_ID_BYTES or _CONTROL_CHARACTER.search(value):
         raise _refused(name, value, f"expected 1 to {MAX_ID_BYTES} bytes of UTF-8 without control characters")
     return value

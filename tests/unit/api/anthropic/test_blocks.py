@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.anthropic.blocks import BlockDelta, Blocks, BlockStart, BlockStop, Step, whole_blocks
-from penstock.api.anthropic.thinking import unsealed
+from penstock.api.anthropic.blocks import BlockDelta, Blocks, BlockStart, BlockStop, Step, unsealed, whole_blocks
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning, joined
 
 TEXTS = st.text("a \n", min_size=1, max_size=6)

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.api.anthropic.blocks import sealed, signature_of
 from penstock.api.anthropic.conversation import Conversation
-from penstock.api.anthropic.conversion import longest_mark, read_chat, read_common
+from penstock.api.anthropic.messages import longest_mark, read_chat, read_common
 from penstock.api.anthropic.schema import Message, MessagesRequest, Role
-from penstock.api.anthropic.thinking import sealed, signature_of
 from penstock.api.pipeline.plan import Chat, ToolChoice
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar

@@ -101,9 +101,9 @@ def test_without_keys_everyone_comes_in_and_has_sessions_of_their_own() -> None:
 
 def test_keys_that_clients_invent_do_not_fill_the_memory() -> None:
     keyring = Keyring(KeySettings(), Tally())
-    for number in range(module._MOST_STRANGERS + 100):
+    for number in range(module._MAX_STRANGERS + 100):
         keyring.tenant_of(b"%d" % number)
-    assert len(keyring._strangers) == module._MOST_STRANGERS
+    assert len(keyring._strangers) == module._MAX_STRANGERS
     tenant = keyring.tenant_of(b"0")
     assert tenant is not None
     assert tenant.owner == owner([(b"x-api-key", b"0")]), "forgotten and found again, it has the same sessions"

@@ -13,9 +13,9 @@ import pytest
 from penstock.api.openai.answers import Session
 from penstock.api.openai.schema import (
     CHOICES,
-    HIGHEST_PRIORITY,
-    LONGEST_SECONDS,
-    LOWEST_PRIORITY,
+    MAX_PRIORITY,
+    MAX_SECONDS,
+    MIN_PRIORITY,
     UNSUPPORTED_NVEXT,
     AgentHints,
     CacheControl,
@@ -46,12 +46,12 @@ def stated(pattern: str) -> float:
 
 def test_figures() -> None:
     assert stated(r"default timeout is (\d+) seconds") == DEFAULT_SESSION_SECONDS
-    assert stated(r"A timeout is above 0 and at most (\d+) seconds") == LONGEST_SECONDS
+    assert stated(r"A timeout is above 0 and at most (\d+) seconds") == MAX_SECONDS
     assert stated(r"A session id is 1 to (\d+) bytes") == MAX_ID_BYTES
     assert stated(r"`limit` is 1 to (\d+)") == MAX_LIMIT
     assert stated(r"/v1/sessions\?limit=(\d+)") == DEFAULT_LIMIT
-    assert stated(r"from (-\d+) to \d+, 0 by default") == LOWEST_PRIORITY
-    assert stated(r"from -\d+ to (\d+), 0 by default") == HIGHEST_PRIORITY
+    assert stated(r"from (-\d+) to \d+, 0 by default") == MIN_PRIORITY
+    assert stated(r"from -\d+ to (\d+), 0 by default") == MAX_PRIORITY
 
 
 def test_quotas() -> None:
