@@ -169,13 +169,17 @@ class Scheduler(Generic[S]):
             self.sessions.end_turn(session, now)
 
     def schedule_decodes(self, now: float) -> list[Work[S]]:
-        """The next token of every sequence that decodes. Preempts the newest sequences when there are too few pages."""
+        """The next token of every sequence that decodes. Preempts the newest sequences when there are too few pages.
+
+        The oldest come first, which is not the order in which they began to decode. So what is preempted has no work in this step.
+        """
         work: list[Work[S]] = []
-        for generation, sequence in list(self.decoding.items()):
-            needed = self.cache.pages_for(len(sequence.tokens)) - len(sequence.path) - len(sequence.tail)
+        for generation, sequence in list(self._running.items()):
             # An earlier one may have preempted it.
-            if generation in self.decoding and self.extend(sequence, needed, now):
-                work.append(Work(sequence, 1))
+            if generation in self.decoding:
+                needed = self.cache.pages_for(len(sequence.tokens)) - len(sequence.path) - len(sequence.tail)
+                if self.extend(sequence, needed, now):
+                    work.append(Work(sequence, 1))
         return work
 
     def schedule_prompts(self, budget: int, now: float) -> list[Work[S]]:

@@ -59,6 +59,9 @@ class Steps:
         work: list[Work[Sequence]] = self.scheduler.schedule_decodes(0.0)
         work += self.scheduler.schedule_prompts(max(self.budget - len(work), 1), 0.0)
         for item in work:
+            has_room_for = len(item.sequence.pages) * self.cache.page_size
+            assert has_room_for >= item.sequence.computed + item.length, "every token of a step has a page"
+        for item in work:
             sequence = item.sequence
             self.scheduler.computed(item)
             if not sequence.to_compute:
@@ -153,6 +156,18 @@ def test_the_newest_is_preempted_and_starts_again_before_those_that_wait() -> No
     assert steps.scheduler.stats().queued
     steps.run()
     assert steps.ended == [0, 1, 2]
+
+
+def test_a_sequence_that_is_preempted_is_not_in_the_step() -> None:
+    """The older one decodes later, because it computes its prompt in small pieces. When it needs a page, the newer one has its work."""
+    steps = Steps(pages=9)
+    steps.add(0, range(12), max_tokens=20, kind=SlowSequence)
+    steps.add(1, range(100, 106), max_tokens=20)
+    steps.step()
+    assert [int.from_bytes(each) for each in steps.scheduler.decoding] == [1]
+    steps.run()
+    assert steps.scheduler.stats().preemptions
+    assert steps.ended == [0, 1]
 
 
 @given(st.data())
