@@ -167,7 +167,7 @@ def test_more_than_the_kv_cache_holds_is_refused_with_the_reason(serve: Any) -> 
     for stream in (False, True):
         status, _, body = server.post("/v1/completions", prompt="x", max_tokens=1000, stream=stream)
         assert status == 400
-        assert "needs 63 KV blocks and the worker has 10" in body["error"]["message"]
+        assert "needs 63 KV pages and the worker has 10" in body["error"]["message"]
 
 
 def test_health(server: Server) -> None:
