@@ -73,7 +73,7 @@ def test_completions(server: Server, fields: dict[str, Any], param: str, says: s
         (
             {**CHAT, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs",
-            "exclude each other",
+            "cannot be combined",
         ),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs", "needs `logprobs`"),
         ({**CHAT, "max_completion_tokens": 0}, "max_tokens", "at least 1"),

@@ -155,7 +155,7 @@ def test_a_worker_that_is_told_to_end_while_it_loads_ends(tmp_path: Path) -> Non
         worker.terminate()
         told += worker.stderr
         assert worker.wait(30) == 0, told
-    assert "told to end before the engine was loaded" in told[-1]
+    assert "stopped before the engine was loaded" in told[-1]
     assert not [line for line in told if "Traceback" in line or "is loaded after" in line]
 
 

@@ -201,7 +201,7 @@ def test_a_conversation(server: Server) -> None:
         client.conversations.items.retrieve(added.id, conversation_id=conversation.id)
     assert client.conversations.update(conversation.id, metadata={"a": "c"}).metadata == {"a": "c"}
     assert client.conversations.retrieve(conversation.id).metadata == {"a": "c"}
-    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+    with pytest.raises(openai.BadRequestError, match="cannot be combined"):
         create(server, conversation=conversation.id, previous_response_id=answer.id)
     assert client.conversations.delete(conversation.id).deleted
     with pytest.raises(openai.NotFoundError):

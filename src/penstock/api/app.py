@@ -98,7 +98,7 @@ def _refuse(scope: Scope, methods: Mapping[str, Endpoint]) -> ASGIApp:
     """The answer where no endpoint takes the request."""
     path = scope["path"][:256]
     if not methods:
-        error = RequestError(f"there is no {path} here", code="not_found", status=404)
+        error = RequestError(f"unknown path {path}", code="not_found", status=404)
         return refusal(error, AnthropicErrors() if path.startswith("/v1/messages/") else OpenAIErrors())
     allowed = ", ".join(sorted(methods))
     error = RequestError(f"{path} takes {allowed}, not {scope['method']}", code="method_not_allowed", status=405)

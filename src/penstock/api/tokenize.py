@@ -139,7 +139,7 @@ async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: 
 def _check_ids(model: ServedModel, token_ids: Sequence[int]) -> None:
     max_tokens, size = model.info.context_length, model.tokenizer.vocab_size
     if len(token_ids) > max_tokens:
-        raise RequestError(f"`tokens` has {len(token_ids):,}: expected at most {max_tokens:,}, the model's context", param="tokens")
+        raise RequestError(f"`tokens` has {len(token_ids):,} tokens: expected at most {max_tokens:,}, the model's context", param="tokens")
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < size:
             name = f"tokens[{index}]"

@@ -24,12 +24,12 @@ Answer = TypeVar("Answer")
 class EmbeddedBackend:
     """A `worker.backend.Backend`. `make_engine` loads the model. It is called once, in the engine's thread.
 
-    It must be the same thread: each thread that computes has OpenMP helpers of its own, and with more helpers than cores OpenMP puts them
-    to sleep after every operation, which halves the speed.
+    The model is loaded in the thread that computes: each such thread has its own OpenMP helpers, and with more helpers than cores OpenMP
+    puts them to sleep after every operation, which halves the speed.
 
-    The engine's thread does what the event loop asks for before its next step. An idle engine steps once for it. If the engine fails,
-    every generation gets a retryable fault, every open question gets an empty answer, and `on_failure` is called: the process must end,
-    since the state of the engine is unknown.
+    The event loop leaves its calls in a queue; the engine's thread runs them before its next step. If the engine is idle, it steps once
+    for them. If the engine fails, every generation gets a retryable fault, every open question gets an empty answer, and `on_failure` is
+    called: the process must end, since the state of the engine is unknown.
     """
 
     def __init__(self, model: ModelInfo, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:

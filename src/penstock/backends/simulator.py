@@ -175,7 +175,7 @@ class Simulator:
 
     def _validate(self, request: Submit) -> Fault | None:
         if request.grammar is not None:
-            return Fault("unsupported", "the simulator has no grammar: its tokens follow from the seed")
+            return Fault("unsupported", "the simulator has no grammar: its tokens depend only on the seed")
         return validate_submit(request, self._model.vocab_size, self._model.context_length) or self._scheduler.validate(request)
 
     def cancel(self, generation: bytes) -> None:

@@ -45,7 +45,7 @@ class BenchSettings:
     """What to ask of a server, and what to report."""
 
     url: str = setting("http://127.0.0.1:8000", "address of the server", group="server under test", unit="URL", parse=_url)
-    model: str | None = setting(None, "model to ask for", group="server under test", unit="NAME", unset="the server's first")
+    model: str | None = setting(None, "model to use", group="server under test", unit="NAME", unset="the server's first")
     endpoint: str = setting("completions", "endpoint to use", group="server under test", choices=("completions", "chat"))
     api_key_env: str | None = setting(None, "environment variable that has the API key", group="server under test", unit="VARIABLE")
     timeout: float = setting(600.0, "longest time that a request may take", group="server under test", unit="SECONDS", above=0)
@@ -55,7 +55,7 @@ class BenchSettings:
     prompt_tokens: int = setting(16, "words per prompt; all prompts differ", group="load", unit="WORDS", minimum=1)
     seed: int | None = setting(
         None,
-        "seed of the first request; each further one has the next",
+        "seed of the first request; it grows by one per request",
         group="load",
         unit="N",
         minimum=0,

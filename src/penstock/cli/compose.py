@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 HAND_OVER_SECONDS = 2.0
 # A front end that ends waits this long for requests that it has cut off.
 EXPEL_SECONDS = 2.0
-# An engine that is told to end while it loads may take this long.
+# An engine that must stop while it loads may take this long.
 ABANDON_SECONDS = 5.0
 
 
@@ -97,7 +97,7 @@ async def run_worker(settings: WorkerSettings) -> int:
 
 
 async def _load(runtime: WorkerRuntime, stopped: asyncio.Event) -> bool:
-    """Loads the engine. Returns False if the worker is told to end meanwhile: a load may take minutes, and is not waited for."""
+    """Loads the engine. Returns False if the worker must stop meanwhile: a load may take minutes, so it is not awaited."""
     loading = asyncio.create_task(runtime.start(), name="loading")
     stopping = asyncio.create_task(stopped.wait())
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +105,7 @@ async def _load(runtime: WorkerRuntime, stopped: asyncio.Event) -> bool:
         stopping.cancel()
         await loading
         return True
-    log.info("told to end before the engine was loaded")
+    log.info("stopped before the engine was loaded")
     loading.cancel()
     try:
         async with asyncio.timeout(ABANDON_SECONDS):
@@ -201,7 +201,7 @@ async def _open_cluster(settings: FrontEndSettings, models: Models, transcripts:
 
 
 async def _serve_until(stopped: asyncio.Event, front_end: FrontEnd, announcement: Coroutine[None, None, None], grace: float) -> bool:
-    """Serves until told to stop, then lets running requests finish for `grace` seconds. Returns False if the server failed."""
+    """Serves until a signal, then lets running requests finish for `grace` seconds. Returns False if the server failed."""
     admission = front_end.admission
     serving = asyncio.create_task(front_end.server.serve(), name="http server")
     watches = [

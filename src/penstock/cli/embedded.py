@@ -1,4 +1,4 @@
-"""Wires the embedded engine: from a model on disk to a backend. Apart from `compose`, for it imports torch."""
+"""Wires the embedded engine: from a model on disk to a backend. Not in `compose`, because it imports torch."""
 
 from __future__ import annotations
 

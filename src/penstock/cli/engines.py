@@ -25,7 +25,7 @@ from penstock.worker.backend import Backend
 log = logging.getLogger(__name__)
 
 SIMULATED_CONTEXT = 131_072
-# Until the engine runs and tells.
+# Until the engine runs and reports its own.
 UNKNOWN = 1
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -34,9 +34,9 @@ def add_key_parser(commands: Any) -> None:
     )
     new.add_argument("name", metavar="NAME", help="name of the key's owner in logs and metrics")
     new.add_argument("--requests-per-minute", metavar="N", help="most requests per minute (default: the server's limit)")
-    new.add_argument("--tokens-per-minute", metavar="N", help="most tokens per minute, of prompts and answers together (default: the same)")
-    new.add_argument("--concurrency", metavar="N", help="most generations at once (default: the same)")
-    listing = actions.add_parser("list", help="names and limits of the file's keys")
+    new.add_argument("--tokens-per-minute", metavar="N", help="most tokens per minute, prompts and answers (default: the server's limit)")
+    new.add_argument("--concurrency", metavar="N", help="most generations at once (default: the server's limit)")
+    listing = actions.add_parser("list", help="list names and limits of the keys in the file")
     remove = actions.add_parser("remove", help="remove a key from the file; the server rejects it within a second")
     remove.add_argument("name", metavar="NAME")
     for action in (new, listing, remove):
@@ -134,7 +134,7 @@ def _write(path: Path, text: str, expected: Sequence[Key]) -> None:
     except ConfigError:
         found = None
     if found != expected:
-        raise ConfigError(f"key file {path}: this command cannot change its layout; change it by hand")
+        raise ConfigError(f"key file {path}: this command cannot edit a file with this layout; edit it by hand")
     try:
         _replace(path.resolve(), text.encode())
     except OSError as error:

@@ -128,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
         "config",
         help="the effective settings of a command, and where each comes from",
         usage="penstock config [serve|worker|frontend] [flags] | penstock config --reference",
-        description="Prints the effective settings as a configuration file, and where each comes from. --reference: describes all.",
+        description="Prints the effective settings as a configuration file, and where each comes from. --reference: describes all of them.",
     )
     add_bench_parser(commands)
     add_key_parser(commands)
@@ -157,7 +157,7 @@ def _load(parsed: argparse.Namespace, rest: Sequence[str], environment: Mapping[
 
 
 def _take_rest(parsed: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Takes MODEL. Raises ConfigError for anything else that is no flag of the command."""
+    """Takes MODEL. Raises ConfigError for any other word that is not a flag of the command."""
     for word in rest:
         if word.startswith("-"):
             raise ConfigError(f"{word.partition('=')[0]} is not a flag of `penstock {parsed.command}`{_nearest_flag(word)}")
@@ -182,7 +182,7 @@ def _nearest_flag(word: str) -> str:
 
 
 def _check_parts(command: str, settings: Any) -> None:
-    """What only the parts themselves can check, so that a mistake is told before a child process starts. Raises ConfigError."""
+    """Checks that only the parts themselves can make, before a child process starts. Raises ConfigError."""
     if command != "frontend":
         from penstock.text.formats.make import check_parsers
 

@@ -55,12 +55,12 @@ class Registration:
 
 
 class Discovery:
-    """Asks `members` for the addresses by worker name, None while the store is away.
+    """Asks `members` for the addresses by worker name, None while the store cannot be reached.
 
     Calls `on_change` with the addresses of all workers: once on entering, then after every change. `on_change` must not raise.
 
     A worker that is no longer registered stays for `linger_seconds`, counted while the store can be reached. So a store that lost its
-    data does not cost the front end its workers before they register again. Whether a worker is alive, its link knows better.
+    data does not cost the front end its workers before they register again. The link to a worker shows whether it is alive.
     """
 
     def __init__(

@@ -37,12 +37,12 @@ class Member:
 
     @property
     def is_quiet(self) -> bool:
-        """It owes tokens and has sent nothing for QUIET_LOOKS looks."""
+        """It has running generations and has sent nothing for QUIET_LOOKS looks."""
         return self.link.silent_ticks >= QUIET_LOOKS
 
 
 class PoolListener(Protocol):
-    """Is told when workers join and leave."""
+    """Called when workers join and leave."""
 
     def joined(self, member: Member) -> None: ...
 
@@ -52,9 +52,9 @@ class PoolListener(Protocol):
 class WorkerPool:
     """Keeps one link to each worker, as long as its context is entered.
 
-    `prepare` is awaited before a worker gets work, with its model and a way to fetch its tokenizer: the front end loads that. When it
-    raises, the worker is not used; this is logged once, and the worker is connected again after a delay that grows. A worker that owes
-    tokens and sends nothing for `stall_seconds` loses its link; it is connected again when it answers.
+    Before a worker gets work, `prepare` is awaited with its model and a function that fetches its tokenizer, so that the front end can
+    load it. If `prepare` raises, the worker is not used; this is logged once, and the pool connects again after a delay that grows. A
+    worker that has running generations and sends nothing for `stall_seconds` loses its link. It gets a new link when it answers.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class WorkerPool:
                 member.link.tick()
                 if member.link.silent_ticks > LOOKS:
                     self.stalls += 1
-                    message = f"worker {member.name} owes tokens and has sent nothing for {self._stall_seconds:g} s"
+                    message = f"worker {member.name} has running generations and has sent nothing for {self._stall_seconds:g} s"
                     member.link.give_up(WorkerStalled(message))
 
 

@@ -1,4 +1,4 @@
-"""The store that several front ends share: bindings and membership in Redis. Works without Redis, too, but alone."""
+"""The store that several front ends share: bindings and membership in Redis. While Redis is down, each front end works alone."""
 
 from __future__ import annotations
 

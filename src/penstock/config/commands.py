@@ -72,7 +72,7 @@ class FrontEndSettings(ProcessSettings):
     router: RouterSettings
     worker_stall: float = setting(
         30.0,
-        "give up a worker that owes tokens and sends nothing for this long; its generations continue on another worker",
+        "give up a worker that has running generations and sends nothing for this long; they continue on another worker",
         unit="SECONDS",
         above=0,
         group="limits",
@@ -204,7 +204,7 @@ class WorkerSettings(ProcessSettings):
         if self.engine == "http" and not self.http.url:
             raise ConfigError("--engine http needs --url: the address of the engine's server, such as http://127.0.0.1:30000")
         if self.http.kv_replay is not None and self.http.kv_events is None:
-            raise ConfigError(f"--kv-replay is {self.http.kv_replay}, but without --kv-events there are no events to miss")
+            raise ConfigError(f"--kv-replay is {self.http.kv_replay}; it also needs --kv-events")
         engine = self.embedded if self.engine == "embedded" else self.external
         if engine.gpu_memory_utilization is not None and (engine.kv_memory is not None or engine.kv_blocks is not None):
             raise ConfigError("--gpu-memory-utilization, --kv-memory and --kv-blocks all size the KV memory: give one of them")

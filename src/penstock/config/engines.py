@@ -36,8 +36,8 @@ def check_event_address(text: str) -> str:
 # Settings that several engines have, each with its own default.
 context_length_setting = partial(
     setting,
-    help="longest prompt and answer together. Beyond the length that the model was trained for, the embedded engine stretches positions "
-    "(YaRN). For --engine http: only used if the server does not say",
+    help="most tokens of prompt and answer together. Beyond the length that the model was trained for, the embedded engine stretches "
+    "positions (YaRN). For --engine http: only used if the server does not report it",
     unit="TOKENS",
     minimum=1,
     aliases=("--max-model-len",),
@@ -52,7 +52,7 @@ _kv_memory = partial(
     unit="GIB",
     above=0,
     group="engine",
-    unset=f"{CPU_KV_GIB:g} on a CPU; on a GPU {GPU_KV_SHARE:.0%} of the memory that the weights leave; vLLM decides itself",
+    unset=f"{CPU_KV_GIB:g} on a CPU; on a GPU {GPU_KV_SHARE:.0%} of the memory left beside the weights; vLLM decides itself",
 )
 _gpu_memory_utilization = partial(
     setting,
@@ -65,7 +65,7 @@ _gpu_memory_utilization = partial(
 )
 _block_size = partial(
     setting,
-    help="tokens per KV block. For --engine http: only used if the server does not say",
+    help="tokens per KV block. For --engine http: only used if the server does not report it",
     unit="TOKENS",
     minimum=1,
     group="engine",
@@ -81,14 +81,12 @@ class SessionSettings:
         0.5, "largest share of the KV memory that leases protect", unit="SHARE", minimum=0, maximum=1, group="sessions"
     )
     max_sessions: int = count(1024, "sessions per worker; further ones get no lease", group="sessions")
-    session_grace: float = seconds(
-        30.0, "how much longer than its timeout a worker keeps a session that no front end closes", group="sessions"
-    )
+    session_grace: float = seconds(30.0, "how long a worker keeps a session after its timeout, if no front end closes it", group="sessions")
 
 
 @dataclass(frozen=True)
 class EmbeddedSettings(SessionSettings):
-    """The engine of our own. None is resolved when the model and the device are known."""
+    """Penstock's own engine. None: decided when the model and the device are known."""
 
     GROUP: ClassVar[str] = "embedded engine"
     ENGINES: ClassVar[tuple[str, ...]] = ("embedded",)
@@ -101,7 +99,7 @@ class EmbeddedSettings(SessionSettings):
     max_batch: int = _max_batch(256)
     token_budget: int | None = setting(
         None,
-        "tokens that a step computes at most, of prompts and answers together. Smaller: a steadier stream; larger: faster prompts",
+        "most tokens per step, of prompts and answers together. A small budget: a steadier stream; a large one: faster prompts",
         unit="TOKENS",
         minimum=1,
         unset=f"{CPU_TOKEN_BUDGET} on a CPU, {GPU_TOKEN_BUDGET} on a GPU",
@@ -113,7 +111,7 @@ class EmbeddedSettings(SessionSettings):
 
 @dataclass(frozen=True)
 class EngineConfig(SessionSettings):
-    """What the embedded engine and its KV memory need to know once the model is known.
+    """The embedded engine and its KV memory, sized for a model.
 
     A step computes at most `token_budget` tokens, of prompts and answers together: the longer a step, the longer everybody waits for the
     next token. `reproducible`: the same rounding for any batch, as far as the matrix library can.
@@ -164,7 +162,7 @@ class EngineSettings(SessionSettings):
     block_size: int | None = _block_size(None)
     streaming_sessions: bool = setting(
         False,
-        "SGLang: keep the KV of sessions so that it is never evicted. A session runs one turn at a time, and only new tokens are sent",
+        "SGLang: never evict the KV of sessions. A session runs one turn at a time, and only new tokens are sent to the engine",
         engines=("sglang",),
     )
     any_version: bool = setting(False, "accept a version of vLLM or SGLang that Penstock is not tested with", name="any_engine_version")
@@ -215,16 +213,16 @@ class HttpEngineSettings(SessionSettings):
         unset="required for --engine http",
     )
     model_name: str | None = setting(
-        None, "name of the model there", name="upstream_model", unit="NAME", unset="the only model of the server"
+        None, "name of the model on the engine's server", name="upstream_model", unit="NAME", unset="the only model of the server"
     )
     api_key: str | None = setting(
         None, "API key for the engine's server", name="engine_api_key", parse=check_engine_key, is_secret=True, has_flag=False
     )
-    route: Route = setting("auto", "API to use there; auto: the best that the server offers", choices=get_args(Route))
+    route: Route = setting("auto", "API of the engine's server to use; auto: the best that it offers", choices=get_args(Route))
     kv_events: str | None = setting(
         None, "where the engine publishes KV events, such as tcp://127.0.0.1:5557", unit="ADDRESS", parse=check_event_address
     )
-    kv_replay: str | None = setting(None, "where it repeats KV events that were missed", unit="ADDRESS", parse=check_event_address)
+    kv_replay: str | None = setting(None, "where the engine repeats KV events that were missed", unit="ADDRESS", parse=check_event_address)
     block_size: int | None = _block_size(None)
     context_length: int | None = context_length_setting(None)
     connect_seconds: float = 10.0

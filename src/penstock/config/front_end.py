@@ -67,12 +67,12 @@ class RouterSettings:
     """How to choose a worker. Its cost is `overlap_weight` × blocks to prefill there + `load_weight` × its load in blocks.
 
     The default of `load_weight` comes from bench/routing.py: a higher one loses cache hits, and zero lets one worker queue. A long prefix
-    that every request has would still outweigh any load. So a worker with more than `max_lead` generations above the worker with the
-    fewest, and half as many again, is left out of the choice by cost; another worker computes that prefix once and has it from then on.
+    that every request has would still outweigh any load. So a worker is left out if it has over `max_lead` generations more than the
+    worker with the fewest, and over LEAD_FACTOR times as many. Another worker then computes that prefix once and has it from then on.
 
     A preferred worker is overloaded when its load is more than `overload_blocks` above the load of the least loaded worker, and more than
     `overload_factor` times the load that the least loaded worker would have with this prompt added. So a longer prompt, which is more
-    expensive to compute elsewhere, tolerates more load; and small loads, whose ratios mean little, move nothing.
+    expensive to compute elsewhere, tolerates more load; and a small load, however large its ratio, moves no session.
 
     Predictions last `sibling_seconds` for engines that report what they cache, long enough for requests that arrive together to find each
     other, and `prediction_seconds` for engines that do not.
@@ -93,24 +93,24 @@ class RouterSettings:
     )
     sibling_seconds: float = seconds(
         10.0,
-        "the same for engines that report it, until they do, so that requests with a new common prefix go to one worker",
+        "the same for engines that report their cache; until the report comes, requests with a new common prefix go to one worker",
         name="router_sibling_seconds",
     )
     max_lead: int = count(
         64,
-        "a worker with this many generations more than the worker with the fewest gets no more for its cached prefixes",
+        "a worker with over this many generations more than the least busy one is not chosen for its cached prefixes",
         name="router_max_lead",
     )
     overload_blocks: float = setting(
         4096.0,
-        "a session leaves its worker when the worker's load is this many blocks above the least loaded worker's",
+        "a session leaves its worker when its load is this many blocks above the least loaded worker's; see also --router-overload-factor",
         name="router_overload_blocks",
         unit="BLOCKS",
         minimum=0,
     )
     overload_factor: float = setting(
         8.0,
-        "and this many times the load that the least loaded worker would have with the prompt added",
+        "and also this many times the load that the least loaded worker would have with the prompt added",
         name="router_overload_factor",
         unit="FACTOR",
         minimum=1,
@@ -124,8 +124,8 @@ class ResumeLimits:
     GROUP: ClassVar[str] = "resumable streams"
 
     grace: float = seconds(60.0, "how long a resumable answer continues without a reader", name="resume_grace")
-    keep: float = seconds(300.0, "how long it can be read again after its end", name="resume_keep")
-    memory: int = setting(1024 * MIB, "memory for the events of all of them", name="resume_memory", unit="MIB", above=0, scale=MIB)
+    keep: float = seconds(300.0, "how long a resumable answer can be read again after its end", name="resume_keep")
+    memory: int = setting(1024 * MIB, "memory for events of all resumable answers", name="resume_memory", unit="MIB", above=0, scale=MIB)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class StoreLimits:
     )
     bytes: int = setting(
         1024 * MIB,
-        "size of the file; when it is full, the oldest are deleted first",
+        "largest size of the file; when it is full, the oldest responses and conversations are deleted",
         name="response_store_size",
         unit="MIB",
         minimum=1,
@@ -182,10 +182,10 @@ class QuotaLimits:
     GROUP: ClassVar[str] = "API keys"
 
     requests_per_minute: int | None = count(
-        None, "limit of each key that has none of its own in the key file", minimum=1, maximum=MAX_QUOTA, unset="no limit"
+        None, "requests per minute of each key without its own limit in the key file", minimum=1, maximum=MAX_QUOTA, unset="no limit"
     )
     tokens_per_minute: int | None = count(
-        None, "the same for tokens, of prompts and answers together", minimum=1, maximum=MAX_QUOTA, unset="no limit"
+        None, "the same for tokens per minute, of prompts and answers together", minimum=1, maximum=MAX_QUOTA, unset="no limit"
     )
     concurrency: int | None = count(
         None, "the same for generations at once", name="key_concurrency", minimum=1, maximum=MAX_QUOTA, unset="no limit"
@@ -228,7 +228,7 @@ class KeySettings:
     given: tuple[Key, ...] = setting(
         (),
         f"a key that clients may use; repeat for several. Other users of this machine can read command lines: prefer {API_KEY_VARIABLE} in "
-        "the environment (several keys: with commas), or --key-file",
+        "the environment (several keys: separated by commas), or --key-file",
         name="api_key",
         unit="KEY",
         parse=read_key,
@@ -253,7 +253,7 @@ class KeySettings:
         return bool(self.given) or self.file is not None
 
     def check(self) -> None:
-        """Raises ConfigError for limits that would hold for no key."""
+        """Raises ConfigError for limits without any key."""
         for each, value in zip(settings_of(QuotaLimits).values(), vars(self.defaults).values(), strict=True):
             if value is not None and not self.are_needed:
                 raise ConfigError(f"{each.flag} is {value}, but there are no keys: give --key-file or {API_KEY_VARIABLE}")

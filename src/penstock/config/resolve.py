@@ -18,7 +18,7 @@ Settings = TypeVar("Settings")
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 GROUPS = {
-    "engine": "What makes the tokens, and how large it is.",
+    "engine": "The model, what generates its tokens, and how much it may use.",
     "embedded engine": "",
     "simulator": "",
     "vLLM and SGLang": "`penstock doctor` tells which versions work and what each can do.",
@@ -30,7 +30,7 @@ GROUPS = {
     "resumable streams": "",
     "stored responses": "",
     "API keys": "Without --key-file and without an API key, anyone who reaches the port can use the server.",
-    "cluster": "Front ends and workers that are started one by one.",
+    "cluster": "For front ends and workers that are started separately.",
 }
 """The groups of settings, in the order of `--help` and the reference."""
 OTHER_VARIABLES = {CONFIG_VARIABLE, "PENSTOCK_URL", "PENSTOCK_ENGINES", "PENSTOCK_WORKER_PROCESS"}
@@ -87,7 +87,7 @@ class Resolved:
         return tuple(words)
 
     def environment_for(self, settings_class: type, environment: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a child process: without our variables, for it gets flags; with the secrets that it needs."""
+        """The environment of a child process: without our variables, because it gets flags; with the secrets that it needs."""
         ours = {CONFIG_VARIABLE, *(setting.variable for setting in self.settings.values())}
         secrets = {
             setting.variable: ",".join(self.given[name].texts)
@@ -98,7 +98,7 @@ class Resolved:
 
 
 def settings_for(settings_class: type, *, is_parent: bool = False) -> dict[str, Setting]:
-    """The settings of a command. A parent has none of those that it sets for its children itself."""
+    """The settings of a command. A parent has no flags for settings that it chooses for its children."""
     return {name: each for name, each in settings_of(settings_class).items() if each.declared.is_forwarded or not is_parent}
 
 
@@ -130,13 +130,13 @@ def _from_flag(setting: Setting, flags: argparse.Namespace) -> list[Given]:
 
 
 def _from_environment(setting: Setting, environment: Mapping[str, str]) -> list[Given]:
-    """An empty variable is no value; for a list it is an error, for an empty list of API keys would open the server."""
+    """An empty variable is no value. For a list it is an error, because an empty list of API keys would open the server."""
     text = environment.get(setting.variable)
     if text is None or (not text and not setting.is_list):
         return []
     texts = tuple(part for each in text.split(",") if (part := each.strip())) if setting.is_list else (text,)
     if not texts:
-        raise ConfigError(f"{setting.variable} is set but empty: expected values with commas between them, or no such variable")
+        raise ConfigError(f"{setting.variable} is set but empty: expected values separated by commas; unset it for none")
     return [Given(setting.read(texts if setting.is_list else text, setting.variable), "environment", setting.variable, texts)]
 
 
@@ -215,7 +215,7 @@ def _add_flag(group: Any, setting: Setting) -> None:
 
 
 def described_default(setting: Setting) -> str:
-    """The default in words, or that of each engine."""
+    """The default in words, or the default of each engine."""
     by_text: dict[str, list[str]] = {}
     for engine, value in setting.defaults.items():
         by_text.setdefault(_default_text(setting, value), []).append(engine)

@@ -1,7 +1,7 @@
 """How a setting is declared: `setting()` makes a field of a frozen dataclass that knows its help text, bounds and spellings.
 
-The dataclasses of this package are the only place where a setting stands. From its field come the flag, the environment variable, the key
-in the configuration file, the check, what `penstock serve` hands to its children, and the reference.
+The dataclasses of this package are the only place where a setting is declared. Its field gives the flag, the environment variable, the key
+in the configuration file, the check, what `penstock serve` passes to its children, and the reference.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What `setting()` was told.
+    """The arguments of `setting()`.
 
-    `name` is the name outside, by default the field's. `unset` says in words what None stands for. `scale`: how many of the field's units
-    are one `unit`, such as 2**20 for a field in bytes that is given in MiB. `parse` turns text into a value and raises ValueError, or
-    ConfigError for a message that must not show the text; with `is_whole` it makes a whole tuple of one text. `hint` ends the message of a
-    failed check. A secret never comes from the file and is never shown. `is_joined`: values of flag and variable are joined. `engines`
-    take the setting; by default, all that its class is for. `serve` sets what is not `is_forwarded` itself.
+    `name` is the setting's public name; by default, the field's name. `unset` says in words what None means. `scale` is how many of the
+    field's units are one `unit`: 2**20 for a field in bytes that is given in MiB. `parse` turns text into a value. It raises ValueError, or
+    ConfigError for a message that must not show the text; with `is_whole` it turns one text into the whole tuple. `hint` ends the message
+    of a failed check. A secret is never read from the file and never shown. With `is_joined`, the values of flag and variable are joined.
+    `engines` have the setting; by default, all engines of its class. `serve` itself sets what is not `is_forwarded`.
     """
 
     help: str
@@ -70,7 +70,7 @@ count = partial(setting, unit="N", minimum=0)
 
 @dataclass(frozen=True)
 class Setting:
-    """A declared setting. `defaults` are by engine, under "" where all engines have the same."""
+    """A declared setting. `defaults` are by engine, under "" if all engines have the same."""
 
     name: str
     kind: type
@@ -89,14 +89,14 @@ class Setting:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines that take it. Empty: it has nothing to do with the engine, or all of them do."""
+        """The engines that have the setting. Empty: all engines, or it is not about the engine."""
         return () if "" in self.defaults else tuple(self.defaults)
 
     def default_for(self, engine: str) -> Any:
         return self.defaults.get(engine, self.defaults.get(""))
 
     def read(self, given: object, where: str) -> Any:
-        """The checked value of what `where`, a flag, variable or key, has. Raises ConfigError, which names it."""
+        """The checked value. `where` is the flag, variable or key that has it. Raises ConfigError, which names `where`."""
         if isinstance(given, list | tuple):
             return tuple(self._read_one(_text(each), where) for each in given)
         value = self._read_one(_text(given), where)
@@ -142,7 +142,7 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """The bounds in words, "" where there are none."""
+        """The bounds in words, "" if there are none."""
         declared = self.declared
         if declared.maximum is not None:
             if declared.minimum is None:

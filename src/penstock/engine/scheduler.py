@@ -1,13 +1,13 @@
-"""Which generations compute how many tokens in the next step, and which of them must make room.
+"""Which generations compute how many tokens in the next step, and which of them must give their pages back.
 
-The embedded engine and the simulator share it. It knows tokens, pages and sessions, and no model.
+The embedded engine and the simulator share it. It knows tokens, pages and sessions, but no model.
 
-Generations that have started come first, the oldest before the newest. Each one that decodes gets one token per step. What the token
-budget leaves is for prompts, in pieces. A generation starts when there is room for its whole prompt. When the pool is short, the newest
-one gives its pages back and is computed again later. So the oldest always progresses, and nobody waits forever.
+Generations that have started come first, the oldest before the newest. Each one that decodes gets one token per step. The rest
+of the token budget is for prompts, in pieces. A generation starts when there are enough pages for its whole prompt. When pages run out,
+the newest generation gives its pages back and is computed again later. So the oldest always progresses, and none waits forever.
 
-When another generation computes the block that a waiting one needs next, the waiting one follows this leader, to share its pages later.
-It is not looked at again before the leader has computed all that they share, or has stopped.
+If a running generation computes the block that a waiting one needs next, the waiting one follows this leader, to share its pages later.
+It stays in the queue until the leader has computed all that they share, or has stopped.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Scheduler(Generic[S]):
         return True
 
     def report(self, sequence: S, logprobs: tuple[TokenLogprob | None, ...] | None) -> PromptReport:
-        """What the client is told of the prompt, once, with the first token."""
+        """The report about the prompt, for the client. Sent once, with the first token."""
         sequence.is_reported = True
         cached = sequence.cached_tokens or 0
         self._prompt_tokens += len(sequence.request.token_ids)

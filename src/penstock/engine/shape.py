@@ -9,8 +9,7 @@ A model's own rotary scaling is valid up to `covered_length`. A longer context g
 | llama3        | the trained length                          | YaRN over the model's llama3 frequencies, factor = wanted / covered |
 | yarn          | the trained length, or original × factor    | the same YaRN with a larger factor = wanted / original             |
 
-For linear and yarn it is the larger of the two: some configurations state the extended length, others the original one. Linear and llama3
-are stretched from the frequencies that the model was trained with.
+"Or" means the larger of the two: some configurations state the extended length, others the original one.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def check_schema(schema: Schema) -> None:
         seen.add(id(target))
         levels += _depth(target)
         if levels > MAX_LEVELS:
-            raise GrammarError(f"the schema has, with its references, more than {MAX_LEVELS} levels")
+            raise GrammarError(f"the schema has more than {MAX_LEVELS} levels, references included")
         for inner_path, inner in _within(target, ".".join(_steps(str(reference)))):
             _check_bounds(inner_path, inner)
             if "$ref" in inner:
@@ -156,7 +156,7 @@ def _check_bounds(path: str, schema: Schema) -> None:
             limit = _number(schema.get(other))
             if limit is not None and 0 < abs(limit - bound) < 1:
                 name = _joined(path, excluded)
-                raise GrammarError(f"`{name}`: a whole number less than 1 from `{other}` cannot be excluded; use `{plain}`")
+                raise GrammarError(f"`{name}` is less than 1 away from `{other}`, which is not supported: use `{plain}`")
 
 
 def _number(value: object) -> float | None:

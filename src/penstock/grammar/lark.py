@@ -1,7 +1,7 @@
 """Grammars in Lark with three directives. Pure.
 
-`%json {…}` is a JSON schema, and the library's own. The other two are expanded here: `%token "…"` is this text, as text or as one special
-token; `%upto ["…", "…"]` is any text up to the first of these texts, and that text.
+`%json {…}` is a JSON schema; llguidance itself reads it. The other two are expanded here. `%token "…"` matches this text, either as plain
+text or as one special token. `%upto ["…", "…"]` matches any text up to and including the first of these texts.
 """
 
 from __future__ import annotations

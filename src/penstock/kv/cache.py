@@ -3,9 +3,9 @@
 Every page is in one place at a time: free, in the tree, or in the tail of one running sequence, which fills it. A page of the tree is
 in use while the path of a running sequence contains it. Otherwise it is cached and may be evicted.
 
-Eviction takes unleased pages first, by priority and age, then leased ones, least weight first. Leases protect at most a share of the
-pool: beyond it, leased pages are evicted like unleased ones. So every page that is not in use can be allocated, and no lease can stop
-a request.
+Eviction takes unleased pages first, by priority and age, then leased ones, those with the least weight first. Leases protect at most a
+share of the pool: beyond it, leased pages are evicted like unleased ones. So every page that is not in use can be allocated, and no
+lease can stop a request.
 """
 
 from __future__ import annotations

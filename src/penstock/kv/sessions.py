@@ -65,10 +65,10 @@ class Session:
 
 
 class Sessions:
-    """At most `max_sessions` at a time. `grace_seconds` is added to every timeout: a living front end closes its sessions before that.
+    """At most `max_sessions` at a time. `grace_seconds` is added to every timeout: a live front end closes its sessions before that.
 
-    A turn without a session is served all the same; its state says why it has none. `cache` is None for an engine whose KV is not ours:
-    then sessions live and end, and hold nothing.
+    A turn that gets no session is served without one; its state says why. `cache` is None for an engine with its own KV cache: then
+    sessions open and expire, but hold no KV.
     """
 
     def __init__(self, cache: KVCache | None, max_sessions: int, grace_seconds: float) -> None:

@@ -36,7 +36,7 @@ class Claim(NamedTuple):
 
 
 class AffinityStore(Protocol):
-    """Bindings. Each lives for some positive, finite seconds after its last claim, rebind or renewal. Every method is atomic.
+    """Bindings. Each expires a given time after its last claim, rebind or renewal; the time is positive and finite. Every method is atomic.
 
     With an `owner` the binding is a session: its key is `session_key(owner, binding.model, binding.session)`, it counts for the
     quota, and it is listed.

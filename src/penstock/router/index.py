@@ -208,7 +208,7 @@ class PrefixIndex:
 class KvFeed:
     """Keeps the index in step with one worker, over one link.
 
-    Whoever makes a feed asks the worker for a snapshot. After that, every event is applied once, in order. When event numbers have a
+    The code that makes a feed asks the worker for a snapshot. After that, every event is applied once, in order. When event numbers have a
     gap, `receive` returns True once: another snapshot is needed. Until it comes, the index stays as it is and events are kept aside,
     because the snapshot may be older than they are.
     """

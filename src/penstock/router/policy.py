@@ -85,7 +85,7 @@ class Decision(Struct, frozen=True):
 def choose(view: Sequence[WorkerView], request: RouteRequest, settings: RouterSettings, turn: int, draw: float) -> Decision | None:
     """The worker for a request; None when there is none.
 
-    Quiet workers, and then workers without room, are used only when there are no others. The preferred worker is taken unless it is
+    A quiet worker, or one that is full, is used only when there is no other. The preferred worker is taken unless it is
     gone, not usable or overloaded. Else the policy decides. Among equals the one with the fewest generations wins, then they take
     turns: `turn` counts up. `draw` is a random number from 0 to below 1.
     """

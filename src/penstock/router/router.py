@@ -95,9 +95,9 @@ class Router:
     ) -> Decision | None:
         """The worker for a prompt of `blocks` blocks, the last of which may be partly filled; None when there is no candidate.
 
-        `prompt` is the names of its full blocks, or returns them. It is called only if there is more than one candidate and the policy
-        needs the names. That includes preferred workers: without the overlap their load would be estimated too high. The decision
-        then has the names.
+        `prompt` is the names of its full blocks, or a function that returns them. The function is called only if there is more than one
+        candidate and the policy is `kv`, even if a worker is preferred: without the overlap its load would be estimated too high. The
+        decision then has the names.
         """
         if not candidates:
             return None
@@ -152,8 +152,8 @@ class Router:
 class WorkerLoad:
     """The load of one worker: blocks still to prefill plus blocks held.
 
-    Generations of this front end count at once. `beyond` is what the worker's last report has more than that: work of other front
-    ends, and blocks generated since. A generation counts with its share: its prompt minus the overlap.
+    Generations of this front end count as soon as they are sent, each with its prompt minus the overlap. `beyond` is the part of the
+    worker's last report that exceeds them: work of other front ends, and blocks generated since.
     """
 
     __slots__ = ("active", "beyond", "beyond_active", "held", "prefilling", "to_prefill")

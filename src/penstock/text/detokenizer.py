@@ -198,8 +198,8 @@ class TextPart(NamedTuple):
 class TextAssembler:
     """The text of one generation, cut at its stop string.
 
-    A stop string ends the generation at the token that completes it: later tokens are neither text nor counted. The stop string is part of
-    the text only with `includes_stop`; what the token has after it never is.
+    A stop string ends the generation at the token that completes it: later tokens are neither text nor counted. With `includes_stop`
+    the stop string is part of the text. Text of the same token after the stop string is always dropped.
     """
 
     __slots__ = ("_detokenizer", "_includes_stop", "_matcher")

@@ -114,7 +114,7 @@ class ChatTemplate:
             pieces.append(piece)
             size += len(piece)
             if size > MAX_CHARACTERS:
-                raise RequestError(f"`messages` become more than {MAX_CHARACTERS:,} characters of prompt", param="messages")
+                raise RequestError(f"`messages` make a prompt of more than {MAX_CHARACTERS:,} characters", param="messages")
         return "".join(pieces)
 
     def _adapted(self, prompt: ChatPrompt) -> ChatPrompt:
@@ -138,7 +138,7 @@ def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
     """The rendered text, cut where the content of the last message ends."""
     field = "continue_final_message"
     if prompt.begins_answer:
-        message = f"`{field}` and `add_generation_prompt` exclude each other: expected at most one of them"
+        message = f"`{field}` and `add_generation_prompt` cannot be combined: expected at most one of them"
         raise RequestError(message, param=field)
     if not prompt.messages:
         raise RequestError(f"`{field}` is set, but `messages` is empty", param=field)

@@ -152,12 +152,12 @@ class _Piece(NamedTuple):
 
 
 class Transcripts:
-    """The transcripts of many sessions. They take at most `max_bytes` after every call; the least recently used session goes first.
+    """The transcripts of many sessions. After every call they take at most `max_bytes`: the least recently used sessions are dropped.
 
     `encode_chat` returns the tokens that the tokenizer makes of the rendered chat, except for recorded answers: those keep the tokens that
-    were generated, as long as the chat contains exactly their text. Both decode to the same text. What is remembered changes only the
-    time it takes. For one event loop: `encoder` tokenizes long texts in threads, which never touch what is remembered. Calls may overlap,
-    also for one session.
+    were generated, as long as the chat contains exactly their text. Both decode to the same text. Everything else that is remembered only
+    saves time. For one event loop: `encoder` tokenizes long texts in threads, which never touch the transcripts. Calls may overlap, even
+    for one session.
     """
 
     def __init__(self, max_bytes: int, encoder: Encoder | None = None) -> None:

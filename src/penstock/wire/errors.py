@@ -12,7 +12,7 @@
     │   └── PutAfterTerminal    a delta or a second terminal after the terminal
     └── LinkError               the connection between a front end and a worker
         ├── LinkBroken          it ended
-        ├── WorkerStalled       the worker owes tokens and was silent for too long
+        ├── WorkerStalled       the worker has running generations and was silent for too long
         ├── FrameTooLarge       a frame over the limit
         ├── FrameMalformed      bytes that are not a message, or an unexpected message
         └── HandshakeRefused    wrong version or wrong secret
@@ -101,7 +101,7 @@ class LinkBroken(LinkError):
 
 
 class WorkerStalled(LinkError):
-    """The worker owes tokens and was silent for longer than the stall time."""
+    """The worker has running generations and was silent for longer than the stall time."""
 
     code = "worker_stalled"
 

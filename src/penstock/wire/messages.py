@@ -41,7 +41,7 @@ class PromptReport(Struct, frozen=True, array_like=True, gc=False):
 class Delta(Struct, frozen=True, array_like=True, gc=False):
     """A disjoint segment of one generation.
 
-    `offset` counts the tokens before it. Only the first delta has `prompt`. Every field has a rule in `stream.merge.MERGE_RULES`.
+    `offset` counts the tokens before it. Only the first delta has `prompt`. Every field has a rule in `stream.slot.MERGE_RULES`.
     All values are immutable, so a delta can be shared, kept and merged.
     `gc=False`, here and below, is safe because such data cannot form a cycle.
     """
@@ -127,9 +127,9 @@ Capability = Literal["kv_events", "sessions", "logprobs", "prompt_logprobs", "gr
 class ModelInfo(Struct, frozen=True):
     """What a front end must know about a worker's model and how the worker serves it.
 
-    `tokenizer` is `words` for the built-in one, else the fingerprint of its files: the front end looks for it in its own files,
-    else fetches it with TokenizerRequest. `max_batch` is how many generations the worker computes at once; 0: unknown. `tool_parser`
-    and `reasoning_parser` name the formats in which the model writes tool calls and reasoning; None: no known format.
+    `tokenizer` is `words` for the built-in tokenizer, else the fingerprint of the tokenizer's files. The front end looks for these on
+    its own machine, else fetches them with TokenizerRequest. `max_batch` is how many generations the worker computes at once; 0: unknown.
+    `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning; None: no known format.
     """
 
     name: str
@@ -193,9 +193,9 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     """Front end to worker: begin a generation.
 
     `offset` is the position of the first token to make. It is above zero for a generation that continues on another worker: then the
-    last `offset` ids of `token_ids` were generated before. Each of `stop_ids` ends it, like the model's own end token. Its KV is
-    kept rather than other KV for `retention_seconds` after its end; a higher `priority` keeps it longer. `is_seed_drawn`: no client
-    asked for this `seed`, so an engine may use its own randomness.
+    last `offset` ids of `token_ids` were generated before. Each of `stop_ids` ends the generation, like the model's own end
+    token. For `retention_seconds` after the end, other KV is evicted before its KV; a higher `priority` also keeps it longer.
+    `is_seed_drawn`: no client asked for this `seed`, so an engine may use its own randomness.
     """
 
     id: bytes

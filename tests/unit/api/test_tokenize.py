@@ -116,7 +116,7 @@ async def test_wrong_requests_are_refused(fields: dict[str, Any], param: str, ex
     [
         ([5, -1], "tokens[1]", f"is -1: expected a token id from 0 to {WORDS.vocab_size - 1}"),
         ([WORDS.vocab_size], "tokens[0]", f"is {WORDS.vocab_size}: expected"),
-        ([65] * 1001, "tokens", "`tokens` has 1,001: expected at most 1,000, the model's context"),
+        ([65] * 1001, "tokens", "`tokens` has 1,001 tokens: expected at most 1,000, the model's context"),
         (["x"], "tokens[0]", "expected `int`"),
         (None, "tokens", "expected `array`"),
     ],

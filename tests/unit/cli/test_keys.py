@@ -115,7 +115,7 @@ def test_a_file_in_another_spelling_is_not_guessed_at(path: Path) -> None:
     text = 'keys = [{name = "a", sha256 = "' + "0" * 64 + '"}]\n'
     path.write_text(text)
     for change in (lambda: remove_key(path, "a"), lambda: new_key(path, "b", NO_LIMITS)):
-        with pytest.raises(ConfigError, match="change it by hand"):
+        with pytest.raises(ConfigError, match="edit it by hand"):
             change()
     assert path.read_text() == text
 

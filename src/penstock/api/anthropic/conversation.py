@@ -146,9 +146,9 @@ def _instructions(system: str | list[TextBlock] | None) -> str:
 
 
 def _is_cleared(message: Message, is_followed: bool) -> bool:
-    """`is_followed`: the user speaks after it."""
+    """`is_followed`: a user message comes after it."""
     if message.clear_at is not None and message.role != "system":
-        raise RequestError("`clear_at` stands in a message that is not the system's: expected role system", param="messages.clear_at")
+        raise RequestError("`clear_at` is only allowed in a message of the role system", param="messages.clear_at")
     return message.clear_at == "next_user_message" and is_followed
 
 

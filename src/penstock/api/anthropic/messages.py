@@ -100,11 +100,11 @@ def read_chat(request: Prompted) -> Chat:
     messages, fields = conversation.messages, conversation.fields
     continues = _continues(messages, fields)
     if not messages:
-        raise RequestError("`messages` have nothing to answer: expected one of the user, with content", param="messages")
+        raise RequestError("`messages` has nothing to answer: expected a user message with content", param="messages")
     choice, tools = _tool_choice(request), described_tools(request.tools or ())
     field, grammar = _grammar(request)
     if continues and grammar is not None:
-        raise RequestError(f"`{field}` and a last message of the assistant, which the answer continues, exclude each other", param=field)
+        raise RequestError(f"`{field}` cannot be combined with a last message of the assistant, which the answer continues", param=field)
     prompt = ChatPrompt(
         messages=messages,
         # With the choice `none`, the prompt does not mention the tools.
@@ -149,12 +149,12 @@ def check_thinking(request: MessagesRequest, headers: Headers) -> None:
 
 
 def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as chat templates expect them. Raises RequestError when two have one name."""
+    """The tools as chat templates expect them. Raises RequestError when two have the same name."""
     check_names([tool.name for tool in tools], "tools[{}].name")
     for index, tool in enumerate(tools):
         if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
             field = f"tools[{index}].allowed_callers"
-            raise RequestError(f"`{field}` has no `direct`: here, the model itself is the only one that calls tools", param=field)
+            raise RequestError(f"`{field}` has no `direct`: on this server only the model itself calls tools", param=field)
     return [described_tool(tool.name, _description(tool), tool.input_schema) for tool in tools]
 
 
@@ -169,14 +169,14 @@ def _continues(messages: list[ChatMessage], fields: list[str]) -> bool:
         return False
     last, field = messages[-1], fields[-1]
     if last.get("tool_calls"):
-        raise RequestError(f"`{field}` ends with a tool_use: expected a message of the user with its tool_result", param=field)
+        raise RequestError(f"`{field}` ends with a tool_use: expected a user message with its tool_result next", param=field)
     if not last["content"]:
         messages.pop()
         fields.pop()
         return False
     if last["content"] != last["content"].rstrip():
         message = (
-            f"`{field}.content` ends with whitespace: the content of a last message of the assistant, which the answer continues, must not"
+            f"`{field}.content` ends with whitespace, which is not allowed in a last message of the assistant: the answer continues it"
         )
         raise RequestError(message, param=f"{field}.content")
     return True
@@ -187,7 +187,7 @@ def _tool_choice(request: Prompted) -> ToolChoice:
     if isinstance(choice, NoChoice):
         return ToolChoice("none")
     if isinstance(choice, AnyChoice | NamedChoice) and not request.tools:
-        raise RequestError("`tool_choice` asks for a call: there are no `tools` to call", param="tool_choice")
+        raise RequestError("`tool_choice` asks for a call, but there are no `tools`", param="tool_choice")
     if isinstance(choice, NamedChoice):
         return ToolChoice("named", choice.name)
     return ToolChoice("required" if isinstance(choice, AnyChoice) else "auto")
@@ -196,7 +196,7 @@ def _tool_choice(request: Prompted) -> ToolChoice:
 def _grammar(request: Prompted) -> tuple[str | None, Grammar | None]:
     configured = None if request.output_config is None else request.output_config.format
     if configured is not None and request.output_format is not None:
-        raise RequestError("`output_format` and `output_config.format` exclude each other", param="output_format")
+        raise RequestError("`output_format` and `output_config.format` cannot be combined", param="output_format")
     wanted = configured or request.output_format
     if wanted is None:
         return None, None

@@ -212,7 +212,7 @@ class AllTurns(Struct, forbid_unknown_fields=True, tag_field="type", tag="all"):
 
 
 class ClearThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="clear_thinking_20251015"):
-    """Which thinking of earlier turns stays in the prompt: by default that of the last turn."""
+    """Which thinking of earlier turns stays in the prompt; by default, only the thinking of the last turn."""
 
     keep: Literal["all"] | ThinkingTurns | AllTurns | None = None
 

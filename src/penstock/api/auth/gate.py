@@ -43,7 +43,7 @@ _EXPOSED = b", ".join(
 _HINT = "send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 _MESSAGES = {
     "missing": f"an API key is needed: {_HINT}",
-    "unknown": f"the API key is not known here: {_HINT}",
+    "unknown": f"the API key is unknown: {_HINT}",
 }
 
 
@@ -86,7 +86,7 @@ class Gate:
         """Answers a browser's preflight. Without configured origins, OPTIONS is not allowed."""
         path = scope["path"]
         if not self._origins:
-            message = f"{path} does not take OPTIONS: web pages of other origins are not let in (--cors-origin)"
+            message = f"{path} does not take OPTIONS: web pages of other origins are not allowed (--cors-origin)"
             return _refusal(path, message, 405, "method_not_allowed", {"allow": _METHODS})
         headers = {"access-control-allow-methods": _METHODS, "access-control-max-age": _PREFLIGHT_SECONDS, "allow": _METHODS}
         names = _header(scope, b"access-control-request-headers")

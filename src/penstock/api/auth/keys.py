@@ -72,10 +72,10 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"key name {name[:80]!r}: expected 1 to 64 of the characters A-Z a-z 0-9 _ . -")
     if name.startswith(KEY_PREFIX):
-        # Without the name, which looks like a key in the wrong place.
-        raise ConfigError(f"a key name begins with {KEY_PREFIX}, as keys do: names are shown in logs and metrics")
+        # The message leaves out the name: it may be a key.
+        raise ConfigError(f"a key name must not begin with {KEY_PREFIX}: it looks like a key, and names are shown in logs and metrics")
     if name == NOBODY or _GIVEN_NAME.fullmatch(name):
-        raise ConfigError(f"key name {name!r}: is reserved, as are {NOBODY} and api-key-1, api-key-2, …, the keys of --api-key")
+        raise ConfigError(f"key name {name!r} is reserved: {NOBODY}, and api-key-1, api-key-2, … for the keys of --api-key")
     return name
 
 
@@ -103,7 +103,7 @@ def read_key_file(path: Path) -> tuple[Key, ...]:
     except ConfigError as error:
         raise ConfigError(f"key file {path}: {error}") from error
     except UnicodeDecodeError:
-        # Without the cause, which has the text.
+        # The cause is left out: it contains the text.
         raise ConfigError(f"key file {path}: is not UTF-8") from None
 
 

@@ -86,10 +86,10 @@ class Quota:
         self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now)
 
     def admit(self, generations: int, prompt_tokens: int, now: float | None = None) -> None:
-        """Lets a request in, and books it and its prompt. `release` has to follow when it ends.
+        """Admits a request, and counts it and its prompt. The caller must call `release` when it ends.
 
-        `now` is the clock's reading, for callers that have it already. Raises RequestError, and books nothing: 429 that says which
-        limit, its value and when to come again; 400 when the request is beyond a limit at any time.
+        `now` is the clock's reading, for callers that have it already. Raises RequestError and counts nothing: 429 with the limit, its
+        value and when to try again; 400 if the request alone exceeds a limit.
         """
         if self._is_limited:
             now = self._clock() if now is None else now
@@ -102,7 +102,7 @@ class Quota:
         self.running += generations
 
     def release(self, generations: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """A request has ended: its generations are given back, and the tokens of its answer are booked."""
+        """A request has ended: its generations no longer count, and the tokens of its answer are counted."""
         self.running -= generations
         if self._tokens is not None:
             self._tokens.take(completion_tokens, self._clock())

@@ -45,7 +45,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path: who answers it, and what the document says about it.
+    """One method of one path: the function that answers it, and what the document says about it.
 
     Exactly one of `handler` and `stream` is set. A `handler` returns its answer. A `stream`, made when the application starts, writes to
     the connection itself. `metric` names the route in the metric of requests; without it, requests are not counted.

@@ -198,7 +198,7 @@ def _for_template(index: int, message: Message) -> ChatMessage:
     if message.tool_calls:
         if message.role != "assistant":
             field = f"messages[{index}].tool_calls"
-            raise RequestError(f"`{field}` stands in a message of the role {message.role}: expected assistant", param=field)
+            raise RequestError(f"`{field}` is only allowed in a message of the role assistant, not {message.role}", param=field)
         rendered["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         rendered["tool_call_id"] = message.tool_call_id

@@ -105,7 +105,7 @@ class PromptCacheOptions(Struct, forbid_unknown_fields=True, frozen=True):
 class SessionControl(Struct, forbid_unknown_fields=True, frozen=True):
     """The session that a request is a turn of. Without `action` the session continues."""
 
-    # What an id may be is checked in hints.py, as it is for those of headers.
+    # Ids are checked in hints.py, like those in headers.
     session_id: str
     action: SessionControlAction | None = None
     timeout: Seconds | None = None
@@ -135,8 +135,8 @@ class AgentHints(Struct, forbid_unknown_fields=True, frozen=True):
 class Nvext(Struct, forbid_unknown_fields=True, frozen=True):
     """NVIDIA's extension object, as Dynamo documents it, and our `retention_seconds`.
 
-    Of the members after `extra_fields`, those that only ask for a place, for speed or for more information are ignored. Those that
-    would change the answer, or what it shares with others, are errors.
+    Members after `extra_fields` are ignored if they only affect routing, speed or extra information. They are errors if they would
+    change the answer, or which requests share its KV.
     """
 
     session_control: SessionControl | None = None
@@ -191,7 +191,7 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    # The wishes for sessions, caching, priority and routing, in all their spellings: read in hints.py.
+    # Sessions, caching, priority and routing, in all their spellings: read in hints.py.
     nvext: Nvext | None = None
     cache_control: CacheControl | None = None
     prompt_cache_key: str | None = None
@@ -223,7 +223,7 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
 class CompletionRequest(Common, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions."""
 
-    # Strings or token ids: told apart, and checked, in completions.py, where the error can name the element.
+    # Strings or token ids: checked in completions.py, where the error can name the element.
     prompt: str | list[Any]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
@@ -333,7 +333,7 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    # What does not change the answer is accepted: a prediction only makes a server faster that can use it.
+    # Accepted because it does not change the answer: a prediction only makes some servers faster.
     prediction: dict[str, Any] | None = None
     safety_identifier: str | None = None
     modalities: list[Literal["text"]] | None = None

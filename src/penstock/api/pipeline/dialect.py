@@ -107,7 +107,7 @@ class Envelope:
         }
         request = plan.request
         if request.service_tier is not None:
-            # There is only one tier, whatever was asked for.
+            # There is only one tier.
             self._fields["service_tier"] = "default"
         self._grammar_field = plan.grammar_field
         self._includes_usage = request.include_usage

@@ -62,7 +62,7 @@ SESSION_HEADERS = (
     SessionHeaders(b"conversation_id"),
     SessionHeaders(b"x-opencode-session", parent=b"x-parent-session-id"),
 )
-"""The first of them that a request has counts."""
+"""The first one that a request has counts."""
 _SESSION_NAMES = frozenset(names.session for names in SESSION_HEADERS)
 
 

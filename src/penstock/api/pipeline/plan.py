@@ -50,10 +50,10 @@ AUTO = ToolChoice()
 
 
 class Chat(Struct, frozen=True, kw_only=True, gc=False):
-    """A chat that any of the APIs has read. `fields` names each message of the prompt in the request, for the errors.
+    """A chat, the same for all APIs. `fields` has the name of each message in the request, for error messages.
 
-    The model may call the prompt's tools. The text of the answer must follow `grammar`. Without `max_tokens` the answer takes all the
-    room that the context has; with `clips`, a `max_tokens` beyond that room means the same, and else it is an error.
+    The model may call the prompt's tools. The text of the answer must follow `grammar`. Without `max_tokens` the answer may fill the
+    context. A `max_tokens` that does not fit the context is an error; with `clips`, it is reduced.
     """
 
     prompt: ChatPrompt
@@ -70,9 +70,10 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
 class Plan(Struct, frozen=True, kw_only=True, gc=False):
     """What to run for one request: one Submit per candidate, in the order of their indexes, and how their tokens become the answer.
 
-    Of the `candidates` of each prompt, the best `n` are the choices of the answer. `grammar_field` names the field of the grammar, for
-    the errors of workers: only they know whether they can follow it. `parser` makes a parser of a choice's text, which has to see the
-    special tokens in `visible_tokens`; with `one_call`, a choice ends with its first tool call. `chat` is the encoded prompt of a chat.
+    Of the `candidates` of each prompt, the best `n` are the choices of the answer. `grammar_field` is the request's field with the
+    grammar, for the errors of workers: only a worker knows whether it can follow a grammar. `parser` makes a parser for a choice's text; it
+    needs the special tokens in `visible_tokens` as text. With `one_call`, a choice ends with its first tool call. `chat` is the encoded
+    prompt of a chat.
     """
 
     model: ServedModel
@@ -116,7 +117,7 @@ async def plan_chat(request: Common, chat: Chat, hints: Hints, tenant: Tenant, c
     grammar, field = chat.grammar, chat.grammar_field
     if tool_format is not None and chat.tool_choice.mode in ("required", "named"):
         if grammar is not None:
-            raise RequestError(f"`tool_choice` that forces a call and `{field}` exclude each other", param="tool_choice")
+            raise RequestError(f"`tool_choice` forces a call and cannot be combined with `{field}`", param="tool_choice")
         tool_format, grammar = tool_grammar(tool_format, tools, chat.parallel_calls, reasoning_format, is_inside)
         field = "tool_choice"
     elif grammar is not None:
@@ -245,7 +246,7 @@ def _callable_tools(chat: Chat) -> dict[str, Mapping[str, Any]]:
     if choice.mode == "none":
         return {}
     if choice.mode == "required" and not tools:
-        raise RequestError("`tool_choice` is required: there are no `tools` to call", param="tool_choice")
+        raise RequestError("`tool_choice` is 'required', but there are no `tools`", param="tool_choice")
     if choice.mode == "named":
         if choice.name is None or choice.name not in tools:
             known = ", ".join(f"`{name}`" for name in tools) or "none"
@@ -255,7 +256,7 @@ def _callable_tools(chat: Chat) -> dict[str, Mapping[str, Any]]:
 
 
 def _room(model: ServedModel, field: str, token_ids: Sequence[int], max_tokens: int | None, clips: bool) -> int:
-    """How many tokens the answer may have."""
+    """The most tokens that the answer may have."""
     if not token_ids:
         raise RequestError(f"`{field}` has no tokens; a prompt needs at least one", param=field, code="empty_prompt")
     room = model.info.context_length - len(token_ids)
@@ -321,7 +322,7 @@ def wanted_grammar(structured: StructuredOutputs | None, response_format: Respon
     """The grammar that a request asks for, and the field that has it."""
     formatted = None if response_format is None else _formatted(response_format)
     if structured is not None and formatted is not None:
-        message = f"`structured_outputs` and `response_format` of type {formatted.kind} exclude each other"
+        message = f"`structured_outputs` and `response_format` of type {formatted.kind} cannot be combined"
         raise RequestError(message, param="structured_outputs")
     grammar = formatted if structured is None else _structured(structured)
     if grammar is None:
@@ -336,7 +337,7 @@ def _check_grammar_size(field: str | None, grammar: Grammar | None) -> None:
 
 def _formatted(response_format: ResponseFormat) -> Grammar | None:
     if (response_format.type == "json_schema") != (response_format.json_schema is not None):
-        message = "`response_format.json_schema` is required with `type` json_schema, and not allowed without"
+        message = "`response_format.json_schema` is required with `type` json_schema, and not allowed with another type"
         raise RequestError(message, param="response_format.json_schema")
     if response_format.json_schema is not None:
         return Grammar("json_schema", _as_json(response_format.json_schema.schema))
@@ -353,7 +354,7 @@ def _structured(structured: StructuredOutputs) -> Grammar:
     }
     given = [Grammar(kind, source) for kind, source in sources.items() if source is not None]
     if len(given) != 1:
-        message = f"`structured_outputs` has {len(given)}: expected exactly one of {', '.join(StructuredOutputs.__struct_fields__)}"
+        message = f"`structured_outputs` has {len(given)} members: expected exactly one of {', '.join(StructuredOutputs.__struct_fields__)}"
         raise RequestError(message, param="structured_outputs")
     return given[0]
 

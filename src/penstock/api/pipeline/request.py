@@ -53,7 +53,7 @@ class Incoming(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class PromptContext:
-    """What turns a request into tokens: the models, and what sessions have said before."""
+    """What is needed to turn a request into tokens: the models, and the transcripts of sessions."""
 
     models: Models
     transcripts: Transcripts
@@ -105,7 +105,7 @@ class _Deadline:
 
 
 async def _read_chunks(receive: Receive, limit: int, length: int | None) -> bytes:
-    """`length` is what the client says. The message that only tells that the body has ended is not awaited."""
+    """`length` is what the client says. If the body is complete, the last, empty message is not awaited."""
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -125,7 +125,7 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None) -> byte
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Reads the body of a request and has it answered. Errors have the shape of the request's API.
+    """Reads the body of a request and calls what answers it. Errors have the shape of the request's API.
 
     It is an ASGI application: nothing stands between a stream and the server.
     """
@@ -156,7 +156,7 @@ class Endpoint:
         except ClientGone:
             outcome = "client_left"
             self.metrics.tally.clients_left += 1
-            # The client may still be there: a body with a broken encoding looks the same.
+            # The client may still be connected: a body with a broken encoding looks the same.
             incomplete = RequestError("the body broke off before its end", code="incomplete_body")
             await response.send_error(errors.request_status(incomplete), errors.of_request(incomplete))
         except asyncio.CancelledError:
@@ -187,7 +187,7 @@ def decode_body(
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            # What follows the wrong field was not read yet. If it is not JSON, that is the error.
+            # The text after the wrong field was not read yet. If it is not JSON, that is the error.
             raise _explain(str(error), msgspec.json.decode(body), unsupported, choices) from error
     except UnicodeDecodeError as error:
         raise RequestError("the body has a string that is not valid UTF-8", code="invalid_utf8") from error

@@ -84,8 +84,8 @@ class Response:
 class EventWriter:
     """Sends what arrives as events: one write per wake-up, in the wake-up itself.
 
-    Resuming a task costs more than rendering an event, so `wake` renders and sends in a plain callback. Only while the client's socket
-    is full does a task wait for it. Until then nothing is rendered, and what comes merges in the mailboxes.
+    Resuming a task costs more than rendering an event, so `wake` renders and sends in a plain callback. While the client's
+    socket is full, a task waits for it; nothing is rendered, and new tokens merge in the mailboxes.
     """
 
     def __init__(self, response: Sink, render: Render) -> None:
@@ -222,7 +222,7 @@ def _nothing() -> tuple[bytes, str | None]:
 
 
 def _start(awaitable: Awaitable[None]) -> Awaitable[None] | None:
-    """Runs it as far as it goes without waiting. None when that is to its end; else the rest, to be awaited."""
+    """Runs it until it would wait. Returns None if it ended; else the rest, to be awaited."""
     steps = awaitable.__await__()
     try:
         waiting_for = next(steps)

@@ -51,7 +51,7 @@ class Runner:
     watches: ClientWatches = field(default_factory=ClientWatches)
 
     async def answer(self, parse: Parse, incoming: Incoming, receive: Receive, response: Response) -> str:
-        """Answers a request with generations: on its connection or, when the client wants to be able to resume, independently of it."""
+        """Answers a request with generations: on its connection, or detached from it if the client wants to resume."""
         plan, dialect = await parse(incoming, self.context)
         if not plan.request.resumable:
             return await self.run(plan, dialect, receive, response)
@@ -115,9 +115,9 @@ class _Run:
         self._open = len(self._choices)
         self._has_begun = False
         self._last: int | None = None
-        """The choice whose ending is sent when the session is bound."""
+        """The choice whose ending waits until the session is bound."""
         self._writer: EventWriter | None = None
-        # Counted as tokens arrive: events may tell them, and there may be thousands of choices.
+        # Counted as tokens arrive: events may report them, and there may be thousands of choices.
         self._cached_tokens = 0
         self.completion_tokens = 0
 
@@ -243,7 +243,7 @@ class _Run:
         return best
 
     def _begin(self, arrivals: Sequence[Arrival]) -> None:
-        """The first delta of any choice is here. Raises GenerationFault when there is only a fault: the HTTP status can still tell it."""
+        """The first delta of any choice is here. Raises GenerationFault if it is a fault: the HTTP status can still report it."""
         if all(arrival.delta is None for arrival in arrivals):
             for arrival in arrivals:
                 if arrival.terminal is not None:
@@ -284,7 +284,7 @@ class _Run:
         if choice.ending is not None:
             self._open -= 1
             if arrival.terminal is None:
-                # A stop string ended it: more tokens are not wanted.
+                # A stop string ended it: no more tokens are needed.
                 self._fan.drop(arrival.choice)
         return parts, logprobs, () if arrival.delta is None else arrival.delta.token_ids[:added]
 

@@ -305,7 +305,7 @@ def _allowed(allowed: AllowedTools, known: Mapping[str, FunctionTool | CustomToo
         _check_known(field, kind, name, known)
         names.add(name)
     if allowed.mode == "required" and not names:
-        raise RequestError("`tool_choice` is required: this server can call none of its `tools`", param="tool_choice")
+        raise RequestError("`tool_choice` is 'required', but this server can call none of its `tools`", param="tool_choice")
     return ToolChoice(allowed.mode), names
 
 

@@ -193,7 +193,7 @@ def _grammar(request: ResponseRequest) -> tuple[str | None, Grammar | None]:
     if wanted is None or wanted.type == "text":
         return wanted_grammar(request.structured_outputs, None)
     if request.structured_outputs is not None:
-        raise RequestError("`structured_outputs` and `text.format` exclude each other", param="structured_outputs")
+        raise RequestError("`structured_outputs` and `text.format` cannot be combined", param="structured_outputs")
     _, grammar = wanted_grammar(None, _response_format(wanted))
     return "text.format", grammar
 
@@ -279,7 +279,7 @@ class Context:
 async def read_context(asked: Asked, owner: str, store: SqliteStore | None) -> Context:
     """Raises RequestError: 404 for a response, conversation or item that the owner does not have."""
     if asked.previous_response_id is not None and asked.conversation is not None:
-        message = "`previous_response_id` and `conversation` exclude each other"
+        message = "`previous_response_id` and `conversation` cannot be combined"
         raise RequestError(message, param="previous_response_id", code="mutually_exclusive")
     given = [] if asked.input is None else read_items("input", asked.input)
     added = await _resolved(given, owner, store)

@@ -33,8 +33,8 @@ class SqliteStore:
     After a write has returned, every later read sees it, even after a crash of the process. Every method raises RequestError (503) when
     the file fails. A method returns None, or False, where the owner has no such response, conversation or item.
 
-    When the file is full, the oldest go first; unfinished responses stay. A response whose process has died counts as failed: the first
-    who reads it notices.
+    When the file is full, the oldest are deleted; unfinished responses stay. If the process that makes a response dies, the response is
+    failed; this is stored when it is next read.
     """
 
     def __init__(self, path: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time) -> None:

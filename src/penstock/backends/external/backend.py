@@ -185,7 +185,7 @@ class ExternalBackend:
     def submit(self, request: Submit) -> None:
         fault = self._failure or validate_submit(request, self._model.vocab_size, self._model.context_length)
         if fault is None and request.grammar is not None and self._grammars is None:
-            fault = Fault("unsupported", f"{self._model.engine} has no grammar here: see the worker's log or `penstock doctor`")
+            fault = Fault("unsupported", f"{self._model.engine} has no grammar on this worker: see the worker's log or `penstock doctor`")
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
@@ -250,7 +250,7 @@ class ExternalBackend:
                 async for chunk in chunks:
                     if self._take(generation, chunk):
                         return
-            terminal = Fault("no_terminal", f"{self._model.engine} ended the generation without a finish", retryable=True)
+            terminal = Fault("no_terminal", f"{self._model.engine} ended the generation without a finish reason", retryable=True)
         except EngineRefused as refused:
             terminal = refused.fault
         except EngineDied as error:
@@ -331,7 +331,7 @@ class ExternalBackend:
             return chunk
         expected = generation.to_skip[: len(chunk.token_ids)]
         if chunk.token_ids[: len(expected)] != expected or (chunk.finish is not None and len(generation.to_skip) > len(expected)):
-            message = f"{self._model.engine} generated other tokens under the grammar than the worker before it, and cannot continue"
+            message = f"{self._model.engine} cannot continue: under the grammar it generated other tokens than the worker before it"
             raise EngineRefused(Fault("grammar_diverged", message))
         generation.to_skip = generation.to_skip[len(expected) :]
         logprobs = None if chunk.logprobs is None else chunk.logprobs[len(expected) :]

@@ -96,7 +96,7 @@ class ExternalEngine(Protocol):
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         """Yields chunks until one has a finish. Closing the generator or cancelling its reader aborts the generation in the engine, and
-        returns when the engine was told. Raises EngineRefused or EngineDied."""
+        returns when the engine has received the abort. Raises EngineRefused or EngineDied."""
 
     async def ping(self) -> None:
         """Returns when the engine's own loop has answered, between two of its steps."""

@@ -292,10 +292,10 @@ def end_with(pid: int) -> None:
 
 def write_logging_config(directory: Path, logger: str, level: str, failure_logger: str) -> Path:
     """Writes a file for `logging.config.dictConfig`: the engine logs to standard error in our format, and its errors also to a file in
-    `directory`. There `first_error` finds why a process of the engine failed.
+    `directory`, where `first_error` finds why a process of the engine failed.
 
-    The file of errors takes only `failure_logger`: others may log every client's mistake and fill it. The configuration names nothing of
-    Penstock, because the engine starts programs that read it and cannot import us.
+    Only `failure_logger` writes to the file of errors: others may log every client's mistake and fill it. The configuration refers to
+    nothing in Penstock, because the engine starts programs that read it and cannot import Penstock.
     """
     stderr = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "ours", "level": level}
     errors_file = str(directory / _ERRORS_FILE)

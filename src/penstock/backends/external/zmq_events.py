@@ -48,10 +48,10 @@ class _Message(Struct, frozen=True):
 class KvEventFeed:
     """Follows one publisher and reports what its engine has cached, as our own numbered events, through `on_events`.
 
-    The engine numbers its messages from 0. Missed ones, also from before the subscription, are requested at `endpoints.replay` while new
-    ones wait in the socket. A message that is lost, or cannot be decoded, is a gap: all blocks are forgotten and reported as cleared, and
-    known again from the messages after the gap. A broken connection is a gap, too: another engine may answer at the same address, with
-    other numbers.
+    The engine numbers its messages from 0. Missed messages, and those from before the subscription, are requested at
+    `endpoints.replay`, while new ones wait in the socket. If a message is lost or cannot be decoded, all blocks are forgotten and reported
+    as cleared; later messages report blocks anew. The same happens when the connection breaks: another engine may answer at the same
+    address, with other numbers.
 
     A publisher stands for one cache: data-parallel replicas have one address and one feed each. If several publish at one address, the
     first is followed and the others are ignored: their numbers are unrelated, and their blocks are of no use to each other's requests.

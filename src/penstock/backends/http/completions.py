@@ -110,7 +110,7 @@ class _Content(_Logprob):
 
 
 class _Logprobs(Struct):
-    """Both formats: the token route's and that of completions."""
+    """Both formats: of the token route, and of completions."""
 
     content: list[_Content] | None = None
     tokens: list[str] = []

@@ -71,9 +71,9 @@ class SglangEngine(InProcessEngine):
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         if request.lark is not None and not self.has_grammar:
-            raise EngineRefused(Fault("unsupported", "SGLang was started without what structured output needs: see the worker's log"))
+            raise EngineRefused(Fault("unsupported", "SGLang has no grammar on this worker: see the worker's log"))
         if request.bootstrap is not None and self.disaggregation == "null":
-            raise EngineRefused(Fault("unsupported", "SGLang was started without --disaggregation-mode"))
+            raise EngineRefused(Fault("unsupported", "SGLang cannot take over a prefill: it was started without --disaggregation-mode"))
         return self._generate(request)
 
     async def ping(self) -> None:

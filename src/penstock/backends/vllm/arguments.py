@@ -65,7 +65,7 @@ def parse_engine_args(words: tuple[str, ...]) -> tuple[argparse.Namespace, dict[
         parsed = parser.parse_args(list(words))
     except IndexError as error:
         # vLLM looks for the value of `--some-config.some-field` before it parses.
-        raise ConfigError(f"--engine-args: the last one, {words[-1]}, has no value") from error
+        raise ConfigError(f"--engine-args: the last flag, {words[-1]}, has no value") from error
     except (ValueError, AssertionError, OSError) as error:
         # A bad file after `--config`.
         raise ConfigError(f"--engine-args: {one_line(error)}") from error

@@ -123,9 +123,9 @@ class VllmEngine(InProcessEngine):
         self._check_alive()
         if request.bootstrap is not None:
             # vLLM's connectors need the other engine's id and its block ids, which nobody knows before the prefill.
-            raise EngineRefused(Fault("unsupported", "vLLM cannot take over a prefill by host, port and room"))
+            raise EngineRefused(Fault("unsupported", "vLLM cannot take over a prefill of another worker"))
         if request.lark is not None and not self._has_grammar:
-            raise EngineRefused(Fault("unsupported", "vLLM has no grammar here: it runs without a tokenizer that llguidance can read"))
+            raise EngineRefused(Fault("unsupported", "vLLM has no grammar on this worker: llguidance cannot read its tokenizer"))
 
     def _options(self, request: EngineRequest) -> dict[str, Any]:
         options: dict[str, Any] = {}

@@ -58,7 +58,7 @@ class Session:
 class Turn:
     """One request on its way to the workers.
 
-    `state` is what the client is told about its session: open, moved, diverted, closed, over_quota or unknown. `affinity` and `parent`
+    `state` is what the answer says about the session: open, moved, diverted, closed, over_quota or unknown. `affinity` and `parent`
     are what its key and its parent session are bound to.
     """
 
@@ -119,7 +119,7 @@ class Turn:
         return None if self.session is None else self.session.binding_task
 
     def sent(self, choice: int, decision: Decision) -> SessionTurn | None:
-        """A generation goes to the worker of this decision. Returns what the worker is told about its session.
+        """A generation goes to the worker of this decision. Returns the session fields for the worker.
 
         If the session's worker is gone, the session moves. If it is only busy, this generation runs elsewhere without the lease.
         """
@@ -144,7 +144,7 @@ class Turn:
         return SessionTurn(session.key, "close" if self.closes else "open", binding.timeout, binding.epoch)
 
     def reported(self, worker: str, sent: SessionTurn | None, report: PromptReport) -> None:
-        """A worker has computed the prompt. `sent` is what it was told about the session, the report says what became of that."""
+        """A worker has computed the prompt. `sent` has the session fields that it got; the report says whether it granted a lease."""
         if self.worker is None:
             self.cached_tokens = report.cached_tokens
         self.worker = worker

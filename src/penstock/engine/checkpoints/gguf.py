@@ -123,7 +123,7 @@ def _rope(file: GgufFile, architecture: str, divisors: GgufTensor | None, head_d
         return scaling
     if scaling.kind != "default" or divisors.dimensions != (head_dim // 2,):
         raise ConfigError(
-            f"{metadata.source}: {ROPE_DIVISORS} has shape {divisors.dimensions}: expected {head_dim // 2} values, no scaling"
+            f"{metadata.source}: {ROPE_DIVISORS} has shape {divisors.dimensions}: expected {head_dim // 2} values and no other scaling"
         )
     return RopeScaling("llama3", divisors=tuple(_values(file.path, divisors).tolist()))
 
@@ -161,7 +161,7 @@ def _check_tensor(file: GgufFile, tensor: GgufTensor) -> None:
     _check_kind(file, tensor)
     end = tensor.offset + math.prod(_byte_shape(tensor))
     if end > file.path.stat().st_size:
-        raise ConfigError(f"{file.metadata.source}: ends before tensor {tensor.name} does, at byte {end}: the file is incomplete")
+        raise ConfigError(f"{file.metadata.source}: the file is incomplete: it ends before tensor {tensor.name}, which ends at byte {end}")
 
 
 def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
@@ -171,9 +171,9 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         gguf.dequantize(np.zeros((1, size), dtype=np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError) as error:
-        raise ConfigError(f"{where} has type {tensor.kind}: expected F32, F16, BF16 or a quantization that gguf can undo") from error
+        raise ConfigError(f"{where} has type {tensor.kind}: expected F32, F16, BF16 or a quantization that gguf can decode") from error
     if not tensor.dimensions or tensor.dimensions[0] % block:
-        raise ConfigError(f"{where} has shape {tensor.dimensions}: expected rows of a multiple of {block} for {kind.name}")
+        raise ConfigError(f"{where} has shape {tensor.dimensions}: expected rows whose length is a multiple of {block}, for {kind.name}")
 
 
 def _byte_shape(tensor: GgufTensor) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ def _hugging_face_name(file: GgufFile, tensor: GgufTensor) -> str:
         return OUTER_NAMES[tensor.name]
     found = LAYER_NAME.fullmatch(tensor.name)
     if found is None or found[2] not in LAYER_NAMES:
-        raise ConfigError(f"{file.metadata.source}: has a tensor {tensor.name!r}: expected only tensors of a Llama-family decoder")
+        raise ConfigError(f"{file.metadata.source}: tensor {tensor.name!r} is unknown: expected only tensors of a Llama-family decoder")
     return f"model.layers.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
 
 

@@ -16,10 +16,10 @@ _NAME = re.compile(r"[^\s\x00-\x1f\x7f\ud800-\udfff\"'<>(){}\[\]|]+")
 
 
 class Calls:
-    """The calls of one answer. One at a time is read, from `open` on.
+    """The calls of one answer. They are read one at a time; `open` begins one.
 
     In a format with markers, any valid name makes a call: the client that runs the tools decides about unknown ones. In a format without
-    markers (`open(known_only=True)`), only the name of a known tool does; everything else is text.
+    markers (`open(known_only=True)`), only the name of a known tool makes a call; everything else is text.
     """
 
     def __init__(self, source: Source, out: list[Part], tools: Mapping[str, Mapping[str, Any]]) -> None:

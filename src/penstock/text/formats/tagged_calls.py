@@ -109,9 +109,9 @@ MAX_KEY_CHARACTERS = 256
 class TaggedCalls:
     """`opens` name `name_ends`, then for each parameter `key_opens` key `key_ends` (`value_opens`) value `value_closes`, then `closes`.
 
-    Without `opens` there is one call. A `name_ends` in `given_back` is also the start of what follows. `kinds` are those of `key_ends` that
-    say whether the value is a string. With `trims`, a newline at each end of a value is dropped. Strings go out as they come, other values
-    when they are complete.
+    Without `opens` there is one call. A `name_ends` in `given_back` is also the start of what follows. `kinds` are the `key_ends` that say
+    whether the value is a string. With `trims`, a newline at each end of a value is dropped. Strings are passed on as they come, other
+    values when they are complete.
     """
 
     name_ends: Markers

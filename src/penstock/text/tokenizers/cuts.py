@@ -1,12 +1,12 @@
 """Where a text can be cut so that its parts, tokenized one by one, give the tokens of the whole.
 
 At special tokens: the `tokenizers` library first looks for added tokens, from left to right, the longest first. It tokenizes the pieces
-between them independently; only the first piece of a text is special. So a text can be cut before a special token that is always found,
-whatever stands before it.
+between them independently; only the first piece of a text is special. So a text can be cut before a special token, if the library
+always finds it, whatever the text before it.
 
-At the ends of words, in a long text without special tokens: byte-level BPE never joins what its regular expressions split, and those
-split from left to right and look ahead at most. They are sure to split after a letter that precedes a space and a letter, a digit, or a
-punctuation mark. This is checked for each tokenizer.
+At the ends of words, in a long text without special tokens: byte-level BPE never joins what its regular expressions split. They read
+from left to right, and may look ahead but not back. They always split after a letter if a space and a letter, a digit, or a punctuation
+mark follows. This is checked for each tokenizer.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _byte_level(metadata: ModelSettings, style: ByteLevelStyle, vocabulary: dict
 def _pair(metadata: ModelSettings, merge: str, vocabulary: Mapping[str, int]) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
-        raise ConfigError(f"{metadata.source}: {KEY}.merges has {merge!r}: expected two tokens that together are a third")
+        raise ConfigError(f"{metadata.source}: {KEY}.merges has {merge!r}: expected two tokens that join to a third token")
     return left, right
 
 

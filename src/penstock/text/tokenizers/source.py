@@ -21,7 +21,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token",
 
 
 class TokenizerSource(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All that a model's tokenizer is made from, wherever it was read.
+    """All that a model's tokenizer is made from, whatever file it was read from.
 
     `definition` is the text of a `tokenizer.json`, `named_tokens` are those that a template may use by name, `templates` are the chat
     templates by name. `size` is the size of the model's vocabulary, 0 if unknown.

@@ -65,7 +65,7 @@ class WordTokenizer:
         if prompt.template not in (None, "default"):
             raise RequestError(f"`chat_template` is {prompt.template!r}: expected 'default', the only one", param="chat_template")
         if prompt.continues and (prompt.begins_answer or not prompt.messages):
-            message = "`continue_final_message` needs a message to continue, and excludes `add_generation_prompt`"
+            message = "`continue_final_message` needs a message to continue, and cannot be combined with `add_generation_prompt`"
             raise RequestError(message, param="continue_final_message")
         given = [("tools", prompt.tools), ("documents", prompt.documents)]
         shown = [(role, "\n".join([json.dumps(value, ensure_ascii=False) for value in values])) for role, values in given if values]

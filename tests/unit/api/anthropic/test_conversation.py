@@ -246,7 +246,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
         ({"messages": [assistant("")]}, "messages", "nothing to answer"),
         ({"messages": [{**user("a"), "clear_at": "never"}]}, "messages.clear_at", "role system"),
         ({"messages": [user("a"), assistant("b")], "output_format": FORMAT}, "output_format.schema", "continues"),
-        ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "output_format", "exclude"),
+        ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "output_format", "cannot be combined"),
         ({"tools": [LOOK, LOOK]}, "tools[1].name", "look"),
         ({"tools": [{**LOOK, "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers", "direct"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "no `tools`"),

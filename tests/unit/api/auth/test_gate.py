@@ -141,7 +141,7 @@ async def test_the_shape_of_openai() -> None:
     answer = await Front(KEY).ask({"x-api-key": "psk-wrong"})
     assert answer.json == {
         "error": {
-            "message": "the API key is not known here: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            "message": "the API key is unknown: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`",
             "type": "invalid_request_error",
             "param": None,
             "code": "invalid_api_key",

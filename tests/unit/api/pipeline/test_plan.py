@@ -97,7 +97,11 @@ async def test_biases_and_stops_reach_every_choice() -> None:
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "`stop_token_ids[0]` is -1"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", '`stop_token_ids[0]` is "a"'),
         ({"stop_token_ids": [1] * 65}, "stop_token_ids", "length <= 64"),
-        ({"structured_outputs": {}}, "structured_outputs", "has 0: expected exactly one of json, json_object, regex, choice, grammar"),
+        (
+            {"structured_outputs": {}},
+            "structured_outputs",
+            "has 0 members: expected exactly one of json, json_object, regex, choice, grammar",
+        ),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs", "has 0"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has 2"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "length >= 1"),
@@ -127,7 +131,11 @@ async def test_what_both_endpoints_refuse(fields: dict[str, Any], param: str, sa
         ({"response_format": {"type": "xml"}}, "response_format.type", "expected one of text, json_object, json_schema"),
         ({"response_format": {}}, "response_format.type", "required"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required with `type` json_schema"),
-        ({"response_format": {"type": "text", "json_schema": FORMAT["json_schema"]}}, "response_format.json_schema", "not allowed without"),
+        (
+            {"response_format": {"type": "text", "json_schema": FORMAT["json_schema"]}},
+            "response_format.json_schema",
+            "not allowed with another type",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema.schema", "required"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name", "required"),
         (
@@ -135,8 +143,8 @@ async def test_what_both_endpoints_refuse(fields: dict[str, Any], param: str, sa
             "response_format.json_schema.schema",
             "is 5: expected `object`",
         ),
-        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "exclude each other"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs", "exclude each other"),
+        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "cannot be combined"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs", "cannot be combined"),
     ],
 )
 async def test_what_chat_refuses(fields: dict[str, Any], param: str, says: str) -> None:

@@ -485,17 +485,21 @@ def test_damaged_tensors_are_named(tmp_path: Path) -> None:
     path = convert(make("Llama"), tmp_path / "tiny.gguf", "llama")
     whole = path.read_bytes()
     path.write_bytes(whole[:-200])
-    with pytest.raises(ConfigError, match=r"ends before tensor .* does"):
+    with pytest.raises(ConfigError, match=r"the file is incomplete: it ends before tensor"):
         open_checkpoint(path)
     name = b"output_norm.weight"
     header = name + (1).to_bytes(4, "little") + (64).to_bytes(8, "little")
-    for kind, message in [(99, "has type 99"), (26, "has type 26"), (12, r"shape \(64,\): expected rows of a multiple of 256 for Q4_K")]:
+    for kind, message in [
+        (99, "has type 99"),
+        (26, "has type 26"),
+        (12, r"shape \(64,\): expected rows whose length is a multiple of 256, for Q4_K"),
+    ]:
         path.write_bytes(whole)
         rewritten(path, header + (0).to_bytes(4, "little"), header + kind.to_bytes(4, "little"))
         with pytest.raises(ConfigError, match=rf"tensor output_norm\.weight .*{message}"):
             open_checkpoint(path)
     path.write_bytes(whole)
-    with pytest.raises(ConfigError, match=r"has a tensor 'outpux_norm\.weight'"):
+    with pytest.raises(ConfigError, match=r"tensor 'outpux_norm\.weight' is unknown"):
         open_checkpoint(rewritten(path, name, b"outpux_norm.weight"))
 
 
