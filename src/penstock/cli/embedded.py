@@ -61,7 +61,7 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
     pages = _known_pages(settings.embedded, checkpoint.shape, device)
     if pages is not None and pages * PAGE_SIZE < context_length:
         context_length = pages * PAGE_SIZE
-        log.warning("the context is cut to %d tokens: the KV memory has no room for more; see --kv-memory", context_length)
+        log.warning("the context is cut to %d tokens: the KV memory holds no more; see --kv-memory", context_length)
     info = ModelInfo(
         name=settings.served_name or model_name(path),
         engine="embedded",

@@ -59,8 +59,8 @@ class Discovery:
 
     Calls `on_change` with the addresses of all workers: once on entering, then after every change. `on_change` must not raise.
 
-    A worker that is no longer registered stays for `linger_seconds`, counted while the store can be reached. So a store that lost its
-    data does not cost the front end its workers before they register again. The link to a worker shows whether it is alive.
+    A worker that is no longer registered stays for `linger_seconds`, counted while the store can be reached. So if the store loses its
+    data, the front end keeps its workers until they have registered again. The link to a worker shows whether it is alive.
     """
 
     def __init__(

@@ -83,11 +83,11 @@ class Decision(Struct, frozen=True):
 
 
 def choose(view: Sequence[WorkerView], request: RouteRequest, settings: RouterSettings, turn: int, draw: float) -> Decision | None:
-    """The worker for a request; None when there is none.
+    """The worker for a request; None without any worker.
 
-    A quiet worker, or one that is full, is used only when there is no other. The preferred worker is taken unless it is
-    gone, not usable or overloaded. Else the policy decides. Among equals the one with the fewest generations wins, then they take
-    turns: `turn` counts up. `draw` is a random number from 0 to below 1.
+    A quiet worker is used only when all are quiet; a full one only when all the rest are full. The preferred worker is taken unless it
+    is gone, not usable or overloaded. Else the policy decides. Among equal workers the one with the fewest generations wins; if these
+    are equal, too, workers take turns: `turn` counts up. `draw` is a random number from 0 to below 1.
     """
     if not view:
         return None

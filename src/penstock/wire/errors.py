@@ -11,7 +11,7 @@
     │   ├── UnmergeableError    two deltas with fields that cannot be merged
     │   └── PutAfterTerminal    a delta or a second terminal after the terminal
     └── LinkError               the connection between a front end and a worker
-        ├── LinkBroken          it ended
+        ├── LinkBroken          the connection ended
         ├── WorkerStalled       the worker has running generations and was silent for too long
         ├── FrameTooLarge       a frame over the limit
         ├── FrameMalformed      bytes that are not a message, or an unexpected message

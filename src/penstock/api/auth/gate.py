@@ -50,8 +50,8 @@ _MESSAGES = {
 class Gate:
     """Passes requests with a known key to the application, with their tenant in the scope. Without any keys it passes all requests.
 
-    Other requests get 401. Only for the origins that were configured do answers get CORS headers. OPTIONS needs no key and never
-    reaches the application.
+    Other requests get 401. Answers get CORS headers only for the configured origins. OPTIONS needs no key and never reaches the
+    application.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring, tally: Tally, cors_origins: Iterable[str] = ()) -> None:

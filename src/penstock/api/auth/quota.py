@@ -60,7 +60,7 @@ class Bucket:
 class Quota:
     """The limits of one key, and what it has used of them.
 
-    Tokens are booked when they are used. The length of an answer is not known in advance, so a request is admitted if there are enough
+    Tokens are counted when they are used. The length of an answer is not known in advance, so a request is admitted if there are enough
     tokens for its prompt. Its answer may overdraw the bucket; then others wait until it has refilled. Over any period a key gets at
     most one minute's tokens, the refill of that period, and the answers that were running when the tokens ran out.
     """

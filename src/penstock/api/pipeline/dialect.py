@@ -1,4 +1,4 @@
-"""How an answer is rendered, and what OpenAI's two endpoints have in common."""
+"""How an answer is rendered, and the SSE events of OpenAI's chat and completions."""
 
 from __future__ import annotations
 

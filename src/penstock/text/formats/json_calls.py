@@ -129,7 +129,7 @@ class NamedCalls:
 
 @dataclass(frozen=True)
 class NamedOrListed:
-    """One of the two formats, told apart by the first character."""
+    """One of the two formats; the first character shows which."""
 
     named: NamedCalls
     listed: JsonCalls

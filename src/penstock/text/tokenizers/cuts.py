@@ -5,8 +5,8 @@ between them independently; only the first piece of a text is special. So a text
 always finds it, whatever the text before it.
 
 At the ends of words, in a long text without special tokens: byte-level BPE never joins what its regular expressions split. They read
-from left to right, and may look ahead but not back. They always split after a letter if a space and a letter, a digit, or a punctuation
-mark follows. This is checked for each tokenizer.
+from left to right, and may look ahead but not back. They always split after a letter if a digit, a punctuation mark, or a space and
+a letter follow. This is checked for each tokenizer.
 """
 
 from __future__ import annotations
