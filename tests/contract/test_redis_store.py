@@ -14,7 +14,8 @@ import pytest
 from redis.asyncio import Redis
 
 from penstock.cluster.membership import Discovery, Registration
-from penstock.cluster.redis_store import CALL_SECONDS, MAX_CALLS_AT_ONCE, RedisStore, without_password
+from penstock.cluster.redis_store import CALL_SECONDS, MAX_CALLS_AT_ONCE, RedisStore
+from penstock.config.setting import without_password
 from penstock.router.affinity import AffinityStore, Binding, Claim, MemoryStore, affinity_key, session_key
 from penstock.wire.address import Address, TcpAddress, parse_address
 from penstock.wire.errors import ConfigError

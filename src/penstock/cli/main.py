@@ -32,6 +32,7 @@ HELP = {
     "frontend": "one front end",
 }
 TAKES_MODEL = ("serve", "worker")
+MODEL = "MODEL"
 EPILOG = (
     "Every flag is also an environment variable (--max-sessions: PENSTOCK_MAX_SESSIONS) and a key of the configuration file "
     "(max_sessions). Flags win over variables, variables over the file. `penstock config` shows the result."
@@ -106,7 +107,11 @@ def _print_config(words: list[str]) -> int:
         return 0
     if words[:1] == [] or words[0] not in COMMANDS:
         words = ["serve", *words]
-    print(effective(load(words, os.environ).resolved), flush=True)
+    resolved = load(words, os.environ).resolved
+    model = resolved.given.get("model")
+    if model is not None and model.where == MODEL and model.texts[0] in COMMANDS:
+        raise ConfigError(f"the command comes first: penstock config {model.texts[0]} …")
+    print(effective(resolved), flush=True)
     for warning in unknown_variables(os.environ, KNOWN):
         print(f"penstock: {warning}", file=sys.stderr)
     return 0
@@ -167,11 +172,13 @@ def _take_rest(parsed: argparse.Namespace, rest: Sequence[str]) -> None:
         raise ConfigError(
             f"{rest[-1]!r} is one argument too many: expected flags" + (" and one MODEL" if parsed.command in TAKES_MODEL else "")
         )
-    parsed.model = ("MODEL", [*rest])
+    parsed.model = (MODEL, [*rest])
 
 
 def _nearest_flag(word: str) -> str:
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
+    if name in KNOWN and not KNOWN[name].declared.has_flag:
+        return f"; it is a secret: put it into the environment as {KNOWN[name].variable}"
     takers = [
         f"`penstock {command}`"
         for command, settings_class in COMMANDS.items()

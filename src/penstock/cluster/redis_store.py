@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 from redis.asyncio import Redis
@@ -18,6 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
+from penstock.config.setting import without_password
 from penstock.router.affinity import Binding, Claim, owner_key, session_key
 from penstock.wire.errors import ConfigError
 
@@ -277,18 +277,6 @@ async def _in_time(answer: Awaitable[Answer]) -> Answer:
             timer.cancel()
         if task.cancelling() > cancellations:
             raise asyncio.CancelledError
-
-
-def without_password(url: str) -> str:
-    """The URL without user, password and query. `***` for a URL that cannot be parsed safely."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", f":{parts.port}" if parts.port else ""
-    except ValueError:
-        return "***"
-    if not parts.scheme or "@" in parts.path + parts.query + parts.fragment or not (host or parts.scheme == "unix"):
-        return "***"
-    return f"{parts.scheme}://{'***@' if '@' in parts.netloc else ''}{host}{port}{parts.path}"
 
 
 def _as_members(flat: list[bytes]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from penstock.config.engines import EmbeddedSettings, EngineSettings, HttpEngineSettings, SimulatorConfig, context_length_setting
 from penstock.config.front_end import MIB, DispatchLimits, KeySettings, Limits, ResumeLimits, RouterSettings, StoreSettings, check_origin
-from penstock.config.setting import count, seconds, setting
+from penstock.config.setting import count, seconds, setting, without_password
 from penstock.wire.address import Address, parse_address
 from penstock.wire.errors import ConfigError
 
@@ -102,6 +102,7 @@ class FrontEndSettings(ProcessSettings):
         None,
         "Redis database that front ends share, redis://host:port/db: they find sessions and workers there",
         unit="URL",
+        without_password=without_password,
         unset="in memory, for one front end",
     )
     workers: tuple[Address, ...] = setting(
@@ -185,6 +186,7 @@ class WorkerSettings(ProcessSettings):
         None,
         "Redis database where front ends find this worker, redis://host:port/db",
         unit="URL",
+        without_password=without_password,
         is_forwarded=False,
         unset="none",
         group="cluster",

@@ -30,7 +30,8 @@ belong to another program; one that is close to a setting's name is named in a w
 Service named `penstock`: set `enableServiceLinks: false`, or choose another name.
 
 **Secrets** never come from the file and are never shown. `PENSTOCK_LINK_SECRET` and `PENSTOCK_ENGINE_API_KEY` come from the environment
-only. `PENSTOCK_API_KEY` is joined with the keys of `--api-key`.
+only. `PENSTOCK_API_KEY` is joined with the keys of `--api-key`. A password in `--store` is not shown either, and other users of the
+machine can read command lines: prefer `PENSTOCK_STORE`.
 """
 
 # Units that only name what the value is.
@@ -88,6 +89,8 @@ def _line(resolved: Resolved, setting: Setting) -> str:
     came_from = "default" if given is None else f"{given.source}: {given.where}"
     if setting.declared.is_secret:
         return f"# {setting.name} is {'not set' if given is None else 'set'}  # {came_from}"
+    if given is not None and given.is_private(setting) and setting.declared.without_password is not None:
+        return f"# {setting.name} is {setting.declared.without_password(given.texts[0])}  # {came_from}"
     value = resolved.value(setting.name)
     engine = resolved.value("engine") if "engine" in resolved.settings else ""
     if setting.engines and engine not in setting.engines:

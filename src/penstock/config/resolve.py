@@ -46,6 +46,9 @@ class Given:
     where: str
     texts: tuple[str, ...] = field(repr=False)
 
+    def is_private(self, setting: Setting) -> bool:
+        return any(setting.is_private(text) for text in self.texts)
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -75,10 +78,10 @@ class Resolved:
                 raise ConfigError(f"{each.where} is for --engine {' or '.join(engines)}, not for {engine}")
 
     def arguments_for(self, settings_class: type) -> tuple[str, ...]:
-        """The flags with which a child process gets the same values. Secrets are not among them."""
+        """The flags with which a child process gets the same values. Secrets and passwords are not among them."""
         words = []
-        for name, setting in settings_of(settings_class).items():
-            if name not in self.given or setting.declared.is_secret or not setting.declared.is_forwarded:
+        for name, setting in self._forwarded(settings_class).items():
+            if self.given[name].is_private(setting):
                 continue
             if setting.kind is bool:
                 words.append(setting.flag if self.given[name].value else f"--no-{setting.flag[2:]}")
@@ -88,13 +91,17 @@ class Resolved:
 
     def environment_for(self, settings_class: type, environment: Mapping[str, str]) -> dict[str, str]:
         """The environment of a child process: without our variables, because it gets flags; with the secrets that it needs."""
-        ours = {CONFIG_VARIABLE, *(setting.variable for setting in self.settings.values())}
+        ours = {CONFIG_VARIABLE, *(each.variable for each in (*self.settings.values(), *settings_of(settings_class).values()))}
         secrets = {
             setting.variable: ",".join(self.given[name].texts)
-            for name, setting in settings_of(settings_class).items()
-            if setting.declared.is_secret and name in self.given
+            for name, setting in self._forwarded(settings_class).items()
+            if self.given[name].is_private(setting)
         }
         return {name: value for name, value in environment.items() if name not in ours} | secrets
+
+    def _forwarded(self, settings_class: type) -> dict[str, Setting]:
+        """The settings of a child process that have a value here."""
+        return {name: each for name, each in settings_of(settings_class).items() if name in self.given and each.declared.is_forwarded}
 
 
 def settings_for(settings_class: type, *, is_parent: bool = False) -> dict[str, Setting]:
@@ -158,6 +165,8 @@ def read_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
             raise ConfigError(f"{key} in {path} is a secret: put it into the environment as {known[name].variable}")
         if isinstance(value, dict) or (isinstance(value, list) and not known[name].is_list):
             raise ConfigError(f"{key} in {path} has several values: expected one")
+        if name in found:
+            raise ConfigError(f"{key} in {path} is given twice")
         found[name] = value
     return found
 

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from penstock.wire.errors import ConfigError
 
 VARIABLE_PREFIX = "PENSTOCK_"
 SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _KEY = "setting"
+# Messages between processes, and the database of responses, have no larger whole numbers.
+_TOO_LARGE = 2**63
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 Settings = TypeVar("Settings")
@@ -33,8 +36,9 @@ class Declaration:
     `name` is the setting's public name; by default, the field's name. `unset` says in words what None means. `scale` is how many of the
     field's units are one `unit`: 2**20 for a field in bytes that is given in MiB. `parse` turns text into a value. It raises ValueError, or
     ConfigError for a message that must not show the text; with `is_whole` it turns one text into the whole tuple. `hint` ends the message
-    of a failed check. A secret is never read from the file and never shown. With `is_joined`, the values of flag and variable are joined.
-    `engines` have the setting; by default, all engines of its class. `serve` itself sets what is not `is_forwarded`.
+    of a failed check. A secret is never read from the file and never shown. `without_password` makes a text that can be shown. With
+    `is_joined`, the values of flag and variable are joined. `engines` have the setting; by default, all engines of its class. `serve`
+    itself sets what is not `is_forwarded`.
     """
 
     help: str
@@ -53,6 +57,7 @@ class Declaration:
     is_whole: bool = False
     hint: str = ""
     is_secret: bool = False
+    without_password: Callable[[str], str] | None = None
     is_joined: bool = False
     has_flag: bool = True
     is_forwarded: bool = True
@@ -111,6 +116,11 @@ class Setting:
             return f"{value:.12g}" if isinstance(value, float) else str(value)
         return str(value)
 
+    def is_private(self, text: str) -> bool:
+        """Whether other users may not read it. The letters of a host may be shown in another case."""
+        without_password = self.declared.without_password
+        return self.declared.is_secret or (without_password is not None and without_password(text).lower() != text.lower())
+
     def _read_one(self, text: str, where: str) -> Any:
         declared = self.declared
         try:
@@ -119,8 +129,11 @@ class Setting:
             self._refuse(where, text, str(error))
         if declared.choices and value not in declared.choices:
             self._refuse(where, text, f"expected one of {', '.join(declared.choices)}")
-        if self.kind in (int, float) and not isinstance(value, bool) and not self._is_within(value):
-            self._refuse(where, text, f"expected {self.bounds}")
+        if self.kind in (int, float):
+            if declared.maximum is None and value * declared.scale >= _TOO_LARGE:
+                self._refuse(where, text, "expected a smaller number")
+            if not self._is_within(value):
+                self._refuse(where, text, f"expected {self.bounds}")
         return round(value * declared.scale) if declared.scale != 1 else value
 
     def _converted(self, text: str) -> Any:
@@ -132,12 +145,13 @@ class Setting:
             raise ValueError(f"expected {_KINDS.get(self.kind, self.kind.__name__)}") from None
 
     def _is_within(self, value: float) -> bool:
+        """NaN is not. Nor is a size above 0 that is less than one byte."""
         declared = self.declared
         return (
-            math.isfinite(value)
-            and (declared.minimum is None or value >= declared.minimum)
-            and (declared.above is None or value > declared.above)
+            (declared.minimum is None or value >= declared.minimum)
+            and (declared.above is None or (value > declared.above and (declared.scale == 1 or value * declared.scale >= 1)))
             and (declared.maximum is None or value <= declared.maximum)
+            and math.isfinite(value)
         )
 
     @property
@@ -191,6 +205,18 @@ def build(settings_class: type[Settings], values: Mapping[str, Any]) -> Settings
         elif dataclasses.is_dataclass(hints[each.name]):
             arguments[each.name] = build(typing.cast(type, hints[each.name]), values)
     return settings_class(**arguments)
+
+
+def without_password(url: str) -> str:
+    """The URL without user, password and query. `***` for a URL that cannot be parsed safely."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return "***"
+    if not parts.scheme or "@" in parts.path + parts.query + parts.fragment or not (host or parts.scheme == "unix"):
+        return "***"
+    return f"{parts.scheme}://{'***@' if '@' in parts.netloc else ''}{host}{port}{parts.path}"
 
 
 def narrowed(source: Any, settings_class: type[Settings], **changes: Any) -> Settings:

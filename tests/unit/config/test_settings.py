@@ -191,13 +191,17 @@ def test_spellings_of_other_servers() -> None:
         (["--port=65536"], "--port is 65536: expected 0 to 65,535"),
         (["--stall-timeout=0"], "--stall-timeout is 0: expected more than 0"),
         (["--worker-wait=-1"], "--worker-wait is -1: expected 0 or more"),
-        (["--worker-wait=inf"], "--worker-wait is inf: expected 0 or more"),
+        (["--worker-wait=inf"], "--worker-wait is inf: expected a smaller number"),
         (["--load-weight=nan"], "--load-weight is nan: expected 0 or more"),
         (["--router=fastest"], "--router is 'fastest': expected one of kv, round-robin, least-loaded, random"),
         (["--router-overload-factor=0.5"], "--router-overload-factor is 0.5: expected 1 or more"),
         (["--worker=nowhere"], "--worker is 'nowhere': expected unix:/path or tcp://host:port"),
         (["--response-store="], "--response-store is '': expected a path, or none"),
         (["--response-store-size=0.5"], "--response-store-size is 0.5: expected 1 or more"),
+        ([f"--max-queued=-{10**400}"], f"--max-queued is -{10**400}: expected 0 or more"),
+        ([f"--max-queued={2**63}"], f"--max-queued is {2**63}: expected a smaller number"),
+        (["--resume-memory=1e305"], "--resume-memory is 1e305: expected a smaller number"),
+        (["--resume-memory=1e-9"], "--resume-memory is 1e-9: expected more than 0"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(words: list[str], says: str) -> None:
@@ -227,6 +231,10 @@ def test_the_name_is_that_of_the_place(tmp_path: Path) -> None:
             "--device is not a flag of `penstock frontend`; it is a flag of `penstock serve` and `penstock worker`",
         ),
         (["serve", "--listen=unix:/x"], "--listen is not a flag of `penstock serve`; it is a flag of `penstock worker`"),
+        (
+            ["serve", "--link-secret=geheim"],
+            "--link-secret is not a flag of `penstock serve`; it is a secret: put it into the environment as PENSTOCK_LINK_SECRET",
+        ),
         (["serve", "a", "b"], "'b' is one argument too many: expected flags and one MODEL"),
         (["serve", "a", "--model=b"], "'a' is one argument too many: expected flags and one MODEL"),
         ([*FRONT_END, "a"], "'a' is one argument too many: expected flags"),
@@ -249,6 +257,7 @@ def test_words_that_are_no_settings(words: list[str], says: str) -> None:
         ("port = [1, 2]", "port in FILE has several values: expected one"),
         ('api_key = "geheim"', "api_key in FILE is a secret: put it into the environment as PENSTOCK_API_KEY"),
         ('link-secret = "geheim"', "link-secret in FILE is a secret: put it into the environment as PENSTOCK_LINK_SECRET"),
+        ("max-queued = 1\nmax_queued = 2", "max_queued in FILE is given twice"),
         ("port = ", "configuration file FILE: Invalid value (at end of document)"),
     ],
 )
@@ -285,6 +294,9 @@ def test_children_see_the_values_of_their_parent(tmp_path: Path) -> None:
     }, "a worker of `serve` is not for other machines"
     given = loaded.resolved.environment_for(WorkerSettings, environment)
     assert given == {"HOME": "/h"}, "children read no variable and no file"
+    for settings_class in (WorkerSettings, FrontEndSettings):
+        alone = {each.variable: "of a worker or front end that is started alone" for each in settings_of(settings_class).values()}
+        assert loaded.resolved.environment_for(settings_class, environment | alone) == given
     assert dataclasses.replace(load([*WORKER, *worker], given).settings, listen=None) == dataclasses.replace(
         loaded.settings.worker, store=None
     )
@@ -337,6 +349,19 @@ def test_secrets_go_by_the_environment_to_those_who_need_them() -> None:
             load(["serve", flag], {})
 
 
+@pytest.mark.parametrize("place", ["flag", "environment"])
+def test_a_password_in_an_address_goes_by_the_environment(place: str) -> None:
+    url = "redis://user:geheim@Host:1/0"
+    environment = {"PENSTOCK_STORE": url} if place == "environment" else {}
+    loaded = load([*SERVE, *([f"--store={url}"] if place == "flag" else [])], environment)
+    words = loaded.resolved.arguments_for(FrontEndSettings)
+    assert "geheim" not in " ".join(words) + reference.effective(loaded.resolved)
+    assert "# store is redis://***@host:1/0  #" in reference.effective(loaded.resolved)
+    given = loaded.resolved.environment_for(FrontEndSettings, environment)
+    assert load([*FRONT_END, *words], given).settings.store == url
+    assert not loaded.resolved.environment_for(WorkerSettings, environment)
+
+
 # What is shown.
 
 
@@ -373,6 +398,8 @@ def test_config_defaults_to_serve_and_refuses_like_it(capsys: pytest.CaptureFixt
     assert 'engine = "simulator"  # flag: --engine' in capsys.readouterr().out
     assert main(["config", *FRONT_END]) == 0
     assert "step_ms" not in capsys.readouterr().out
+    assert main(["config", "--engine=simulator", "frontend"]) == 2
+    assert capsys.readouterr().err == "penstock: the command comes first: penstock config frontend …\n"
     assert main(["config", "worker"]) == 2
     assert capsys.readouterr().err == "penstock: a worker needs --listen: expected unix:/path or tcp://host:port\n"
 
