@@ -98,19 +98,19 @@ class RouterSettings:
     )
     max_lead: int = count(
         64,
-        "a worker with over this many generations more than the least busy one is not chosen for its cached prefixes",
+        "a worker with over this many generations more than the least busy one is not chosen, even if it has the prefix cached",
         name="router_max_lead",
     )
     overload_blocks: float = setting(
         4096.0,
-        "a session leaves its worker when its load is this many blocks above the least loaded worker's; see also --router-overload-factor",
+        "a session leaves a worker whose load is over two limits. The first: this many blocks more than the least loaded worker",
         name="router_overload_blocks",
         unit="BLOCKS",
         minimum=0,
     )
     overload_factor: float = setting(
         8.0,
-        "and also this many times the load that the least loaded worker would have with the prompt added",
+        "the second limit: this many times the load that the least loaded worker would have with the prompt added",
         name="router_overload_factor",
         unit="FACTOR",
         minimum=1,
