@@ -136,7 +136,7 @@ class FrontEnd:
         self.router.check_integrity()
 
     def turn(self, hints: Hints | None = None, owner: str = "somebody") -> Turn:
-        return self.sessions.turn(owner, hints or Hints())
+        return Turn(self.sessions, owner, hints or Hints())
 
     def start(self, request: Submit, turn: Turn | None = None, model: str = "simulator") -> tuple[Reader, asyncio.Task[None]]:
         reader = Reader()

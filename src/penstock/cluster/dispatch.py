@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -65,6 +66,7 @@ class Attempt(Generation):
         self.assignment.ended()
 
 
+@dataclass(slots=True, eq=False)
 class Production:
     """One generation, on as many workers as it takes. Its mailbox gets every token once and, unless it is cancelled, one terminal.
 
@@ -72,23 +74,20 @@ class Production:
     links and the queue call it. `failed` holds the links that failed it since its last token.
     """
 
-    __slots__ = ("_attempt", "_dispatcher", "_fruitless", "_pause", "failed", "mailbox", "model", "next_id", "request", "turn")
-
-    def __init__(self, dispatcher: Dispatcher, model: str, request: Submit, mailbox: Mailbox, turn: Turn) -> None:
-        self._dispatcher = dispatcher
-        self._attempt: Attempt | None = None
-        self._pause: asyncio.Handle | None = None
-        self._fruitless = 0
-        self.model = model
-        self.request = request
-        self.mailbox = mailbox
-        self.turn = turn
-        self.next_id = request.id
-        self.failed: set[WorkerLink] = set()
+    dispatcher: Dispatcher
+    model: str
+    request: Submit
+    mailbox: Mailbox
+    turn: Turn
+    next_id: bytes
+    failed: set[WorkerLink] = field(default_factory=set)
+    _attempt: Attempt | None = None
+    _pause: asyncio.Handle | None = None
+    _fruitless: int = 0
 
     def try_send(self) -> bool:
         """Sends it if a worker has room for it. Returns whether it was sent."""
-        self._attempt = self._dispatcher.try_send(self)
+        self._attempt = self.dispatcher.try_send(self)
         return self._attempt is not None
 
     def cancel(self) -> None:
@@ -100,7 +99,7 @@ class Production:
         elif pause is not None:
             pause.cancel()
         else:
-            self._dispatcher.forget(self)
+            self.dispatcher.forget(self)
 
     def fail(self, fault: Fault) -> None:
         """Ends it with this fault."""
@@ -155,9 +154,9 @@ class Production:
             message = f"{self._fruitless} attempts in a row failed without a token; the last one: {fault.message}"
             self.fail(Fault(fault.code, message))
             return
-        self._dispatcher.migrations[fault.code] += 1
+        self.dispatcher.migrations[fault.code] += 1
         self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
-        if self._fruitless and self._dispatcher.has_only_failed(self):
+        if self._fruitless and self.dispatcher.has_only_failed(self):
             # Only workers that just failed it are left. They may need a moment.
             seconds = PAUSE_SECONDS * 2**self._fruitless
             self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self._send_again)
@@ -166,7 +165,7 @@ class Production:
 
     def _send_again(self) -> None:
         if not self.try_send():
-            self._dispatcher.enqueue(self, is_new=False)
+            self.dispatcher.enqueue(self, is_new=False)
 
 
 class Dispatcher:
@@ -209,7 +208,7 @@ class Dispatcher:
 
         Its deltas and its terminal go to the mailbox. Raises GenerationFault when the queue is full.
         """
-        production = Production(self, model, request, mailbox, turn)
+        production = Production(self, model, request, mailbox, turn, request.id)
         if self._queues.get(model) or not production.try_send():
             if self.queued >= self._limits.max_queued:
                 message = f"{self.queued:,} generations are waiting for a worker; the limit is {self._limits.max_queued:,}"

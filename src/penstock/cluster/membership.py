@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Self
 
 from penstock.cluster.redis_store import RedisStore
@@ -18,19 +19,19 @@ RENEW_SECONDS = 3.0
 POLL_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class Registration:
     """Keeps a worker registered from entering the context until `leave`, also in a store that lost its data."""
 
-    def __init__(self, store: RedisStore, name: str, address: Address, renew_seconds: float = RENEW_SECONDS) -> None:
-        self._store = store
-        self._name = name
-        self._address = str(address)
-        self._renew_seconds = renew_seconds
-        self._task: asyncio.Task[None] | None = None
+    store: RedisStore
+    name: str
+    address: Address
+    renew_seconds: float = RENEW_SECONDS
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def __aenter__(self) -> Self:
         await self._register()
-        self._task = asyncio.create_task(self._keep(), name=f"registration of {self._name}")
+        self._task = asyncio.create_task(self._keep(), name=f"registration of {self.name}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -43,17 +44,18 @@ class Registration:
             return
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await self._store.deregister(self._name, self._address)
+        await self.store.deregister(self.name, str(self.address))
 
     async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(self._renew_seconds)
+            await asyncio.sleep(self.renew_seconds)
             await self._register()
 
     async def _register(self) -> None:
-        await self._store.register(self._name, self._address, MEMBER_SECONDS)
+        await self.store.register(self.name, str(self.address), MEMBER_SECONDS)
 
 
+@dataclass(eq=False)
 class Discovery:
     """Asks `members` for the addresses by worker name, None while the store cannot be reached.
 
@@ -63,24 +65,16 @@ class Discovery:
     data, the front end keeps its workers until they have registered again. The link to a worker shows whether it is alive.
     """
 
-    def __init__(
-        self,
-        members: Callable[[], Awaitable[dict[str, str] | None]],
-        on_change: Callable[[frozenset[Address]], None],
-        poll_seconds: float = POLL_SECONDS,
-        linger_seconds: float = MEMBER_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._members = members
-        self._on_change = on_change
-        self._poll_seconds = poll_seconds
-        self._linger_seconds = linger_seconds
-        self._clock = clock
-        # By name: the address, and when it was last registered.
-        self._known: dict[str, tuple[Address, float]] = {}
-        self._refused: dict[str, str] = {}
-        self._told: frozenset[Address] | None = None
-        self._task: asyncio.Task[None] | None = None
+    members: Callable[[], Awaitable[dict[str, str] | None]]
+    on_change: Callable[[frozenset[Address]], None]
+    poll_seconds: float = POLL_SECONDS
+    linger_seconds: float = MEMBER_SECONDS
+    clock: Callable[[], float] = time.monotonic
+    # By name: the address, and when it was last registered.
+    _known: dict[str, tuple[Address, float]] = field(default_factory=dict, init=False)
+    _refused: dict[str, str] = field(default_factory=dict, init=False)
+    _told: frozenset[Address] | None = field(default=None, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def __aenter__(self) -> Self:
         await self._poll()
@@ -94,18 +88,18 @@ class Discovery:
 
     async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(self.poll_seconds)
             await self._poll()
 
     async def _poll(self) -> None:
-        members = await self._members()
-        now = self._clock()
+        members = await self.members()
+        now = self.clock()
         if members is None:
             # The store cannot be reached: keep the known workers.
             self._known = {name: (address, now) for name, (address, _) in self._known.items()}
         else:
             self._known |= {name: (address, now) for name, address in self._parsed(members).items()}
-        self._known = {name: (address, seen) for name, (address, seen) in self._known.items() if now - seen <= self._linger_seconds}
+        self._known = {name: (address, seen) for name, (address, seen) in self._known.items() if now - seen <= self.linger_seconds}
         self._tell(frozenset(address for address, _ in self._known.values()))
 
     def _parsed(self, members: dict[str, str]) -> dict[str, Address]:
@@ -125,4 +119,4 @@ class Discovery:
     def _tell(self, addresses: frozenset[Address]) -> None:
         if addresses != self._told:
             self._told = addresses
-            self._on_change(addresses)
+            self.on_change(addresses)

@@ -33,6 +33,8 @@ SWEEP = 1000
 # uvloop raises RuntimeError for a connection that was just closed.
 FAILURES = (RedisError, OSError, TimeoutError, RuntimeError, msgspec.DecodeError)
 
+_FUNCTIONS = ("claim", "rebind", "renew", "release", "sweep_owner", "next_epoch", "register", "deregister", "members")
+
 Answer = TypeVar("Answer")
 
 
@@ -68,16 +70,9 @@ class RedisStore:
         except ValueError:
             # Without the error's own text: it may quote the URL.
             raise self._unusable("expected a redis://, rediss:// or unix:// URL") from None
-        self._scripts = Path(__file__).with_suffix(".lua").read_text(encoding="utf-8")
-        self._claim = self._script("claim")
-        self._rebind = self._script("rebind")
-        self._renew = self._script("renew")
-        self._release = self._script("release")
-        self._sweep_owner = self._script("sweep_owner")
-        self._next_epoch = self._script("next_epoch")
-        self._register = self._script("register")
-        self._deregister = self._script("deregister")
-        self._members = self._script("members")
+        functions = Path(__file__).with_suffix(".lua").read_text(encoding="utf-8")
+        # Each calls a function of redis_store.lua, as one atomic step of Redis.
+        self._scripts: dict[str, Any] = {name: self._redis.register_script(f"{functions}return {name}()") for name in _FUNCTIONS}
 
     async def start(self) -> None:
         """Connects. If Redis cannot be reached, that is logged and the service starts without it.
@@ -116,46 +111,46 @@ class RedisStore:
     async def claim(self, key: str, binding: Binding, seconds: float, owner: str | None = None, quota: int | None = None) -> Claim:
         assert owner is None or key == session_key(owner, binding.model, binding.session)
         arguments = [*self._bound(binding, seconds, owner), "" if quota is None else quota]
-        return await self._call(Claim(binding, won=True), self._claimed, self._claim, [self._binding(key)], arguments)
+        return await self._call(Claim(binding, won=True), self._claimed, self._scripts["claim"], [self._binding(key)], arguments)
 
     async def rebind(self, key: str, old_epoch: int, binding: Binding, seconds: float, owner: str | None = None) -> Binding:
         assert owner is None or key == session_key(owner, binding.model, binding.session)
         arguments = [*self._bound(binding, seconds, owner), old_epoch]
-        return await self._call(binding, self._decoder.decode, self._rebind, [self._binding(key)], arguments)
+        return await self._call(binding, self._decoder.decode, self._scripts["rebind"], [self._binding(key)], arguments)
 
     async def renew(self, key: str, epoch: int, seconds: float) -> bool:
         """Without a Redis: True."""
-        return await self._call(True, bool, self._renew, [self._binding(key)], [epoch, _milliseconds(seconds)])
+        return await self._call(True, bool, self._scripts["renew"], [self._binding(key)], [epoch, _milliseconds(seconds)])
 
     async def release(self, key: str, epoch: int) -> bool:
         """Without a Redis: True. The binding then ends with its time."""
-        return await self._call(True, bool, self._release, [self._binding(key)], [epoch])
+        return await self._call(True, bool, self._scripts["release"], [self._binding(key)], [epoch])
 
     async def list_sessions(self, owner: str, limit: int, after: str = "") -> list[Binding]:
         return await self._call([], list, self._list, owner, limit, after)
 
     async def next_epoch(self) -> int:
         """Without a Redis: from this process's clock."""
-        given = await self._call(0, int, self._next_epoch, [self._prefix + "epoch"], [self._epoch])
+        given = await self._call(0, int, self._scripts["next_epoch"], [self._prefix + "epoch"], [self._epoch])
         epoch = given or max(self._epoch + 1, time.time_ns() // 1000)
         self._epoch = max(self._epoch, epoch)
         return epoch
 
     async def register(self, name: str, address: str, seconds: float) -> bool:
         """The worker is a member for this many seconds, instead of any other of that name. False: Redis is down."""
-        return await self._call(False, lambda _: True, self._register, self._workers(), [name, address, _milliseconds(seconds)])
+        return await self._call(False, lambda _: True, self._scripts["register"], self._workers(), [name, address, _milliseconds(seconds)])
 
     async def deregister(self, name: str, address: str) -> None:
         """Removes the worker, unless one at another address has taken the name."""
-        await self._call(None, lambda _: None, self._deregister, self._workers(), [name, address])
+        await self._call(None, lambda _: None, self._scripts["deregister"], self._workers(), [name, address])
 
     async def members(self) -> dict[str, str] | None:
         """Addresses by worker name; None while Redis is down."""
-        return await self._call(None, _as_members, self._members, self._workers())
+        return await self._call(None, _as_members, self._scripts["members"], self._workers())
 
     async def _list(self, owner: str, limit: int, after: str) -> list[Binding]:
         index = self._index(owner)
-        while await self._sweep_owner([index], [SWEEP]) == SWEEP:
+        while await self._scripts["sweep_owner"]([index], [SWEEP]) == SWEEP:
             pass
         found: list[Binding] = []
         # UTF-8 never has the byte 255, so this sorts after the id with any model.
@@ -231,10 +226,6 @@ class RedisStore:
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(f"--store {self._shown} cannot be used: {reason}")
-
-    def _script(self, function: str) -> Any:
-        """Calls a function of redis_store.lua, as one atomic step of Redis."""
-        return self._redis.register_script(f"{self._scripts}return {function}()")
 
     def _binding(self, key: str) -> str:
         return f"{self._prefix}binding:{key}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from penstock.kv.cache import KVCache
@@ -25,6 +26,7 @@ from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, To
 from penstock.worker.backend import total_length
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One generation as the scheduler sees it.
 
@@ -32,39 +34,25 @@ class Sequence:
     `tail` that only this sequence fills.
     """
 
-    __slots__ = (
-        "cached_tokens",
-        "computed",
-        "computing",
-        "followers",
-        "is_reported",
-        "leader",
-        "path",
-        "place",
-        "request",
-        "session",
-        "session_state",
-        "tail",
-        "tokens",
-    )
+    request: Submit
+    session: Session | None = None
+    session_state: SessionState | None = None
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    path: list[Node] = field(default_factory=list)
+    tail: list[int] = field(default_factory=list)
+    # Set when it first starts, and reported with its first token. A preemption does not change it.
+    cached_tokens: int | None = None
+    is_reported: bool = False
+    # Its place in the queue, and what it waits for.
+    place: int = 0
+    leader: Sequence | None = None
+    # The block of its prompt that it computes now, and those who wait for it, by the number of blocks they share with it.
+    computing: tuple[Node, Key] | None = None
+    followers: LazyHeap[Sequence, int] | None = None
 
-    def __init__(self, request: Submit, session: Session | None = None, session_state: SessionState | None = None) -> None:
-        self.request = request
-        self.session = session
-        self.session_state = session_state
-        self.tokens = list(request.token_ids)
-        self.computed = 0
-        self.path: list[Node] = []
-        self.tail: list[int] = []
-        # Set when it first starts, and reported with its first token. A preemption does not change it.
-        self.cached_tokens: int | None = None
-        self.is_reported = False
-        # Its place in the queue, and what it waits for.
-        self.place = 0
-        self.leader: Sequence | None = None
-        # The block of its prompt that it computes now, and those who wait for it, by the number of blocks they share with it.
-        self.computing: tuple[Node, Key] | None = None
-        self.followers: LazyHeap[Sequence, int] | None = None
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.token_ids)
 
     @property
     def to_compute(self) -> int:

@@ -9,7 +9,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import Fault, Grammar
@@ -24,20 +25,16 @@ MAX_QUEUE_SECONDS = 60.0
 MAX_KEPT = 128
 
 
+@dataclass(eq=False)
 class CompileQueue(Generic[Compiled]):
     """Compiles each grammar once, however many generations wait for it, and keeps the last MAX_KEPT results."""
 
-    def __init__(
-        self,
-        compile_grammar: Callable[[Grammar], Compiled],
-        clock: Callable[[], float] = time.monotonic,
-        max_compile_seconds: float = MAX_COMPILE_SECONDS,
-        max_queue_seconds: float = MAX_QUEUE_SECONDS,
-    ) -> None:
-        self.clock = clock
-        self.max_compile_seconds = max_compile_seconds
-        self.max_queue_seconds = max_queue_seconds
-        self._compile = compile_grammar
+    compile_grammar: Callable[[Grammar], Compiled]
+    clock: Callable[[], float] = time.monotonic
+    max_compile_seconds: float = MAX_COMPILE_SECONDS
+    max_queue_seconds: float = MAX_QUEUE_SECONDS
+
+    def __post_init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar compiler")
         self._compilations: OrderedDict[Grammar, _Compilation[Compiled]] = OrderedDict()
 
@@ -61,7 +58,7 @@ class CompileQueue(Generic[Compiled]):
         """In a thread."""
         started.set_result(self.clock())
         try:
-            return self._compile(grammar)
+            return self.compile_grammar(grammar)
         except GrammarError as error:
             return Fault("invalid_grammar", str(error))
         except Exception as error:
@@ -69,12 +66,11 @@ class CompileQueue(Generic[Compiled]):
             return Fault("invalid_grammar", f"the grammar could not be compiled: {error}")
 
 
-class _Compilation(Generic[Compiled]):
+class _Compilation(NamedTuple, Generic[Compiled]):
     """One grammar. `started` is when a thread began to compile it."""
 
-    def __init__(self, started: Future[float], result: Future[Compiled | Fault]) -> None:
-        self.started = started
-        self.result = result
+    started: Future[float]
+    result: Future[Compiled | Fault]
 
 
 class CompileRequest(Generic[Compiled]):

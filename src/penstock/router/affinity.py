@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -100,6 +101,7 @@ class _Entry(NamedTuple):
     binding: Binding
 
 
+@dataclass(eq=False)
 class MemoryStore:
     """The store of a single front end. Nothing blocks. A binding that has ended is gone before the next call.
 
@@ -107,15 +109,12 @@ class MemoryStore:
     number of live bindings.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        wall_ns: Callable[[], int] = time.time_ns,
-        max_affinities: int = MAX_AFFINITIES,
-    ) -> None:
-        self._clock = clock
-        self._wall_ns = wall_ns
-        self._max_affinities = max_affinities
+    clock: Callable[[], float] = time.monotonic
+    wall_ns: Callable[[], int] = time.time_ns
+    max_affinities: int = MAX_AFFINITIES
+    is_available = True
+
+    def __post_init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._ends: LazyHeap[str, float] = LazyHeap()
         self._names: dict[str, list[tuple[str, str]]] = {}
@@ -125,10 +124,6 @@ class MemoryStore:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def is_available(self) -> bool:
-        return True
 
     async def get(self, key: str) -> Binding | None:
         entry = self._find(key)
@@ -157,7 +152,7 @@ class MemoryStore:
         entry = self._find(key)
         if entry is None or entry.binding.epoch != epoch:
             return False
-        self._ends.put(key, self._clock() + seconds)
+        self._ends.put(key, self.clock() + seconds)
         return True
 
     async def release(self, key: str, epoch: int) -> bool:
@@ -175,7 +170,7 @@ class MemoryStore:
         return [self._entries[session_key(owner, model, session)].binding for session, model in page]
 
     async def next_epoch(self) -> int:
-        self._epoch = max(self._epoch + 1, self._wall_ns() // 1000)
+        self._epoch = max(self._epoch + 1, self.wall_ns() // 1000)
         return self._epoch
 
     async def close(self) -> None:
@@ -190,13 +185,13 @@ class MemoryStore:
 
     def _add(self, key: str, owner: str | None, binding: Binding, seconds: float) -> None:
         self._entries[key] = _Entry(owner, binding)
-        self._ends.put(key, self._clock() + seconds)
+        self._ends.put(key, self.clock() + seconds)
         if owner is not None:
             assert key == session_key(owner, binding.model, binding.session)
             insort(self._names.setdefault(owner, []), (binding.session, binding.model))
             return
         self._recent[key] = None
-        if len(self._recent) > self._max_affinities:
+        if len(self._recent) > self.max_affinities:
             self._remove(next(iter(self._recent)))
 
     def _remove(self, key: str) -> None:
@@ -211,7 +206,7 @@ class MemoryStore:
             del self._names[owner]
 
     def _expire(self) -> None:
-        now = self._clock()
+        now = self.clock()
         while (key := self._ends.pop_due(now)) is not None:
             self._remove(key)
 
@@ -223,4 +218,4 @@ class MemoryStore:
         assert owned == sorted((owner, name) for owner, names in self._names.items() for name in names)
         assert all(names and names == sorted(names) for names in self._names.values())
         assert self._recent.keys() == {key for key, entry in self._entries.items() if entry.owner is None}
-        assert len(self._recent) <= self._max_affinities
+        assert len(self._recent) <= self.max_affinities

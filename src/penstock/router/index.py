@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
 
@@ -13,17 +14,15 @@ MAX_BLOCKS = 1_000_000
 MAX_KEPT_EVENTS = 4096
 
 
+@dataclass(slots=True, eq=False)
 class _Holding:
     """What one worker holds. A block is known or predicted, never both. Predictions are ordered by their end."""
 
-    __slots__ = ("bit", "known", "name", "predicted", "prediction_seconds")
-
-    def __init__(self, name: str, bit: int, prediction_seconds: float) -> None:
-        self.name = name
-        self.bit = bit
-        self.prediction_seconds = prediction_seconds
-        self.known: set[bytes] = set()
-        self.predicted: OrderedDict[bytes, float] = OrderedDict()
+    name: str
+    bit: int
+    prediction_seconds: float
+    known: set[bytes] = field(default_factory=set)
+    predicted: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
 
 
 class PrefixIndex:

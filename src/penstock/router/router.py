@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from msgspec import Struct, structs
 
@@ -23,15 +24,13 @@ class Candidate(Struct, frozen=True, gc=False):
     is_quiet: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
     """What is known about one worker."""
 
-    __slots__ = ("feed", "load", "model")
-
-    def __init__(self, model: str, feed: KvFeed | None) -> None:
-        self.model = model
-        self.feed = feed
-        self.load = WorkerLoad()
+    model: str
+    feed: KvFeed | None
+    load: WorkerLoad
 
 
 class Router:
@@ -59,7 +58,7 @@ class Router:
         self.leave(worker)
         has_events = "kv_events" in model.capabilities
         self.index.join(worker, self.settings.sibling_seconds if has_events else self.settings.prediction_seconds)
-        self._workers[worker] = _Worker(model.name, KvFeed(self.index, worker) if has_events else None)
+        self._workers[worker] = _Worker(model.name, KvFeed(self.index, worker) if has_events else None, WorkerLoad())
         return has_events
 
     def leave(self, worker: str) -> None:
@@ -149,6 +148,7 @@ class Router:
         return WorkerView(candidate.name, overlap, load.blocks, load.generations, candidate.has_room, candidate.is_quiet)
 
 
+@dataclass(slots=True, eq=False)
 class WorkerLoad:
     """The load of one worker: blocks still to prefill plus blocks held.
 
@@ -156,15 +156,12 @@ class WorkerLoad:
     worker's last report that exceeds them: work of other front ends, and blocks generated since.
     """
 
-    __slots__ = ("active", "beyond", "beyond_active", "held", "prefilling", "to_prefill")
-
-    def __init__(self) -> None:
-        self.active = 0
-        self.prefilling = 0
-        self.to_prefill = 0
-        self.held = 0
-        self.beyond = 0.0
-        self.beyond_active = 0
+    active: int = 0
+    prefilling: int = 0
+    to_prefill: int = 0
+    held: int = 0
+    beyond: float = 0.0
+    beyond_active: int = 0
 
     @property
     def blocks(self) -> float:
@@ -197,23 +194,21 @@ class WorkerLoad:
         assert min(self.beyond, self.beyond_active) >= 0, (self.beyond, self.beyond_active)
 
 
+@dataclass(slots=True, eq=False)
 class Assignment:
     """One generation's share of a worker's load. Both methods may be called again and in any order: only the first call counts."""
 
-    __slots__ = ("_has_ended", "_is_prefilling", "_load", "_share")
-
-    def __init__(self, load: WorkerLoad, share: int) -> None:
-        self._load = load
-        self._share = share
-        self._is_prefilling = True
-        self._has_ended = False
+    load: WorkerLoad
+    share: int
+    _is_prefilling: bool = True
+    _has_ended: bool = False
 
     def first_token(self) -> None:
         """The prompt is computed."""
         if self._is_prefilling:
             self._is_prefilling = False
-            self._load.prefilling -= 1
-            self._load.to_prefill -= self._share
+            self.load.prefilling -= 1
+            self.load.to_prefill -= self.share
 
     def ended(self) -> None:
         """The generation holds no blocks any more."""
@@ -221,9 +216,9 @@ class Assignment:
             return
         self._has_ended = True
         self.first_token()
-        load = self._load
+        load = self.load
         load.active -= 1
-        load.held -= self._share
+        load.held -= self.share
         if not load.active and not load.beyond_active:
             # An idle worker sends no reports, so the last figure would stay.
             load.beyond = 0.0

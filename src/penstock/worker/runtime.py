@@ -59,6 +59,7 @@ class WaitingEvents:
         self._blocks = 0
         self._has_dropped = False
         self.is_held = False
+        """The front end asked for a snapshot: no events are sent before it."""
 
     def __bool__(self) -> bool:
         """Whether something may be sent now."""
@@ -87,14 +88,6 @@ class WaitingEvents:
         self._has_dropped = False
         self._drop_before(self._first + len(self._events))
         return taken
-
-    def hold(self) -> None:
-        """The front end asks for a snapshot: no events are sent before it."""
-        self.is_held = True
-
-    def resume(self) -> None:
-        """Events may be sent again."""
-        self.is_held = False
 
     def skip_to(self, number: int) -> None:
         """Events before this number are never sent: the snapshot includes them."""
@@ -169,7 +162,8 @@ class WorkerRuntime:
     def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self._backend = backend
         self._clock = clock
-        self._ports: list[FrontEndPort] = []
+        self.ports: list[FrontEndPort] = []
+        """The connected front ends."""
         self._open: dict[bytes, tuple[FrontEndPort, Outgoing]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -180,14 +174,9 @@ class WorkerRuntime:
         return self._backend.model
 
     @property
-    def ports(self) -> Sequence[FrontEndPort]:
-        """The connected front ends."""
-        return self._ports
-
-    @property
     def is_idle(self) -> bool:
         """Whether no generation runs and nothing waits to be sent."""
-        return not self._open and not any(port.outbox.waiting for port in self._ports)
+        return not self._open and not any(port.outbox.waiting for port in self.ports)
 
     async def start(self) -> None:
         await self._backend.start(self._on_step)
@@ -204,7 +193,7 @@ class WorkerRuntime:
     def attach(self, name: str, send: Send) -> FrontEndPort:
         """A front end has connected."""
         port = FrontEndPort(name, send, self._clock)
-        self._ports.append(port)
+        self.ports.append(port)
         if self._draining:
             port.announce(Draining())
         port.flush(self._backend.stats())
@@ -212,13 +201,13 @@ class WorkerRuntime:
 
     def detach(self, port: FrontEndPort) -> None:
         """A front end is gone: its generations are cancelled and its questions are dropped."""
-        self._ports.remove(port)
+        self.ports.remove(port)
         for task in port.tasks:
             task.cancel()
         for generation in [generation for generation, (owner, _) in self._open.items() if owner is port]:
             self._forget(generation)
             self._backend.cancel(generation)
-        self._flush_all()
+        self.flush()
 
     def resume(self, port: FrontEndPort) -> None:
         """The front end's socket takes bytes again."""
@@ -228,7 +217,7 @@ class WorkerRuntime:
     def drain(self) -> None:
         """Takes no new work from now on. Running generations continue."""
         self._draining = True
-        for port in self._ports:
+        for port in self.ports:
             port.announce(Draining())
 
     def hand_over(self) -> None:
@@ -238,7 +227,7 @@ class WorkerRuntime:
             self._forget(generation)
             self._backend.cancel(generation)
             slot.end(fault)
-        self._flush_all()
+        self.flush()
 
     def handle(self, port: FrontEndPort, message: Message) -> None:
         """Acts on a message of a front end. Raises FrameMalformed for a message that front ends do not send."""
@@ -257,14 +246,16 @@ class WorkerRuntime:
             case SnapshotRequest():
                 # A snapshot that is being made answers this request as well.
                 if not port.events.is_held:
-                    port.events.hold()
+                    port.events.is_held = True
                     self._begin(port, self._send_snapshot(port))
             case _:
                 raise FrameMalformed(f"a front end must not send {type(message).__name__}")
 
     def flush(self) -> None:
-        """Call it once after the messages of one read were handled."""
-        self._flush_all()
+        """Sends what waits. Call it once after the messages of one read were handled."""
+        stats = self._backend.stats()
+        for port in self.ports:
+            port.flush(stats)
 
     def _submit(self, port: FrontEndPort, request: Submit) -> None:
         if len(request.id) != GENERATION_ID_BYTES or request.id in self._open:
@@ -306,7 +297,7 @@ class WorkerRuntime:
                 port.events.skip_to(snapshot.next_number)
                 port.announce(snapshot)
         finally:
-            port.events.resume()
+            port.events.is_held = False
         port.flush(self._backend.stats())
 
     def _on_step(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
@@ -327,10 +318,10 @@ class WorkerRuntime:
                 self._breach(slot, error)
         if events is not None:
             blocks = count_blocks(events.events)
-            for port in self._ports:
+            for port in self.ports:
                 port.events.put(events, blocks)
         stats = self._backend.stats()
-        for port in self._ports:
+        for port in self.ports:
             port.flush_step(stats)
 
     def _breach(self, slot: Outgoing, error: StreamError) -> None:
@@ -338,8 +329,3 @@ class WorkerRuntime:
         self._forget(slot.generation)
         self._backend.cancel(slot.generation)
         slot.end(Fault("stream_breach", f"the engine broke the stream: {error}"))
-
-    def _flush_all(self) -> None:
-        stats = self._backend.stats()
-        for port in self._ports:
-            port.flush(stats)

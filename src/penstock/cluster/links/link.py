@@ -27,7 +27,7 @@ class LinkProtocol(asyncio.Protocol):
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
         self._writable = True
         self._error: LinkError | None = None
-        self._established = False
+        self.is_established = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
@@ -76,12 +76,8 @@ class LinkProtocol(asyncio.Protocol):
 
     def established(self) -> None:
         """The handshake is done: larger frames are allowed."""
-        self._established = True
+        self.is_established = True
         self._reader.limit = MAX_FRAME_BYTES
-
-    @property
-    def is_established(self) -> bool:
-        return self._established
 
     @abstractmethod
     def messages_received(self, messages: list[Message]) -> None:

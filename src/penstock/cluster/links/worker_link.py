@@ -106,7 +106,8 @@ class WorkerLink(LinkProtocol):
         self._queries: dict[int, asyncio.Future[Sequence[SessionReport]]] = {}
         self._next_query = 0
         self._piece: asyncio.Future[TokenizerPiece] | None = None
-        self._silent_ticks = 0
+        self.silent_ticks = 0
+        """How many looks in a row found it silent while it owed tokens."""
         self._heard_at = 0.0
         self.unbegun = 0
         """Generations without a token so far: they wait at the worker, or their prompts are being computed."""
@@ -123,21 +124,13 @@ class WorkerLink(LinkProtocol):
         return self.is_established and not self.lost.done() and not self.draining
 
     @property
-    def silent_ticks(self) -> int:
-        """How many looks in a row found it silent while it owed tokens."""
-        return self._silent_ticks
-
-    @property
     def has_just_spoken(self) -> bool:
         """Whether it is alive as far as we know: it sent something just now, or owes nothing."""
         return not self._generations or self._loop.time() - self._heard_at < JUST_NOW_SECONDS
 
     def tick(self) -> None:
         """One look at whether it is silent. Counts looks, not seconds: a front end that was itself busy must not take that for silence."""
-        if self._generations:
-            self._silent_ticks += 1
-        else:
-            self._silent_ticks = 0
+        self.silent_ticks = self.silent_ticks + 1 if self._generations else 0
 
     def give_up(self, error: LinkError) -> None:
         """Ends the link now, for this reason, without a goodbye: the worker no longer reacts."""
@@ -211,7 +204,7 @@ class WorkerLink(LinkProtocol):
             self._piece = None
 
     def messages_received(self, messages: list[Message]) -> None:
-        self._silent_ticks = 0
+        self.silent_ticks = 0
         self._heard_at = self._loop.time()
         for message in messages:
             if self.is_established:
@@ -241,9 +234,12 @@ class WorkerLink(LinkProtocol):
     def _greet(self, message: Message) -> None:
         match message:
             case Challenge():
-                self._answer(message)
+                check_version(message.version)
+                self.send(Hello(PROTOCOL_VERSION, self._front_end, self._nonce, proof(self._secret, "frontend", message.nonce)))
             case Welcome():
-                self._accept(message)
+                check_proof(self._secret, "worker", self._nonce, message.proof)
+                self.established()
+                self.welcome.set_result(message)
             case _:
                 raise unexpected(message, "Challenge or Welcome")
 
@@ -306,15 +302,6 @@ class WorkerLink(LinkProtocol):
         generation.mailbox = Mailbox(Doorbell())
         generation.mailbox.cancel()
         self.cancel(segment.id)
-
-    def _answer(self, challenge: Challenge) -> None:
-        check_version(challenge.version)
-        self.send(Hello(PROTOCOL_VERSION, self._front_end, self._nonce, proof(self._secret, "frontend", challenge.nonce)))
-
-    def _accept(self, welcome: Welcome) -> None:
-        check_proof(self._secret, "worker", self._nonce, welcome.proof)
-        self.established()
-        self.welcome.set_result(welcome)
 
     def _write_soon(self, frame: bytes) -> None:
         """The first frame of a turn of the event loop is written at once, the others of that turn in few writes."""

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Self
 
 from msgspec import structs
@@ -20,7 +21,7 @@ from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.turn import Session, Turn
 from penstock.lazy_heap import LazyHeap
 from penstock.router.affinity import AffinityStore, Binding, affinity_key, session_key
-from penstock.router.policy import Hints, SessionWish
+from penstock.router.policy import SessionWish
 from penstock.wire.messages import SessionReport
 
 log = logging.getLogger(__name__)
@@ -42,28 +43,22 @@ Listing = tuple[Binding, SessionReport | None]
 """A session of the store, and what its worker reports. None: the worker is gone, or does not answer in time."""
 
 
+@dataclass(eq=False)
 class Sessions:
     """All sessions that had a turn at this front end. Its background tasks run while it is entered as a context, and end with it.
 
     `begin` waits for the store; nothing else that a turn needs does. A store or a worker that is gone never fails a turn.
     """
 
-    def __init__(
-        self,
-        store: AffinityStore,
-        pool: WorkerPool,
-        *,
-        quota: int,
-        on_end: Callable[[str], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-        keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
-    ) -> None:
-        self._store = store
-        self._pool = pool
-        self._quota = quota
-        self._on_end = on_end
-        self._clock = clock
-        self._keep_alive_seconds = keep_alive_seconds
+    store: AffinityStore
+    pool: WorkerPool
+    _: KW_ONLY
+    quota: int
+    on_end: Callable[[str], None] = lambda _: None
+    clock: Callable[[], float] = time.monotonic
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS
+
+    def __post_init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._active: set[Session] = set()
         # Sessions without a running turn, by the time at which they end.
@@ -97,19 +92,16 @@ class Sessions:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    def turn(self, owner: str, hints: Hints) -> Turn:
-        return Turn(self, owner, hints)
-
     async def begin(self, turn: Turn, model: str) -> None:
         """Looks up what the turn's session or key is bound to. `end` must follow, whatever happens to the turn."""
         wish = turn.hints.session
         if wish is not None:
             await self._begin_session(turn, wish, model)
             if wish.parent is not None and (turn.session is None or not turn.session.binding.worker):
-                turn.parent = await self._store.get(session_key(turn.owner, model, wish.parent))
+                turn.parent = await self.store.get(session_key(turn.owner, model, wish.parent))
         if turn.hints.affinity is not None:
             turn.affinity_key = affinity_key(turn.owner, model, turn.hints.affinity)
-            turn.affinity = await self._store.get(turn.affinity_key)
+            turn.affinity = await self.store.get(turn.affinity_key)
 
     def end(self, turn: Turn) -> None:
         """The turn is over. After the last active turn the timeout starts, or a close that waited for it is carried out."""
@@ -144,7 +136,7 @@ class Sessions:
 
     async def list_sessions(self, owner: str, limit: int, after: str) -> list[Listing]:
         """At most `limit` sessions of this owner, ordered by id, after the id `after`. Each worker is asked once."""
-        bindings = await self._store.list_sessions(owner, limit, after)
+        bindings = await self.store.list_sessions(owner, limit, after)
         keys: dict[str, list[str]] = {}
         for binding in bindings:
             keys.setdefault(binding.worker, []).append(session_key(owner, binding.model, binding.session))
@@ -156,7 +148,7 @@ class Sessions:
         """The session with this id; the first one if several models have it."""
         for model in self._models():
             key = session_key(owner, model, session_id)
-            binding = await self._store.get(key)
+            binding = await self.store.get(key)
             if binding is not None:
                 reports = await self._ask(binding.worker, [key])
                 return binding, reports[0] if reports else None
@@ -171,8 +163,8 @@ class Sessions:
         return any(closed)
 
     async def _close_one(self, key: str) -> bool:
-        binding = await self._store.get(key)
-        if binding is None or not await self._store.release(key, binding.epoch):
+        binding = await self.store.get(key)
+        if binding is None or not await self.store.release(key, binding.epoch):
             return False
         self._close_on_worker(binding.worker, key, binding.epoch)
         self.counts["closed"] += 1
@@ -182,7 +174,7 @@ class Sessions:
 
     async def _ask(self, worker: str, keys: Sequence[str]) -> Sequence[SessionReport]:
         """What the worker reports about these; nothing when it is gone or does not answer in time."""
-        member = self._pool.find(worker)
+        member = self.pool.find(worker)
         if member is None:
             return ()
         try:
@@ -192,11 +184,11 @@ class Sessions:
             return ()
 
     def _models(self) -> list[str]:
-        return list(dict.fromkeys(member.model.name for member in self._pool.members))
+        return list(dict.fromkeys(member.model.name for member in self.pool.members))
 
     async def _begin_session(self, turn: Turn, wish: SessionWish, model: str) -> None:
         key = session_key(turn.owner, model, wish.id)
-        stored = await self._store.get(key)
+        stored = await self.store.get(key)
         session = self._known(key, stored)
         if session is None and stored is None and wish.action != "open":
             self.counts["unknown"] += 1
@@ -225,7 +217,7 @@ class Sessions:
     def _known(self, key: str, stored: Binding | None) -> Session | None:
         """The session with this key, unless it expired or another front end closed it."""
         session = self._sessions.get(key)
-        is_gone = stored is None and self._store.is_available
+        is_gone = stored is None and self.store.is_available
         if session is not None and is_gone and session.bound_epoch is not None and not session.active:
             self._abandon(session)
             return None
@@ -233,7 +225,7 @@ class Sessions:
 
     async def _open(self, key: str, owner: str, wish: SessionWish, model: str, stored: Binding | None) -> Session:
         if stored is None:
-            stored = Binding(wish.id, "", model, await self._store.next_epoch() * EPOCH_STEP, wish.timeout, time.time())
+            stored = Binding(wish.id, "", model, await self.store.next_epoch() * EPOCH_STEP, wish.timeout, time.time())
             self.counts["opened"] += 1
         # Another turn may have opened it while we waited for the epoch.
         return self._sessions.setdefault(key, Session(key, owner, stored))
@@ -243,9 +235,9 @@ class Sessions:
         timeout = session.binding.timeout
         seconds = timeout + ACTIVE_MARGIN_SECONDS
         if stored is None or stored.timeout == timeout:
-            return await self._store.renew(session.key, bound_epoch, seconds)
+            return await self.store.renew(session.key, bound_epoch, seconds)
         changed = structs.replace(stored, timeout=timeout)
-        return (await self._store.rebind(session.key, stored.epoch, changed, seconds, session.owner)).epoch == bound_epoch
+        return (await self.store.rebind(session.key, stored.epoch, changed, seconds, session.owner)).epoch == bound_epoch
 
     async def _bind(self, turn: Turn, session: Session) -> None:
         """Writes the session's place into the store; again if it moved meanwhile and was granted there."""
@@ -259,9 +251,9 @@ class Sessions:
         """If another front end was faster, its binding counts and our lease is given back."""
         binding, seconds = session.binding, session.binding.timeout + ACTIVE_MARGIN_SECONDS
         if session.bound_epoch is None:
-            winner = (await self._store.claim(session.key, binding, seconds, session.owner, self._quota)).binding
+            winner = (await self.store.claim(session.key, binding, seconds, session.owner, self.quota)).binding
         else:
-            winner = await self._store.rebind(session.key, session.bound_epoch, binding, seconds, session.owner)
+            winner = await self.store.rebind(session.key, session.bound_epoch, binding, seconds, session.owner)
         if winner is None:
             turn.state = "over_quota"
             self.counts["over_quota"] += 1
@@ -276,13 +268,13 @@ class Sessions:
     async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
         seconds = max(AFFINITY_SECONDS, turn.hints.retention_seconds)
         if known is not None and known.worker == worker:
-            await self._store.renew(key, known.epoch, seconds)
+            await self.store.renew(key, known.epoch, seconds)
             return
-        binding = Binding("", worker, "", await self._store.next_epoch(), seconds, time.time())
+        binding = Binding("", worker, "", await self.store.next_epoch(), seconds, time.time())
         if known is None:
-            await self._store.claim(key, binding, seconds)
+            await self.store.claim(key, binding, seconds)
         else:
-            await self._store.rebind(key, known.epoch, binding, seconds)
+            await self.store.rebind(key, known.epoch, binding, seconds)
 
     async def _settle(self, session: Session) -> None:
         """Tells the store that the last active turn has ended."""
@@ -301,9 +293,9 @@ class Sessions:
         elif session.is_closing or session.bound_epoch is None:
             self.counts["closed"] += session.is_closing
             await self._close(session)
-        elif await self._store.renew(session.key, session.bound_epoch, session.binding.timeout):
+        elif await self.store.renew(session.key, session.bound_epoch, session.binding.timeout):
             if self.is_open(session) and not _is_in_use(session):
-                self._expiries.put(session, self._clock() + session.binding.timeout + REAP_SLACK_SECONDS)
+                self._expiries.put(session, self.clock() + session.binding.timeout + REAP_SLACK_SECONDS)
                 self._some_expire.set()
         elif not _is_in_use(session):
             # Another front end closed or moved it, or the store forgot it.
@@ -313,7 +305,7 @@ class Sessions:
         # First here, so that the next open makes another session.
         self._abandon(session)
         if session.bound_epoch is not None:
-            await self._store.release(session.key, session.bound_epoch)
+            await self.store.release(session.key, session.bound_epoch)
 
     def _abandon(self, session: Session) -> None:
         """Ends this incarnation. The worker ends the lease after the last active turn, and only if the epoch is this one."""
@@ -322,7 +314,7 @@ class Sessions:
         self._forget(session)
 
     def _close_on_worker(self, worker: str, key: str, epoch: int) -> None:
-        member = self._pool.find(worker)
+        member = self.pool.find(worker)
         if member is not None:
             member.link.close_session(key, epoch)
 
@@ -330,13 +322,13 @@ class Sessions:
         self._expiries.discard(session)
         if self.is_open(session):
             del self._sessions[session.key]
-            self._on_end(session.key)
+            self.on_end(session.key)
 
     async def _reap(self) -> None:
         """Ends sessions whose timeout is over."""
         while True:
             first = self._expiries.least()
-            now = self._clock()
+            now = self.clock()
             if first is None:
                 self._some_expire.clear()
                 await self._some_expire.wait()
@@ -348,11 +340,11 @@ class Sessions:
     async def _reap_one(self, session: Session) -> None:
         if session.settling:
             return
-        stored = await self._store.get(session.key)
+        stored = await self.store.get(session.key)
         if not self.is_open(session) or _is_in_use(session) or session.settling or session in self._expiries:
             # It was closed or had a turn while we asked. The end of that turn lists it again.
             return
-        if not self._store.is_available or (stored is not None and stored.epoch == session.bound_epoch):
+        if not self.store.is_available or (stored is not None and stored.epoch == session.bound_epoch):
             # Another front end has had a turn of it since, or may have had. That one, or the worker's timer, ends it.
             self._forget(session)
             return
@@ -362,11 +354,11 @@ class Sessions:
     async def _keep_alive(self) -> None:
         """Renews the bindings of sessions with a running turn, however long the turn takes."""
         while True:
-            await asyncio.sleep(self._keep_alive_seconds)
+            await asyncio.sleep(self.keep_alive_seconds)
             for session in list(self._active):
                 if session.bound_epoch is None or not _is_in_use(session):
                     continue
-                await self._store.renew(session.key, session.bound_epoch, session.binding.timeout + ACTIVE_MARGIN_SECONDS)
+                await self.store.renew(session.key, session.bound_epoch, session.binding.timeout + ACTIVE_MARGIN_SECONDS)
                 if not _is_in_use(session):
                     # Its last turn ended meanwhile and may have told the store before us. Tell it again.
                     session.settling += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.cluster.sessions.sessions import Sessions
 
 
+@dataclass(slots=True, eq=False)
 class Session:
     """One incarnation of a session, as this front end knows it. Its turns share it.
 
@@ -25,18 +27,15 @@ class Session:
     that tell the store about the end of the last turn.
     """
 
-    __slots__ = ("active", "binding", "binding_task", "bound_epoch", "granted_epoch", "is_closing", "key", "owner", "settling")
-
-    def __init__(self, key: str, owner: str, binding: Binding) -> None:
-        self.key = key
-        self.owner = owner
-        self.binding = binding
-        self.granted_epoch: int | None = None
-        self.bound_epoch: int | None = None
-        self.binding_task: asyncio.Task[None] | None = None
-        self.active = 0
-        self.settling = 0
-        self.is_closing = False
+    key: str
+    owner: str
+    binding: Binding
+    granted_epoch: int | None = None
+    bound_epoch: int | None = None
+    binding_task: asyncio.Task[None] | None = None
+    active: int = 0
+    settling: int = 0
+    is_closing: bool = False
 
     @property
     def place(self) -> tuple[str, int]:
@@ -55,6 +54,7 @@ class Session:
         self.binding = structs.replace(self.binding, timeout=seconds)
 
 
+@dataclass(slots=True, eq=False)
 class Turn:
     """One request on its way to the workers.
 
@@ -62,38 +62,20 @@ class Turn:
     are what its key and its parent session are bound to.
     """
 
-    __slots__ = (
-        "_has_followed",
-        "_names",
-        "_sessions",
-        "affinity",
-        "affinity_key",
-        "cached_tokens",
-        "closes",
-        "decisions",
-        "hints",
-        "owner",
-        "parent",
-        "session",
-        "state",
-        "worker",
-    )
-
-    def __init__(self, sessions: Sessions, owner: str, hints: Hints) -> None:
-        self._sessions = sessions
-        self.owner = owner
-        self.hints = hints
-        self.session: Session | None = None
-        self.state = "unknown"
-        self.closes = False
-        self.worker: str | None = None
-        self.cached_tokens = 0
-        self.decisions: list[tuple[int, Decision]] = []
-        self.affinity_key: str | None = None
-        self.affinity: Binding | None = None
-        self.parent: Binding | None = None
-        self._has_followed = False
-        self._names: tuple[tuple[int, ...], int, Sequence[bytes]] = ((), 0, ())
+    sessions: Sessions
+    owner: str
+    hints: Hints
+    session: Session | None = None
+    state: str = "unknown"
+    closes: bool = False
+    worker: str | None = None
+    cached_tokens: int = 0
+    decisions: list[tuple[int, Decision]] = field(default_factory=list)
+    affinity_key: str | None = None
+    affinity: Binding | None = None
+    parent: Binding | None = None
+    _has_followed: bool = False
+    _names: tuple[tuple[int, ...], int, Sequence[bytes]] = ((), 0, ())
 
     def block_names(self, token_ids: tuple[int, ...], block_size: int) -> Sequence[bytes]:
         """The names of a prompt's blocks. Kept for the other choices of the same prompt."""
@@ -125,7 +107,7 @@ class Turn:
         """
         self.decisions.append((choice, decision))
         session = self.session
-        if session is None or not self._sessions.is_open(session):
+        if session is None or not self.sessions.is_open(session):
             return None
         worker, epoch = session.place
         if not worker:
@@ -139,7 +121,7 @@ class Turn:
                 return None
             session.move(decision.worker, epoch + 1)
             self.state = "moved"
-            self._sessions.counts["moved"] += 1
+            self.sessions.counts["moved"] += 1
         binding = session.binding
         return SessionTurn(session.key, "close" if self.closes else "open", binding.timeout, binding.epoch)
 
@@ -150,13 +132,13 @@ class Turn:
         self.worker = worker
         if sent is not None and self.session is not None:
             if report.session == "open":
-                self._sessions.granted(self, self.session, worker, sent.epoch)
+                self.sessions.granted(self, self.session, worker, sent.epoch)
             elif report.session is not None:
                 self.state = report.session
-                self._sessions.counts[report.session] += 1
+                self.sessions.counts[report.session] += 1
         if self.affinity_key is not None and not self._has_followed:
             self._has_followed = True
-            self._sessions.follow_affinity(self, self.affinity_key, worker)
+            self.sessions.follow_affinity(self, self.affinity_key, worker)
 
     def describe_session(self) -> dict[str, object] | None:
         """What the answer tells about the session; None for a request without one."""
