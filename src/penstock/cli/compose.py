@@ -210,7 +210,7 @@ async def _serve_until(stopped: asyncio.Event, front_end: FrontEnd, announcement
         asyncio.create_task(front_end.keyring.watch(), name="key file watch"),
     ]
     await asyncio.wait([asyncio.create_task(stopped.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
-    admission.drain()
+    admission.is_draining = True
     if not await _until(admission.idle.is_set, grace):
         admission.expel()
         await _until(admission.idle.is_set, EXPEL_SECONDS)

@@ -137,16 +137,13 @@ def _refuse_doubles(keys: Sequence[Key]) -> None:
         holders[key.digest] = key.name
 
 
+@dataclass(slots=True)
 class _Known:
     """An accepted key. Its tenant is known after its first request: the owner is a hash of the key itself."""
 
-    __slots__ = ("digest", "name", "quota", "tenant")
-
-    def __init__(self, key: Key, quota: Quota) -> None:
-        self.name = key.name
-        self.digest = key.digest
-        self.quota = quota
-        self.tenant: Tenant | None = None
+    key: Key
+    quota: Quota
+    tenant: Tenant | None = None
 
 
 class Keyring:
@@ -179,9 +176,9 @@ class Keyring:
             return self._stranger(owner_of(key)) if key else self.nobody
         digest = key_digest(key)
         for known in self._known.get(digest[:_PREFIX_BYTES], ()):
-            if hmac.compare_digest(known.digest, digest):
+            if hmac.compare_digest(known.key.digest, digest):
                 if known.tenant is None:
-                    known.tenant = Tenant(known.name, owner_of(key), known.quota)
+                    known.tenant = Tenant(known.key.name, owner_of(key), known.quota)
                 return known.tenant
         return None
 

@@ -51,20 +51,13 @@ class Admission:
         self.idle = asyncio.Event()
         self.idle.set()
         self._tally = tally
-        self._is_draining = False
+        self.is_draining = False
         self._generations = 0
         self._tickets: set[Ticket] = set()
 
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
-    def drain(self) -> None:
-        self._is_draining = True
-
     def admit(self, generations: int, sink: Sink) -> Ticket:
         """Raises RequestError: 503 while draining, 429 when the front end is full. A request that only reads has 0 generations."""
-        if self._is_draining:
+        if self.is_draining:
             raise RequestError("the server is shutting down", code="draining", status=503)
         if self._generations + generations > self.limits.max_generations:
             message = f"the server runs {self._generations:,} generations; its limit is {self.limits.max_generations:,}"

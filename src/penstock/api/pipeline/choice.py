@@ -3,62 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 
 from penstock.api.pipeline.dialect import Dialect, Ending
 from penstock.api.pipeline.plan import Plan
 from penstock.stream.slot import check_contiguous
 from penstock.text.detokenizer import TextAssembler
-from penstock.text.output import CallBroken, CallEnd, Part, Reasoning
+from penstock.text.output import CallBroken, CallEnd, OutputParser, Part, Reasoning
 from penstock.wire.messages import Delta, Finish, Terminal
 
 _NOTHING: tuple[Part, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """Turns the deltas of one generation into parts, and counts them. `ending` is None until it has ended."""
 
-    __slots__ = (
-        "_assembler",
-        "_dialect",
-        "_index",
-        "_next_offset",
-        "_one_call",
-        "_opening",
-        "_parser",
-        "_reasoning_length",
-        "_text_length",
-        "answer",
-        "broken_calls",
-        "cached_tokens",
-        "calls",
-        "ending",
-        "is_whole",
-        "logprob",
-        "tokens",
-    )
+    index: int
+    plan: InitVar[Plan]
+    dialect: Dialect
+    tokens: int = 0
+    cached_tokens: int = 0
+    calls: int = 0
+    broken_calls: int = 0
+    logprob: float = 0.0
+    """The sum of the logprobs of its tokens, if they were asked for."""
+    ending: Ending | None = None
+    answer: list[int] | None = None
+    """Its tokens, if the session's next turn repeats them."""
+    is_whole: bool = False
+    _assembler: TextAssembler = field(init=False)
+    _parser: OutputParser | None = None
+    _one_call: bool = False
+    _text_length: int = 0
+    _reasoning_length: int = 0
+    _opening: str = ""
+    _next_offset: int = 0
 
-    def __init__(self, index: int, plan: Plan, dialect: Dialect) -> None:
-        self._index = index
-        self._dialect = dialect
+    def __post_init__(self, plan: Plan) -> None:
         request = plan.request
         detokenizer = plan.model.tokenizer.detokenizer(plan.visible_tokens, request.skip_special_tokens is not False)
         self._assembler = TextAssembler(detokenizer, request.stops, bool(request.include_stop_str_in_output))
         self._parser = None if plan.parser is None else plan.parser()
         self._one_call = plan.one_call
-        self._text_length = 0
-        self._reasoning_length = 0
-        self._opening = dialect.opening(index)
-        self._next_offset = 0
-        self.tokens = 0
-        self.cached_tokens = 0
-        self.calls = 0
-        self.broken_calls = 0
-        self.logprob = 0.0
-        """The sum of the logprobs of its tokens, if they were asked for."""
-        self.ending: Ending | None = None
-        # Its tokens, if the session's next turn repeats them.
-        self.answer: list[int] | None = [] if plan.remembers else None
-        self.is_whole = False
+        self._opening = self.dialect.opening(self.index)
+        if plan.remembers:
+            self.answer = []
 
     @property
     def score(self) -> float:
@@ -124,7 +114,7 @@ class Choice:
             self.cached_tokens = delta.prompt.cached_tokens
         if delta.logprobs is not None:
             self.logprob += sum(entry.logprob for entry in delta.logprobs[:tokens])
-        return self._dialect.logprobs(self._index, delta, tokens)
+        return self.dialect.logprobs(self.index, delta, tokens)
 
     def _end(self, text: str, reason: str) -> Sequence[Part]:
         if self._parser is None:

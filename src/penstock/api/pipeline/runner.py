@@ -308,15 +308,13 @@ class _Run:
         return Usage(self._plan.prompt_tokens, self.completion_tokens, self._cached_tokens // self._plan.candidates)
 
 
+@dataclass(slots=True)
 class _Collected:
     """What a choice of a whole answer has so far."""
 
-    __slots__ = ("logprobs", "parts", "token_ids")
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self.logprobs: list[object] = []
-        self.token_ids: list[int] = []
+    parts: list[Part] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
 
 def _cached(arrivals: Sequence[Arrival]) -> int:
