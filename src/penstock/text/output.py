@@ -75,6 +75,13 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     return whole
 
 
+def without_broken_calls(parts: Sequence[Part]) -> list[Part]:
+    """Replaces each broken call by its text."""
+    broken = {part.index for part in parts if isinstance(part, CallBroken)}
+    kept = [part for part in parts if not (isinstance(part, CallBegin | CallArguments | CallEnd) and part.index in broken)]
+    return [part.text if isinstance(part, CallBroken) else part for part in kept]
+
+
 def _kind(part: Part) -> type | int:
     """Equal for parts that can be joined. Arguments are joined within one call."""
     return part.index if type(part) is CallArguments else type(part)

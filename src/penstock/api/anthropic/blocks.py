@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning
+from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning, without_broken_calls
 
 _OMITTED = "omitted."
 _SHOWN = "shown."
@@ -97,15 +96,12 @@ class Blocks:
         return steps
 
     def _add_text(self, text: str, steps: list[Step]) -> None:
-        if self._open != "text":
-            text = self._blank + text
-            if not text or text.isspace():
-                self._blank = text
-                return
-            self._blank = text
-            self._begin_text(steps)
-        else:
+        if self._open == "text":
             steps.append(BlockDelta(self.number, "text", text))
+            return
+        self._blank += text
+        if self._blank and not self._blank.isspace():
+            self._begin_text(steps)
 
     def _begin_text(self, steps: list[Step]) -> None:
         text = self._blank
@@ -138,12 +134,10 @@ class Blocks:
 
 def whole_blocks(parts: Sequence[Part], shows_thinking: bool = True) -> list[dict[str, Any]]:
     """The blocks of a whole answer. A broken call is only text."""
-    broken = {part.index for part in parts if isinstance(part, CallBroken)}
     blocks = Blocks(shows_thinking)
-    steps = [*blocks.feed(_without(broken, parts)), *blocks.finish()]
     whole: list[dict[str, Any]] = []
     arguments: dict[int, str] = {}
-    for step in steps:
+    for step in [*blocks.feed(without_broken_calls(parts)), *blocks.finish()]:
         match step:
             case BlockStart(block=block):
                 whole.append(block)
@@ -154,16 +148,6 @@ def whole_blocks(parts: Sequence[Part], shows_thinking: bool = True) -> list[dic
     for number, text in arguments.items():
         whole[number]["input"] = _object(text)
     return whole
-
-
-def _without(broken: set[int], parts: Iterable[Part]) -> list[Part]:
-    kept: list[Part] = []
-    for part in parts:
-        if isinstance(part, CallBroken):
-            kept.append(part.text)
-        elif not (isinstance(part, CallBegin | CallArguments | CallEnd) and part.index in broken):
-            kept.append(part)
-    return kept
 
 
 def _object(arguments: str) -> dict[str, Any]:
@@ -190,5 +174,5 @@ def unsealed(signature: str) -> str:
         return ""
     try:
         return base64.b64decode(signature.removeprefix(_OMITTED), validate=True).decode()
-    except (binascii.Error, ValueError):
+    except ValueError:
         return ""

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, UNSUPPORTED_NVEXT, CacheControl, FunctionName, NonNegative, Nvext, Text
+from penstock.api.openai.schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    UNSUPPORTED_NVEXT,
+    CacheControl,
+    FunctionName,
+    NonNegative,
+    Nvext,
+    Text,
+    refused_fields,
+)
 
 MAX_BLOCKS = 16_384
 MAX_STOPS = 16
@@ -279,4 +289,4 @@ class MessagesRequest(Prompted, forbid_unknown_fields=True, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-UNSUPPORTED = frozenset({*UNSUPPORTED_NVEXT, "container", "inference_geo", "mcp_servers", "compaction", "thread"})
+UNSUPPORTED = UNSUPPORTED_NVEXT | refused_fields(Prompted) | {"mcp_servers"}

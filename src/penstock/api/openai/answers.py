@@ -95,18 +95,22 @@ class ChatChoice(Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class ChatCompletion(Struct):
-    """`nvext` has the state of the session and, on request, how the worker was chosen."""
+class _Answer(Struct, kw_only=True):
+    """What chats and completions share. `nvext` has the state of the session and, on request, how the worker was chosen."""
 
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[ChatChoice]
-    usage: Usage
+    usage: Usage | None = None
     service_tier: str | None = None
     prompt_token_ids: list[int] | None = None
     nvext: dict[str, Any] | None = None
+
+
+class ChatCompletion(_Answer, kw_only=True):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
 
 
 class FunctionDelta(Struct):
@@ -138,18 +142,11 @@ class ChatChunkChoice(Struct):
     token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(Struct):
+class ChatCompletionChunk(_Answer, kw_only=True):
     """One event of a stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    service_tier: str | None = None
-    prompt_token_ids: list[int] | None = None
-    nvext: dict[str, Any] | None = None
 
 
 class CompletionChoice(Struct):
@@ -163,18 +160,11 @@ class CompletionChoice(Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class Completion(Struct):
+class Completion(_Answer, kw_only=True):
     """A whole answer, or one event of a stream. In a stream only the last event has a usage, on request."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
-    service_tier: str | None = None
-    prompt_token_ids: list[int] | None = None
-    nvext: dict[str, Any] | None = None
 
 
 class ModelDetails(Struct):

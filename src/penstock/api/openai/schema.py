@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 PartType = Literal["text"]
@@ -159,7 +159,12 @@ class Nvext(Struct, forbid_unknown_fields=True, frozen=True):
     cache_salt: None = None
 
 
-UNSUPPORTED_NVEXT = frozenset({"nvext.greed_sampling", "nvext.use_raw_prompt", "nvext.token_data", "nvext.cache_salt"})
+def refused_fields(kind: type[Struct], prefix: str = "") -> frozenset[str]:
+    """The fields of type `None`. `prefix` is the path to them."""
+    return frozenset(prefix + field.name for field in structs.fields(kind) if field.type is type(None))
+
+
+UNSUPPORTED_NVEXT = refused_fields(Nvext, "nvext.") | {"nvext.greed_sampling", "nvext.use_raw_prompt"}
 
 
 class Common(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -350,19 +355,7 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
         return [part for message in self.messages if isinstance(message.content, list) for part in message.content]
 
 
-UNSUPPORTED_COMPLETION = frozenset(UNSUPPORTED_NVEXT)
-UNSUPPORTED_CHAT = frozenset(
-    {
-        *UNSUPPORTED_NVEXT,
-        "functions",
-        "function_call",
-        "messages.function_call",
-        "audio",
-        "messages.audio",
-        "moderation",
-        "verbosity",
-        "web_search_options",
-        "modalities",
-        "store",
-    }
+UNSUPPORTED_COMPLETION = UNSUPPORTED_NVEXT
+UNSUPPORTED_CHAT = (
+    UNSUPPORTED_NVEXT | refused_fields(ChatRequest) | refused_fields(Message, "messages.") | {"modalities", "store", "verbosity"}
 )

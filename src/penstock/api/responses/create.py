@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.types import Receive
@@ -13,6 +13,7 @@ from penstock.api.pipeline.detached import DetachedRun, DetachedRuns, Recorder
 from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Response, Sink
 from penstock.api.pipeline.runner import Runner
+from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.dialect import ResponseDialect
 from penstock.api.responses.parse import ParsedResponse, ResponseParser
 from penstock.api.responses.rows import NewResponse, ResponseState
@@ -38,22 +39,24 @@ class CreateResponse:
         kept, store = parsed.kept, self.parser.store
         if kept is None or store is None:
             return await self.runner.run(parsed.plan, parsed.dialect, receive, response)
-        if parsed.is_background:
-            return await self._answer_in_background(parsed, kept, store, receive, response)
-        if parsed.is_stream:
-            run = ResponseRun(self.detached, kept, parsed.dialect)
-            self.detached.start(run, _Work(self.runner, self.detached, store, parsed, kept).run, numbered=False)
-            return await self.detached.follow(run, receive, response)
-        sink = SavingSink(response, store, kept, parsed.dialect)
-        return await self.runner.run(parsed.plan, parsed.dialect, receive, sink)
-
-    async def _answer_in_background(
-        self, parsed: ParsedResponse, kept: NewResponse, store: SqliteStore, receive: Receive, response: Response
-    ) -> str:
-        queued = parsed.dialect.snapshot()
-        await store.begin(kept, ResponseState(body=queued))
+        if not parsed.is_background and not parsed.is_stream:
+            sink = SavingSink(response, store, kept, parsed.dialect)
+            return await self.runner.run(parsed.plan, parsed.dialect, receive, sink)
         work = _Work(self.runner, self.detached, store, parsed, kept)
         run = ResponseRun(self.detached, kept, parsed.dialect)
+        if parsed.is_background:
+            queued = await self._start_in_background(work, run)
+            if not parsed.is_stream:
+                await response.send_whole(200, msgspec.json.encode(queued))
+                return "ok"
+        else:
+            self.detached.start(run, work.run, numbered=False)
+        return await self.detached.follow(run, receive, response)
+
+    async def _start_in_background(self, work: _Work, run: ResponseRun) -> ResponseObject:
+        """Returns when it is stored and admitted."""
+        queued, store, kept = run.dialect.snapshot(), work.store, work.kept
+        await store.begin(kept, ResponseState(body=queued))
         try:
             self.detached.start(run, work.run, numbered=False)
             await work.until_admitted()
@@ -64,10 +67,7 @@ class CreateResponse:
             self.detached.forget(kept.id)
             await store.delete(kept.owner, kept.id)
             raise
-        if parsed.is_stream:
-            return await self.detached.follow(run, receive, response)
-        await response.send_whole(200, msgspec.json.encode(queued))
-        return "ok"
+        return queued
 
 
 class ResponseRun(DetachedRun):
@@ -78,19 +78,19 @@ class ResponseRun(DetachedRun):
         self.dialect = dialect
 
 
+@dataclass(eq=False)
 class _Work:
     """Makes a detached response. The store gets its end, whatever it is."""
 
-    def __init__(self, runner: Runner, detached: DetachedRuns, store: SqliteStore, parsed: ParsedResponse, kept: NewResponse) -> None:
-        self._runner = runner
-        self._detached = detached
-        self._store = store
-        self._parsed = parsed
-        self._kept = kept
-        self._settled = asyncio.Event()
-        """Set when the response is admitted or refused."""
-        self._is_admitted = False
-        self._refusal: Exception | None = None
+    runner: Runner
+    detached: DetachedRuns
+    store: SqliteStore
+    parsed: ParsedResponse
+    kept: NewResponse
+    _settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the response is admitted or refused."""
+    _is_admitted: bool = False
+    _refusal: Exception | None = None
 
     async def until_admitted(self) -> None:
         """Raises the error that refused the response."""
@@ -99,25 +99,22 @@ class _Work:
             raise self._refusal
 
     async def run(self, receive: Receive, inner: Recorder) -> str:
+        kept, dialect = self.kept, self.parsed.dialect
+        sink = SavingSink(inner, self.store, kept, dialect, inner.recording.events, has_begun=kept.is_background)
         try:
-            return await self._keep(receive, inner)
+            if kept.is_background:
+                await sink.send_events(dialect.queue())
+            outcome = await self._run(receive, sink)
         finally:
             self._settled.set()
-
-    async def _keep(self, receive: Receive, inner: Recorder) -> str:
-        kept, dialect = self._kept, self._parsed.dialect
-        sink = SavingSink(inner, self._store, kept, dialect, inner.recording.events, begun=kept.is_background)
-        if kept.is_background:
-            await sink.send_events(dialect.queue())
-        outcome = await self._run(receive, sink)
         if sink.is_stored:
             # The store has its events now. Readers that have the recording continue with it.
-            self._detached.forget(kept.id)
+            self.detached.forget(kept.id)
         return outcome
 
     async def _run(self, receive: Receive, sink: SavingSink) -> str:
         try:
-            return await self._runner.run(self._parsed.plan, self._parsed.dialect, receive, sink, self._admitted)
+            return await self.runner.run(self.parsed.plan, self.parsed.dialect, receive, sink, self._admitted)
         except (RequestError, GenerationFault) as error:
             if not self._is_admitted or not sink.has_begun:
                 # The client gets it as a status.
@@ -147,6 +144,7 @@ class _Work:
         self._settled.set()
 
 
+@dataclass(eq=False)
 class SavingSink:
     """A sink that stores a response before its client sees it: its start before the first event, its end before the last.
 
@@ -155,52 +153,45 @@ class SavingSink:
     far.
     """
 
-    def __init__(
-        self,
-        inner: Sink,
-        store: SqliteStore,
-        response: NewResponse,
-        dialect: ResponseDialect,
-        sent: Iterable[bytes] = (),
-        begun: bool = False,
-    ) -> None:
-        self._inner = inner
-        self._store = store
-        self._response = response
-        self._dialect = dialect
-        self._sent = sent
-        self._is_known = begun
+    inner: Sink
+    store: SqliteStore
+    response: NewResponse
+    dialect: ResponseDialect
+    sent: Iterable[bytes] = ()
+    has_begun: bool = False
+    """A client may have seen it."""
+    is_stored: bool = False
+    """The store has its end."""
+    # Only a recording gets events through this sink, and it never makes its writer wait.
+    sending_since: float | None = None
+    stalled: bool = False
+    _storing: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._is_known = self.has_begun
         """The store has its start."""
-        self._storing: asyncio.Task[None] | None = None
-        # Only a recording gets events through this sink, and it never makes its writer wait.
-        self.sending_since: float | None = None
-        self.stalled = False
-        self.has_begun = begun
-        """A client may have seen it."""
-        self.is_stored = False
-        """The store has its end."""
 
     async def send_whole(self, status: int, body: bytes) -> None:
         await self._finish(None)
-        await self._inner.send_whole(status, body)
+        await self.inner.send_whole(status, body)
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
         if self.has_begun and not last:
-            return self._inner.send_events(events)
+            return self.inner.send_events(events)
         return self._store_and_send(events, last)
 
     async def fail(self, error: GenerationFault | RequestError) -> None:
         """Ends the response with this error. A response that no client has seen is not stored."""
-        await self._end(lambda: self._dialect.fail(error))
+        await self._end(lambda: self.dialect.fail(error))
 
     async def cancel(self) -> None:
         """Ends the response as cancelled. A response that no client has seen is not stored."""
-        await self._end(self._dialect.cancel)
+        await self._end(self.dialect.cancel)
 
     async def _end(self, render: Callable[[], bytes]) -> None:
         if self._storing is not None:
             await all_done([self._storing])
-        if self.has_begun and not self._dialect.is_over:
+        if self.has_begun and not self.dialect.is_over:
             await self._store_and_send(render(), last=True)
 
     async def _store_and_send(self, events: bytes, last: bool) -> None:
@@ -212,20 +203,20 @@ class SavingSink:
     async def _store_then_send(self, events: bytes, last: bool) -> None:
         try:
             if last:
-                await self._finish(b"".join([*self._sent, events]))
+                await self._finish(b"".join([*self.sent, events]))
             else:
                 await self._begin()
         except RequestError as error:
             if last:
-                events = self._dialect.fail_instead(events, error)
+                events = self.dialect.fail_instead(events, error)
         self.has_begun = True
-        await self._inner.send_events(events, last)
+        await self.inner.send_events(events, last)
 
     async def _begin(self) -> None:
-        await self._store.begin(self._response, ResponseState(body=self._dialect.snapshot()))
+        await self.store.begin(self.response, ResponseState(body=self.dialect.snapshot()))
         self._is_known = True
 
     async def _finish(self, events: bytes | None) -> None:
-        state = ResponseState(body=self._dialect.snapshot(), events=events)
-        await (self._store.finish if self._is_known else self._store.put)(self._response, state)
+        state = ResponseState(body=self.dialect.snapshot(), events=events)
+        await (self.store.finish if self._is_known else self.store.put)(self.response, state)
         self.is_stored = True

@@ -20,7 +20,7 @@ from penstock.api.responses.answers import (
 )
 from penstock.api.responses.items import Item
 from penstock.api.responses.output import Events, OutputItems
-from penstock.text.output import CallArguments, CallBegin, CallBroken, Part
+from penstock.text.output import without_broken_calls
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault
 
@@ -122,7 +122,7 @@ class ResponseDialect:
         (answer,) = answers
         for entries in answer.logprobs:
             self._output.logprobs.note(cast(Sequence[Item], entries))
-        for part in _without_broken_calls(answer.parts):
+        for part in without_broken_calls(answer.parts):
             self._output.add(part)
         self._finish_items(answer.ending)
         if nvext is not None:
@@ -160,18 +160,6 @@ class ResponseDialect:
 
 def _is_complete(ending: Ending) -> bool:
     return ending.reason in ("stop", "tool_calls")
-
-
-def _without_broken_calls(parts: Sequence[Part]) -> list[Part]:
-    """Replaces each broken call by its text."""
-    broken = {part.index for part in parts if isinstance(part, CallBroken)}
-    kept: list[Part] = []
-    for part in parts:
-        if isinstance(part, CallBroken):
-            kept.append(part.text)
-        elif not (isinstance(part, CallBegin | CallArguments) and part.index in broken):
-            kept.append(part)
-    return kept
 
 
 def _usage(usage: Usage) -> ResponseUsage:

@@ -143,7 +143,7 @@ class OutputItems:
         events: list[bytes] = []
         if not self._items:
             space, self._space = self._space, ""
-            events += self._open_message()
+            events += self._open_text("message", role="assistant")
             assert self._text is not None
             events += self._text.add(space) if space else []
         events += self._close_text(status)
@@ -159,22 +159,20 @@ class OutputItems:
             if text.isspace():
                 self._space = text
                 return events
-            events += self._open_message()
+            events += self._open_text("message", role="assistant")
         assert self._text is not None
         return events + self._text.add(text)
 
     def _think(self, text: str) -> list[bytes]:
         events: list[bytes] = []
         if self._text is None or self._text.is_message:
-            events += self._close_text("completed")
-            item: Item = {"id": new_id("reasoning"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
-            self._text = _OpenText(self._events, self._added(item), item, self.logprobs)
-            events += self._text.open()
+            events = self._open_text("reasoning", summary=[])
+        assert self._text is not None
         return events + self._text.add(text)
 
-    def _open_message(self) -> list[bytes]:
+    def _open_text(self, kind: str, **fields: Any) -> list[bytes]:
         events = self._close_text("completed")
-        item: Item = {"id": new_id("message"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        item: Item = {"id": new_id(kind), "type": kind, **fields, "content": [], "status": "in_progress"}
         self._text = _OpenText(self._events, self._added(item), item, self.logprobs)
         return events + self._text.open()
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, get_args
 
-from starlette.types import Receive
-
 from penstock.api.document.route import EXAMPLE_MODEL, GENERATES, HINTS, READS, Handler, Method, Parameter, Route, limit_parameter
 from penstock.api.pipeline.request import Answer, Incoming
-from penstock.api.pipeline.response import Response
 from penstock.api.responses import answers
 from penstock.api.responses.create import CreateResponse
 from penstock.api.responses.parse import ResponseParser
@@ -41,10 +38,7 @@ async def _count_tokens(services: Services, incoming: Incoming) -> answers.Respo
 
 
 def _get(services: Services) -> Answer:
-    async def get(incoming: Incoming, receive: Receive, response: Response) -> str:
-        return await _stored(services).get(incoming, receive, response)
-
-    return get
+    return lambda incoming, receive, response: _stored(services).get(incoming, receive, response)
 
 
 def _parser(services: Services) -> ResponseParser:
@@ -77,18 +71,23 @@ _STREAM = (
     Parameter("starting_after", "query", "The number of the last event received.", {"type": "string", "pattern": "^[0-9]{1,15}$"}),
 )
 _CONFLICTS = (*READS, 409)
+_MEMBERS, _MEMBER = "/{id}/items", "/{id}/items/{item_id}"
 
 
-def _route(method: Method, path: str, summary: str, handler: Handler, metric: str, answer: Any, **more: Any) -> Route:
-    return Route(method, path, "Responses", summary, handler=handler, metric=metric, answer=answer, **{"errors": READS, **more})
+def _response(
+    method: Method, path: str, summary: str, handle: Callable[[StoredResponses, Incoming], Awaitable[Any]], metric: str, **more: Any
+) -> Route:
+    more = {"errors": READS, **more}
+    handler: Handler = lambda services, incoming: handle(_stored(services), incoming)  # noqa: E731
+    return Route(method, f"/v1/responses/{{id}}{path}", "Responses", summary, handler=handler, metric=f"response_{metric}", **more)
 
 
-def _responses(handle: Callable[[StoredResponses, Incoming], Awaitable[Any]]) -> Handler:
-    return lambda services, incoming: handle(_stored(services), incoming)
-
-
-def _conversations(handle: Callable[[Conversations, Incoming], Awaitable[Any]]) -> Handler:
-    return lambda services, incoming: handle(Conversations(_store(services)), incoming)
+def _conversation(
+    method: Method, path: str, summary: str, handle: Callable[[Conversations, Incoming], Awaitable[Any]], metric: str, **more: Any
+) -> Route:
+    more = {"errors": READS, **more}
+    handler: Handler = lambda services, incoming: handle(Conversations(_store(services)), incoming)  # noqa: E731
+    return Route(method, f"/v1/conversations{path}", "Responses", summary, handler=handler, metric=f"conversation_{metric}", **more)
 
 
 RESPONSE_ROUTES = (
@@ -134,93 +133,71 @@ RESPONSE_ROUTES = (
         parameters=_STREAM,
         errors=_CONFLICTS,
     ),
-    _route(
-        "DELETE", "/v1/responses/{id}", "Delete a response", _responses(StoredResponses.delete), "response_delete", answers.DeletedResponse
-    ),
-    _route(
+    _response("DELETE", "", "Delete a response", StoredResponses.delete, "delete", answer=answers.DeletedResponse),
+    _response(
         "POST",
-        "/v1/responses/{id}/cancel",
+        "/cancel",
         "Cancel a background response",
-        _responses(StoredResponses.cancel),
-        "response_cancel",
-        answers.ResponseObject,
+        StoredResponses.cancel,
+        "cancel",
+        answer=answers.ResponseObject,
         errors=_CONFLICTS,
     ),
-    _route(
+    _response(
         "GET",
-        "/v1/responses/{id}/input_items",
+        "/input_items",
         "List the input items of a response",
-        _responses(StoredResponses.input_items),
-        "response_input_items",
-        answers.ItemList,
+        StoredResponses.input_items,
+        "input_items",
+        answer=answers.ItemList,
         parameters=_PAGE,
     ),
-    _route(
+    _conversation(
         "POST",
-        "/v1/conversations",
+        "",
         "Create a conversation",
-        _conversations(Conversations.create),
-        "conversation_create",
-        answers.Conversation,
+        Conversations.create,
+        "create",
+        answer=answers.Conversation,
         body=ConversationCreate,
         example={"items": [_EXAMPLE_ITEM], **_EXAMPLE_METADATA},
         elements=_ITEMS,
     ),
-    _route(
-        "GET", "/v1/conversations/{id}", "Get a conversation", _conversations(Conversations.get), "conversation_get", answers.Conversation
-    ),
-    _route(
+    _conversation("GET", "/{id}", "Get a conversation", Conversations.get, "get", answer=answers.Conversation),
+    _conversation(
         "POST",
-        "/v1/conversations/{id}",
+        "/{id}",
         "Replace the metadata of a conversation",
-        _conversations(Conversations.update),
-        "conversation_update",
-        answers.Conversation,
+        Conversations.update,
+        "update",
+        answer=answers.Conversation,
         body=ConversationUpdate,
         example=_EXAMPLE_METADATA,
     ),
-    _route(
-        "DELETE",
-        "/v1/conversations/{id}",
-        "Delete a conversation and its items",
-        _conversations(Conversations.delete),
-        "conversation_delete",
-        answers.DeletedConversation,
+    _conversation(
+        "DELETE", "/{id}", "Delete a conversation and its items", Conversations.delete, "delete", answer=answers.DeletedConversation
     ),
-    _route(
-        "GET",
-        "/v1/conversations/{id}/items",
-        "List the items of a conversation",
-        _conversations(Conversations.list_items),
-        "conversation_items",
-        answers.ItemList,
-        parameters=_PAGE,
+    _conversation(
+        "GET", _MEMBERS, "List the items of a conversation", Conversations.list_items, "items", answer=answers.ItemList, parameters=_PAGE
     ),
-    _route(
+    _conversation(
         "POST",
-        "/v1/conversations/{id}/items",
+        _MEMBERS,
         "Add items to a conversation",
-        _conversations(Conversations.add_items),
-        "conversation_add_items",
-        answers.ItemList,
+        Conversations.add_items,
+        "add_items",
+        answer=answers.ItemList,
         body=ConversationItems,
         example={"items": [_EXAMPLE_ITEM]},
         elements=_ITEMS,
     ),
-    _route(
-        "GET",
-        "/v1/conversations/{id}/items/{item_id}",
-        "Get an item of a conversation",
-        _conversations(Conversations.get_item),
-        "conversation_item_get",
-        answers.AnyItem,
-    ),
-    _route(
+    _conversation("GET", _MEMBER, "Get an item of a conversation", Conversations.get_item, "item_get", answer=answers.AnyItem),
+    _conversation(
         "DELETE",
-        "/v1/conversations/{id}/items/{item_id}",
+        _MEMBER,
         "Delete an item of a conversation, and get the conversation",
-        _conversations(Conversations.delete_item),
-        "conversation_item_delete",
-        answers.Conversation,
+        Conversations.delete_item,
+        "item_delete",
+        answer=answers.Conversation,
     ),
 )

@@ -27,6 +27,7 @@ from penstock.api.openai.schema import (
     Seed,
     Stop,
     StructuredOutputs,
+    refused_fields,
 )
 
 Role = Literal["user", "assistant", "system", "developer"]
@@ -199,20 +200,7 @@ class ResponseRequest(Asked, forbid_unknown_fields=True, kw_only=True):
     image: None = None
 
 
-UNSUPPORTED_RESPONSE = frozenset(
-    {
-        *UNSUPPORTED_NVEXT,
-        "prompt",
-        "moderation",
-        "context_management",
-        "access_programs",
-        "image",
-        "personality",
-        "text.verbosity",
-        "reasoning.context",
-        "reasoning.mode",
-    }
-)
+UNSUPPORTED_RESPONSE = UNSUPPORTED_NVEXT | refused_fields(ResponseRequest) | {"text.verbosity", "reasoning.context", "reasoning.mode"}
 
 
 class PromptRequest(Common, kw_only=True):

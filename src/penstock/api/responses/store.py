@@ -23,6 +23,7 @@ from penstock.config.front_end import StoreLimits
 from penstock.wire.errors import RequestError
 
 Result = TypeVar("Result")
+_Find = Callable[[sqlite3.Connection, str, str], object]
 
 _LOST = ResponseFailure("server_error", "the server that was making the response has ended")
 
@@ -88,15 +89,15 @@ class SqliteStore:
         return await self._database.run(read)
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        return await self._database.run(self._delete, owner, response_id)
+        return await self._with(self._get, owner, response_id, lambda found: rows.delete_response(found, owner, response_id)) or False
 
     async def chain(self, owner: str, response_id: str) -> Chain | None:
         """Raises RequestError when the chain is too long."""
-        return await self._with_response(owner, response_id, lambda connection: rows.read_chain(connection, owner, response_id))
+        return await self._with(self._get, owner, response_id, lambda connection: rows.read_chain(connection, owner, response_id))
 
     async def input_items(self, owner: str, response_id: str, wish: PageWish) -> Page | None:
         """Raises RequestError when there is no item `wish.after`."""
-        return await self._with_response(owner, response_id, lambda connection: rows.read_page(connection, response_id, "input", wish))
+        return await self._with(self._get, owner, response_id, lambda connection: rows.read_page(connection, response_id, "input", wish))
 
     async def find_items(self, owner: str, ids: Sequence[str]) -> dict[str, Item]:
         """The owner's items with these ids, from all responses and conversations."""
@@ -122,7 +123,7 @@ class SqliteStore:
             connection.execute(query, (msgspec.json.encode(metadata), self._clock(), conversation_id, owner))
             return self._conversation(connection, owner, conversation_id)
 
-        return await self._with_conversation(owner, conversation_id, update)
+        return await self._with(self._conversation, owner, conversation_id, update)
 
     async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
         def delete(connection: sqlite3.Connection) -> bool:
@@ -130,15 +131,17 @@ class SqliteStore:
             rows.delete_items(connection, [conversation_id])
             return True
 
-        return await self._with_conversation(owner, conversation_id, delete) or False
+        return await self._with(self._conversation, owner, conversation_id, delete) or False
 
     async def conversation_page(self, owner: str, conversation_id: str, wish: PageWish) -> Page | None:
         """Raises RequestError when there is no item `wish.after`."""
-        return await self._with_conversation(owner, conversation_id, lambda found: rows.read_page(found, conversation_id, "member", wish))
+        return await self._with(
+            self._conversation, owner, conversation_id, lambda found: rows.read_page(found, conversation_id, "member", wish)
+        )
 
     async def conversation_items(self, owner: str, conversation_id: str) -> list[Item] | None:
         """All items. Raises RequestError when there are too many."""
-        return await self._with_conversation(owner, conversation_id, lambda found: rows.read_all_members(found, conversation_id))
+        return await self._with(self._conversation, owner, conversation_id, lambda found: rows.read_all_members(found, conversation_id))
 
     async def add_items(self, owner: str, conversation_id: str, items: Sequence[Item]) -> list[Item] | None:
         """Returns the items as stored."""
@@ -150,7 +153,7 @@ class SqliteStore:
             self._keep_bounds(connection, conversation_id)
             return added
 
-        return await self._with_conversation(owner, conversation_id, add)
+        return await self._with(self._conversation, owner, conversation_id, add)
 
     async def get_item(self, owner: str, conversation_id: str, item_id: str) -> Item | None:
         def read(connection: sqlite3.Connection) -> Item | None:
@@ -158,30 +161,18 @@ class SqliteStore:
             row = connection.execute(query, (conversation_id, item_id)).fetchone()
             return None if row is None else msgspec.json.decode(row[0])
 
-        return await self._with_conversation(owner, conversation_id, read)
+        return await self._with(self._conversation, owner, conversation_id, read)
 
     async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> bool:
         def delete(connection: sqlite3.Connection) -> bool:
             query = "DELETE FROM items WHERE holder = ? AND kind = 'member' AND id = ?"
             return bool(connection.execute(query, (conversation_id, item_id)).rowcount)
 
-        return await self._with_conversation(owner, conversation_id, delete) or False
+        return await self._with(self._conversation, owner, conversation_id, delete) or False
 
-    async def _with_response(self, owner: str, response_id: str, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
-        """Runs `work` in a transaction in which the response exists. None when it does not."""
-
-        def run(connection: sqlite3.Connection) -> Result | None:
-            return None if self._get(connection, owner, response_id) is None else work(connection)
-
-        return await self._database.run(run)
-
-    async def _with_conversation(self, owner: str, conversation_id: str, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
-        """Runs `work` in a transaction in which the conversation exists. None when it does not."""
-
-        def run(connection: sqlite3.Connection) -> Result | None:
-            return None if self._conversation(connection, owner, conversation_id) is None else work(connection)
-
-        return await self._database.run(run)
+    async def _with(self, find: _Find, owner: str, holder: str, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
+        """Runs `work` in a transaction in which the response or conversation exists. None when it does not."""
+        return await self._database.run(lambda connection: None if find(connection, owner, holder) is None else work(connection))
 
     @property
     def _runner(self) -> Liveness:
@@ -231,10 +222,6 @@ class SqliteStore:
         return StoredResponse(
             body=body, is_background=bool(is_background), has_events=bool(has_events), is_here=runner == self._runner.name
         )
-
-    def _delete(self, connection: sqlite3.Connection, owner: str, response_id: str) -> bool:
-        is_there = self._get(connection, owner, response_id) is not None
-        return rows.delete_response(connection, owner, response_id) and is_there
 
     def _conversation(self, connection: sqlite3.Connection, owner: str, conversation_id: str) -> Conversation | None:
         query = "SELECT created, metadata FROM conversations WHERE id = ? AND owner = ? AND used >= ?"
