@@ -18,7 +18,7 @@ from penstock.api.anthropic.schema import CountRequest, MessagesRequest
 from penstock.api.document.docs import ApiDocument
 from penstock.api.document.route import EXAMPLE_MODEL, GENERATES, HINTS, READS, Content, Parameter, Route, limit_parameter
 from penstock.api.errors import OpenAIErrors, refusal
-from penstock.api.models import describe_model, describe_models
+from penstock.api.models import get_model, list_models
 from penstock.api.openai import answers
 from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import parse_completion
@@ -30,7 +30,7 @@ from penstock.api.pipeline.response import Response
 from penstock.api.pipeline.runner import Parse, Runner
 from penstock.api.responses.routes import RESPONSE_ROUTES
 from penstock.api.responses.store import SqliteStore
-from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT, SessionHandlers
+from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT, close_session, get_session, list_sessions
 from penstock.api.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest, detokenize, tokenize
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.metrics.frontend import CONTENT_TYPE, FrontEndMetrics
@@ -152,18 +152,6 @@ async def _docs(services: Services, _: Incoming) -> Content:
     return services.document.page
 
 
-async def _list_models(services: Services, _: Incoming) -> answers.ModelList:
-    return describe_models(services.context.models)
-
-
-async def _get_model(services: Services, incoming: Incoming) -> answers.Model:
-    return describe_model(services.context.models, incoming.path["id"])
-
-
-def _sessions(services: Services) -> SessionHandlers:
-    return SessionHandlers(services.sessions, services.context.models)
-
-
 def _resume(path: str, what: str, event: Any) -> Route:
     last_event = Parameter(
         LAST_EVENT_ID.decode(),
@@ -253,14 +241,14 @@ ROUTES: tuple[Route, ...] = (
         shape=AnthropicErrors,
         example=_CHAT,
     ),
-    Route("GET", "/v1/models", "Models", "List the models that are available now", handler=_list_models, answer=answers.ModelList),
-    Route("GET", "/v1/models/{id:path}", "Models", "Get one model", handler=_get_model, answer=answers.Model, errors=(404, 503)),
+    Route("GET", "/v1/models", "Models", "List the models that are available now", handler=list_models, answer=answers.ModelList),
+    Route("GET", "/v1/models/{id:path}", "Models", "Get one model", handler=get_model, answer=answers.Model, errors=(404, 503)),
     Route(
         "GET",
         "/v1/sessions",
         "Sessions",
         "List the sessions of this API key",
-        handler=lambda services, incoming: _sessions(services).list_sessions(incoming),
+        handler=list_sessions,
         answer=answers.SessionList,
         parameters=(
             limit_parameter(DEFAULT_LIMIT, MAX_LIMIT),
@@ -268,21 +256,13 @@ ROUTES: tuple[Route, ...] = (
         ),
         errors=(400,),
     ),
-    Route(
-        "GET",
-        "/v1/sessions/{id:path}",
-        "Sessions",
-        "Get one session",
-        handler=lambda services, incoming: _sessions(services).get_session(incoming),
-        answer=answers.Session,
-        errors=(404,),
-    ),
+    Route("GET", "/v1/sessions/{id:path}", "Sessions", "Get one session", handler=get_session, answer=answers.Session, errors=(404,)),
     Route(
         "DELETE",
         "/v1/sessions/{id:path}",
         "Sessions",
         "Close a session, now or when its last running turn ends",
-        handler=lambda services, incoming: _sessions(services).close_session(incoming),
+        handler=close_session,
         answer=answers.DeletedSession,
         errors=(404,),
     ),
@@ -291,7 +271,7 @@ ROUTES: tuple[Route, ...] = (
         "/tokenize",
         "Tokens",
         "Get the tokens of a prompt or a chat",
-        handler=lambda services, incoming: tokenize(incoming, services.context),
+        handler=tokenize,
         metric="tokenize",
         body=TokenizeRequest,
         answer=TokenizeAnswer,
@@ -303,7 +283,7 @@ ROUTES: tuple[Route, ...] = (
         "/detokenize",
         "Tokens",
         "Get the text of tokens",
-        handler=lambda services, incoming: detokenize(incoming, services.context),
+        handler=detokenize,
         metric="detokenize",
         body=DetokenizeRequest,
         answer=DetokenizeAnswer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -14,6 +15,10 @@ from penstock.text.tokenizers.cache import Fetch, TokenizerCache
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import ModelInfo
+
+if TYPE_CHECKING:
+    from penstock.api.app import Services
+    from penstock.api.pipeline.request import Incoming
 
 
 class ServedModel(Struct, frozen=True, gc=False):
@@ -74,13 +79,14 @@ class Models:
         raise RequestError(f"`model` is {name[:256]!r}: this server has {known}", param="model", code="model_not_found", status=404)
 
 
-def describe_models(models: Models) -> ModelList:
+async def list_models(services: Services, _: Incoming) -> ModelList:
     """Answers GET /v1/models."""
-    return ModelList("list", [_described(model) for model in models.all()])
+    return ModelList("list", [_described(model) for model in services.context.models.all()])
 
 
-def describe_model(models: Models, name: str) -> Model:
+async def get_model(services: Services, incoming: Incoming) -> Model:
     """Answers GET /v1/models/{id}. Raises RequestError when there is no such model."""
+    models, name = services.context.models, incoming.path["id"]
     live = next((model for model in models.all() if model.info.name == name), None)
     return _described(live or models.find(name))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -16,6 +16,9 @@ from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.encoding import Steps
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
+
+if TYPE_CHECKING:
+    from penstock.api.app import Services
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -63,19 +66,19 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 _MESSAGES_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 
 
-async def tokenize(incoming: Incoming, context: PromptContext) -> TokenizeAnswer:
+async def tokenize(services: Services, incoming: Incoming) -> TokenizeAnswer:
     """Answers POST /tokenize."""
     request = decode_body(incoming.body, _TOKENIZE, frozenset())
-    model = _model(context.models, request.model)
-    token_ids = await _encoded(model, request, context)
+    model = _model(services.context.models, request.model)
+    token_ids = await _encoded(model, request, services.context)
     texts = [_text(model, token_id) for token_id in token_ids] if request.return_token_strs else None
     return TokenizeAnswer(count=len(token_ids), max_model_len=model.info.context_length, tokens=token_ids, token_strs=texts)
 
 
-async def detokenize(incoming: Incoming, context: PromptContext) -> DetokenizeAnswer:
+async def detokenize(services: Services, incoming: Incoming) -> DetokenizeAnswer:
     """Answers POST /detokenize."""
     request = decode_body(incoming.body, _DETOKENIZE, frozenset())
-    model = _model(context.models, request.model)
+    model = _model(services.context.models, request.model)
     _check_ids(model, request.tokens)
     detokenizer = model.tokenizer.detokenizer(frozenset(), False)
     return DetokenizeAnswer(detokenizer.feed(request.tokens) + detokenizer.finish())

@@ -10,9 +10,9 @@ import msgspec
 from penstock.api.anthropic.blocks import BlockDelta, Blocks, BlockStart, Kind, Step, whole_blocks
 from penstock.api.anthropic.errors import fault_content
 from penstock.api.openai.schema import EphemeralTtl
-from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Ending, Usage
 from penstock.api.pipeline.plan import Plan
-from penstock.wire.messages import Delta, Fault
+from penstock.wire.messages import Fault
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _WINDOW_EXCEEDED = "model_context_window_exceeded"
@@ -26,7 +26,7 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _TEXT_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":%b}}\n\n'
 
 
-class MessagesDialect:
+class MessagesDialect(Dialect):
     """Renders `message` objects and their streams.
 
     `cache_ttl` is how long the client wants its prompt to be kept. `fills_window`: it asked for more tokens than the context has room
@@ -45,12 +45,6 @@ class MessagesDialect:
         self._blocks = Blocks(shows_thinking)
         self._ending = Ending("stop")
         self._nvext: dict[str, object] | None = None
-
-    def opening(self, index: int) -> str:  # noqa: ARG002
-        return ""
-
-    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
-        return None
 
     def begin(self, usage: Usage) -> bytes:
         message = self._message([], None, self._usage(usage))

@@ -9,14 +9,14 @@ from typing import Any, cast
 import msgspec
 
 from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, Message, MessageToolCall, NamedToolChoice, Tool
-from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Envelope, Usage
+from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect
 from penstock.api.pipeline.hints import prompt_text, read_hints
 from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, described_tool, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import CallArguments, CallBegin, CallBroken, Part, Reasoning
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
 from penstock.wire.errors import RequestError
-from penstock.wire.messages import Delta, Fault
+from penstock.wire.messages import Delta
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
@@ -28,17 +28,12 @@ async def parse_chat(incoming: Incoming, context: PromptContext) -> tuple[Plan, 
     return plan, ChatDialect(plan)
 
 
-class ChatDialect:
+class ChatDialect(OpenAIDialect):
     """Renders `chat.completion.chunk` and `chat.completion` objects."""
 
     def __init__(self, plan: Plan) -> None:
-        self._tokenizer = plan.model.tokenizer
-        self._envelope = Envelope("chatcmpl", "chat.completion.chunk", plan)
+        super().__init__("chatcmpl", "chat.completion.chunk", plan)
         self._has_role = [False] * len(plan.submits)
-        self.id = self._envelope.id
-
-    def opening(self, index: int) -> str:  # noqa: ARG002
-        return ""
 
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
         if delta.logprobs is None:
@@ -48,9 +43,6 @@ class ChatDialect:
             top = [self._token(token, value) for token, value in entry.top]
             content.append({**self._token(token_id, entry.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
-
-    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
-        return b""
 
     def event(self, index: int, added: ChoiceDelta) -> bytes:
         parts = added.parts
@@ -65,26 +57,10 @@ class ChatDialect:
             # The role comes with the first text: a separate event would be another write.
             self._has_role[index] = True
             content = b',"delta":' + msgspec.json.encode({"role": "assistant", "content": "", **_delta(parts)})
-        return self._envelope.event(index, content, added)
+        return self._framed(index, content, added)
 
-    def end(self, usage: Usage) -> bytes:
-        return self._envelope.end(usage)
-
-    def fault(self, fault: Fault) -> bytes:
-        return self._envelope.fault(fault)
-
-    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
-        rendered = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "refusal": None, **_message(answer.parts)},
-                "logprobs": _joined(answer.logprobs),
-                "finish_reason": answer.ending.reason,
-                **({} if answer.token_ids is None else {"token_ids": answer.token_ids}),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return self._envelope.body("chat.completion", rendered, usage, nvext)
+    def _content(self, parts: Sequence[Part]) -> dict[str, object]:
+        return {"message": {"role": "assistant", "refusal": None, **_message(parts)}}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, object]:
         piece = self._tokenizer.token_bytes(token_id)
@@ -134,14 +110,6 @@ def _texts(parts: Iterable[Part]) -> dict[str, Any]:
 def _call(begin: CallBegin) -> dict[str, Any]:
     call_id = begin.id or f"call_{secrets.token_hex(12)}"
     return {"id": call_id, "type": "function", "function": {"name": begin.name, "arguments": ""}}
-
-
-def _joined(parts: Sequence[object]) -> object:
-    """Joins logprobs that came in pieces."""
-    if not parts:
-        return None
-    tables = [cast(dict[str, list[object]], part) for part in parts]
-    return {"content": [entry for table in tables for entry in table["content"]], "refusal": None}
 
 
 def _chat(request: ChatRequest) -> Chat:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from penstock.api.models import ServedModel
 from penstock.api.openai.schema import UNSUPPORTED_COMPLETION, CompletionRequest
-from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Envelope, Usage
+from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect
 from penstock.api.pipeline.hints import read_hints
 from penstock.api.pipeline.plan import Plan, check_text_length, make_plan, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import Part
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
-from penstock.wire.messages import Delta, Fault, TokenLogprob
+from penstock.wire.messages import Delta, TokenLogprob
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
@@ -47,16 +47,14 @@ async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[
     return plan, CompletionDialect(plan, bool(request.echo), request.logprobs is not None)
 
 
-class CompletionDialect:
+class CompletionDialect(OpenAIDialect):
     """Renders `text_completion` objects."""
 
     def __init__(self, plan: Plan, echo: bool, has_logprobs: bool) -> None:
-        self._tokenizer = plan.model.tokenizer
-        self._envelope = Envelope("cmpl", "text_completion", plan)
+        super().__init__("cmpl", "text_completion", plan)
         self._echoed = [submit.token_ids for submit in plan.submits] if echo else None
         self._has_logprobs = has_logprobs
         self._offsets = [0] * len(plan.submits)
-        self.id = self._envelope.id
 
     def opening(self, index: int) -> str:
         return self._tokenizer.decode(self._echoed[index]) if self._echoed is not None else ""
@@ -84,30 +82,11 @@ class CompletionDialect:
             "text_offset": offsets,
         }
 
-    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
-        return b""
-
     def event(self, index: int, added: ChoiceDelta) -> bytes:
-        return self._envelope.event(index, b',"text":' + msgspec.json.encode(_plain(added.parts)), added)
+        return self._framed(index, b',"text":' + msgspec.json.encode(_plain(added.parts)), added)
 
-    def end(self, usage: Usage) -> bytes:
-        return self._envelope.end(usage)
-
-    def fault(self, fault: Fault) -> bytes:
-        return self._envelope.fault(fault)
-
-    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
-        rendered: list[dict[str, Any]] = [
-            {
-                "index": index,
-                "text": _plain(answer.parts),
-                "logprobs": _joined(answer.logprobs),
-                "finish_reason": answer.ending.reason,
-                **({} if answer.token_ids is None else {"token_ids": answer.token_ids}),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return self._envelope.body("text_completion", rendered, usage, nvext)
+    def _content(self, parts: Sequence[Part]) -> dict[str, object]:
+        return {"text": _plain(parts)}
 
 
 def _plain(parts: Sequence[Part]) -> str:
@@ -117,14 +96,6 @@ def _plain(parts: Sequence[Part]) -> str:
 
 def _text(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-
-
-def _joined(parts: Sequence[object]) -> object:
-    """Joins logprobs that came in pieces."""
-    tables = [cast(dict[str, list[object]], part) for part in parts]
-    if not tables:
-        return None
-    return {name: [value for table in tables for value in table[name]] for name in tables[0]}
 
 
 def _prompts(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:

@@ -35,7 +35,7 @@ class Recording:
         """Why it was closed without any event."""
         self.body: bytes | None = None
         """The whole answer, if it is not a stream."""
-        self._readers: set[Callable[[], None]] = set()
+        self.readers: set[Callable[[], None]] = set()
 
     def append(self, events: Iterable[bytes]) -> None:
         added = list(events)
@@ -49,14 +49,8 @@ class Recording:
         self.failure = failure
         self._wake()
 
-    def listen(self, reader: Callable[[], None]) -> None:
-        self._readers.add(reader)
-
-    def leave(self, reader: Callable[[], None]) -> None:
-        self._readers.discard(reader)
-
     def _wake(self) -> None:
-        for reader in list(self._readers):
+        for reader in list(self.readers):
             reader()
 
 
@@ -200,11 +194,11 @@ class _Follower:
         recording, wake = self._recording, self._writer.wake
         watch = ClientWatch(receive, self._leave)
         watch.start()
-        recording.listen(wake)
+        recording.readers.add(wake)
         try:
             return await self._writer.run()
         finally:
-            recording.leave(wake)
+            recording.readers.discard(wake)
             watch.close()
 
     def _leave(self) -> None:

@@ -1,10 +1,11 @@
-"""How an answer is rendered, and the SSE events of OpenAI's chat and completions."""
+"""How an answer is rendered, and what OpenAI's chats and completions share."""
 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 from msgspec import Struct
@@ -72,14 +73,17 @@ class Dialect(Protocol):
     id: str
     """The answer's id, as its client sees it."""
 
-    def opening(self, index: int) -> str:
+    def opening(self, index: int) -> str:  # noqa: ARG002
         """The text that a choice starts with before anything is generated: the prompt, if it is echoed."""
+        return ""
 
-    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
+    def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
         """The logprobs of the delta's first `tokens` tokens, in the API's shape; None if there are none."""
+        return None
 
-    def begin(self, usage: Usage) -> bytes:
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
         """The first events. The usage is that of the prompt."""
+        return b""
 
     def event(self, index: int, added: ChoiceDelta) -> bytes:
         """The events for what is new in a choice. The last delta has an ending."""
@@ -94,11 +98,12 @@ class Dialect(Protocol):
         """The whole answer."""
 
 
-class Envelope:
+class OpenAIDialect(Dialect):
     """The fields around the choices. The frame of an event is encoded once per request; an event then encodes only its text."""
 
     def __init__(self, prefix: str, kind: str, plan: Plan) -> None:
         self.id = f"{prefix}-{plan.response_id}"
+        self._tokenizer = plan.model.tokenizer
         self._fields: dict[str, object] = {
             "id": self.id,
             "object": kind,
@@ -118,8 +123,12 @@ class Envelope:
         self._prompts = plan.choice_prompts if request.return_token_ids else None
         self._has_prompt: set[int] = set()
 
-    def event(self, index: int, content: bytes, added: ChoiceDelta) -> bytes:
-        """`content` is the encoded member that holds the text, after a comma."""
+    @abstractmethod
+    def _content(self, parts: Sequence[Part]) -> dict[str, object]:
+        """The members of a whole choice that hold its text."""
+
+    def _framed(self, index: int, content: bytes, added: ChoiceDelta) -> bytes:
+        """One event. `content` is the encoded member that holds the text, after a comma."""
         opening = b"%b%d%b" % (self._opening, index, content)
         logprobs, ending, token_ids, usage, nvext = added[1:]
         if logprobs is None and ending is None and token_ids is None and usage is None:
@@ -144,10 +153,31 @@ class Envelope:
     def fault(self, fault: Fault) -> bytes:
         return b"data: " + fault_body(fault, self._grammar_field) + b"\n\n"
 
-    def body(self, kind: str, choices: list[dict[str, Any]], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+        choices = [
+            {
+                "index": index,
+                **self._content(answer.parts),
+                "logprobs": _joined(answer.logprobs),
+                "finish_reason": answer.ending.reason,
+                **({} if answer.token_ids is None else {"token_ids": answer.token_ids}),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        kind = str(self._fields["object"]).removesuffix(".chunk")
         fields = {**self._fields, "object": kind, "choices": choices, "usage": usage.fields()}
         if self._prompts is not None:
             fields["prompt_token_ids"] = self._prompts[0]
-            for choice in choices:
-                choice["prompt_token_ids"] = self._prompts[choice["index"]]
+            for index, choice in enumerate(choices):
+                choice["prompt_token_ids"] = self._prompts[index]
         return msgspec.json.encode(fields if nvext is None else {**fields, "nvext": nvext})
+
+
+def _joined(parts: Sequence[object]) -> object:
+    """Joins logprobs that came in pieces."""
+    if not parts:
+        return None
+    tables = [cast(dict[str, list[object] | None], part) for part in parts]
+    return {
+        name: None if first is None else [value for table in tables for value in table[name] or ()] for name, first in tables[0].items()
+    }

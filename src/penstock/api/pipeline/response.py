@@ -55,13 +55,10 @@ class Response:
         self.stalled = False
         self.sending_since: float | None = None
 
-    async def send_whole(self, status: int, body: bytes, headers: HeaderList = _JSON_HEADERS) -> None:
-        await self._send_body(status, body, headers)
-
     async def send_error(self, status: int, body: bytes, retry_after: float | None = None) -> None:
-        await self._send_body(status, body, error_headers(status, retry_after))
+        await self.send_whole(status, body, error_headers(status, retry_after))
 
-    async def _send_body(self, status: int, body: bytes, headers: HeaderList) -> None:
+    async def send_whole(self, status: int, body: bytes, headers: HeaderList = _JSON_HEADERS) -> None:
         self.started = True
         headers = [*headers, *self._more_headers(), (b"content-length", str(len(body)).encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 
 from penstock.api.errors import fault_status
-from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Ending, Usage
 from penstock.api.responses.answers import (
     IncompleteDetails,
     InputTokensDetails,
@@ -25,7 +25,7 @@ from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault
 
 
-class ResponseDialect:
+class ResponseDialect(Dialect):
     """Renders one response, whole or as a stream. `response` has what repeats the request; its status and end are set here.
 
     `snapshot` is the Response object at any time. After the last event, or the body, it is final.
@@ -57,9 +57,6 @@ class ResponseDialect:
 
     def snapshot(self) -> ResponseObject:
         return msgspec.structs.replace(self._response, output=self.output)
-
-    def opening(self, index: int) -> str:  # noqa: ARG002
-        return ""
 
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
         if delta.logprobs is None:

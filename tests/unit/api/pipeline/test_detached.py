@@ -239,7 +239,7 @@ async def test_a_reader_is_inside_until_it_has_left() -> None:
     (run,) = front_end.detached._runs.values()
     await cut(front_end, connection)
     assert len(front_end.admission._tickets) == 1
-    assert not run.recording._readers
+    assert not run.recording.readers
     front_end.admission.is_draining = True
     await front_end.send("GET", f"/v1/completions/{stream_id}")
     assert front_end.status == 503
