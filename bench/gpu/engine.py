@@ -141,7 +141,6 @@ def measure(model: Model, batch: int, bandwidth: float, pages: int) -> dict[str,
     while generated < batch:
         generated += len(engine.step())
     times: list[float] = []
-    contexts = [len(sequence.tokens) for sequence in engine._scheduler.decoding.values()]
     for _ in range(MEASURED_STEPS - 16):
         _finish(model.device)
         began = time.perf_counter()
@@ -149,6 +148,8 @@ def measure(model: Model, batch: int, bandwidth: float, pages: int) -> dict[str,
         _finish(model.device)
         if len(segments) == batch:
             times.append(time.perf_counter() - began)
+    # By now every sequence decodes.
+    contexts = [len(sequence.tokens) for sequence in engine._scheduler.decoding.values()]
     seconds = statistics.median(times)
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
     needed = model.bytes + sum(contexts) * token_bytes
