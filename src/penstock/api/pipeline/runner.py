@@ -69,20 +69,22 @@ class Runner:
         with self.admission.admit(generations, sink) as ticket:
             quota = plan.tenant.quota
             quota.admit(generations, plan.prompt_tokens)
-            on_admitted()
-            turn = Turn(self.sessions, plan.tenant.owner, plan.hints)
-            run = _Run(plan, dialect, self.produce, turn, sink, self.tally, ticket)
-            watch = ClientWatch(receive, run.leave)
-            self.watches.add(watch)
+            run = watch = None
             try:
+                on_admitted()
+                turn = Turn(self.sessions, plan.tenant.owner, plan.hints)
+                run = _Run(plan, dialect, self.produce, turn, sink, self.tally, ticket)
+                watch = ClientWatch(receive, run.leave)
+                self.watches.add(watch)
                 if plan.hints.session is None and plan.hints.affinity is None:
                     return await run.run()
                 return await self._take_turn(run, plan, turn)
             except GenerationFault as error:
                 raise GenerationFault(error.fault, plan.grammar_field) from error
             finally:
-                watch.close()
-                quota.release(generations, plan.prompt_tokens, run.completion_tokens)
+                quota.release(generations, plan.prompt_tokens, 0 if run is None else run.completion_tokens)
+                if watch is not None:
+                    watch.close()
 
     async def _take_turn(self, run: _Run, plan: Plan, turn: Turn) -> str:
         """Runs a session's turn, or a request that follows a key."""

@@ -15,6 +15,7 @@ from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring
 from penstock.api.auth.quota import Quota
 from penstock.api.openai.chat import parse_chat
+from penstock.api.openai.completions import CompletionDialect
 from penstock.api.pipeline.request import PromptContext
 from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
 from penstock.metrics.frontend import Tally
@@ -96,6 +97,19 @@ async def test_a_fault_gives_everything_back() -> None:
         assert front_end.status == 503
         assert quota.running == 0
         assert front_end.admission.idle.is_set()
+
+
+async def test_an_error_before_the_first_generation_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    front_end, quota = limited(says("x"), concurrency=1)
+
+    def opening(*_: object) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(CompletionDialect, "opening", opening)
+    with pytest.raises(ZeroDivisionError):
+        await complete(front_end)
+    assert (front_end.status, quota.running) == (500, 0)
+    assert front_end.admission.idle.is_set()
 
 
 async def test_a_session_s_turn_ends_with_its_request() -> None:
