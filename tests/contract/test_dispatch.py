@@ -16,6 +16,7 @@ from penstock.cluster.links.worker_server import WorkerServer
 from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import RouterSettings
 from penstock.router.policy import Hints, SessionWish
+from penstock.wire import codec
 from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Fault, Finish, Hello, Message, ModelInfo, Segment, Submit, Welcome
 from penstock.worker.runtime import WorkerRuntime
@@ -320,6 +321,25 @@ async def test_a_request_whose_client_left_is_never_sent(tmp_path: Path) -> None
         assert left.cancelled()
         assert front_end.dispatcher.queued == 0
         assert worker.simulator.stats().prompt_tokens == 3 * 40, "three prompts were computed, and not the fourth"
+
+
+async def test_a_request_that_no_frame_holds_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent at once or from the queue: the link and what waits behind it go on, and it counts as nobody's load."""
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 4000)
+    async with Worker(tmp_path, "a", make_model(max_batch=1), max_batch=1) as worker, FrontEnd([worker], worker_queue=1) as front_end:
+        _, at_once = front_end.start(submit(1, 2, prompt=5000))
+        _, running = front_end.start(submit(2, 100))
+        _, too_large = front_end.start(submit(3, 2, prompt=5000))
+        _, behind = front_end.start(submit(4, 2))
+        assert front_end.dispatcher.queued == 2
+        async with asyncio.timeout(20):
+            await asyncio.gather(running, behind)
+            for task in (at_once, too_large):
+                with pytest.raises(GenerationFault) as caught:
+                    await task
+                assert fault_of(caught).code == "FrameTooLarge"
+        assert front_end.pool.links_lost == 0
+        assert front_end.router.load_of("a") == 0
 
 
 async def test_a_full_queue_refuses_with_the_reason(tmp_path: Path) -> None:

@@ -86,8 +86,13 @@ class Production:
     _fruitless: int = 0
 
     def try_send(self) -> bool:
-        """Sends it if a worker has room for it. Returns whether it was sent."""
-        self._attempt = self.dispatcher.try_send(self)
+        """Sends it if a worker has room for it. Returns whether it was sent; True, too, when it cannot be sent and has failed."""
+        try:
+            self._attempt = self.dispatcher.try_send(self)
+        except PenstockError as error:
+            # Such as a request that is too large for a frame. It must not break the link or the queue that called this.
+            self.fail(Fault(type(error).__name__, str(error)))
+            return True
         return self._attempt is not None
 
     def cancel(self) -> None:
@@ -300,7 +305,11 @@ class Dispatcher:
         if session is not None:
             request = structs.replace(request, session=session)
         attempt = Attempt(production, member, request.id, self._router.sent(decision, decision.names, blocks), session)
-        member.link.submit(request, attempt)
+        try:
+            member.link.submit(request, attempt)
+        except PenstockError:
+            attempt.assignment.ended()
+            raise
         return attempt
 
     def _has_room(self, member: Member) -> bool:

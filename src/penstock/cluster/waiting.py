@@ -20,7 +20,7 @@ class Waiter(Protocol):
     def __hash__(self) -> int: ...
 
     def try_send(self) -> bool:
-        """Sends it if a worker has room for it. Returns whether it was sent."""
+        """Sends it if a worker has room for it. Returns whether it need not wait any more."""
 
     def fail(self, fault: Fault) -> None:
         """Ends it: no worker has come for it."""
