@@ -327,7 +327,8 @@ async def test_only_this_user_can_reach_a_unix_socket(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
 
 
-async def test_a_gap_from_the_worker_fails_only_that_generation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [None, Finish("stop")])
+async def test_a_gap_from_the_worker_fails_only_that_generation(tmp_path: Path, end: Finish | None) -> None:
     """The test's worker skips a token: that generation fails, the link and the other generation go on."""
     path = str(tmp_path / "skips.sock")
     connections: list[asyncio.StreamWriter] = []
@@ -341,7 +342,9 @@ async def test_a_gap_from_the_worker_fails_only_that_generation(tmp_path: Path) 
         writer.write(encode_frame(Welcome("skips", proof(SECRET, "worker", hello.nonce), MODEL)))
         await receive(reader, 2)
         writer.write(encode_frame(Step([Segment(first, Delta(0, (5,))), Segment(second, Delta(0, (5,)))], WorkerStats())))
-        writer.write(encode_frame(Step([Segment(first, Delta(2, (7,))), Segment(second, Delta(1, (6,)), Finish("stop"))], WorkerStats())))
+        writer.write(
+            encode_frame(Step([Segment(first, Delta(2, (7,)), end), Segment(second, Delta(1, (6,)), Finish("stop"))], WorkerStats()))
+        )
 
     async with await asyncio.start_unix_server(skips, path):
         link, _ = await connect(UnixAddress(path), "test", SECRET)
@@ -352,7 +355,9 @@ async def test_a_gap_from_the_worker_fails_only_that_generation(tmp_path: Path) 
         with pytest.raises(GenerationFault, match="expected the token at offset 1"):
             await broken.done
         assert await read_all(doorbell, whole) == (5, 6)
+        active = link.active
         link.abort()
         await link.lost
         for writer in connections:
             writer.close()
+    assert active == (1 if end is None else 0), "it is open until the worker has ended it"

@@ -301,6 +301,8 @@ class WorkerLink(LinkProtocol):
         generation.end(GenerationFault(Fault("stream_breach", f"the stream from the worker broke: {error}")))
         generation.mailbox = Mailbox(Doorbell())
         generation.mailbox.cancel()
+        if segment.terminal is not None:
+            self._generations.pop(segment.id, None)
         self.cancel(segment.id)
 
     def _write_soon(self, frame: bytes) -> None:
