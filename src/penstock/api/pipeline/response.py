@@ -203,11 +203,11 @@ class ClientWatches:
 
     def _start_older(self) -> None:
         older, self._older, self._new = self._older, self._new, []
-        self._timer = None
-        if self._older:
-            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._start_older)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(WATCH_AFTER_SECONDS, self._start_older) if self._older else None
         for watch in older:
-            watch.start()
+            # Each by itself: one that fails must not stop the others.
+            loop.call_soon(watch.start)
 
 
 def _ignore() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from front_end import FrontEnd, says
-from penstock.api.pipeline.response import EventWriter
+from penstock.api.pipeline.response import ClientWatch, ClientWatches, EventWriter
 
 
 class Broken:
@@ -62,3 +62,18 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(fields: dict[st
         assert gc.collect() < 5
     finally:
         gc.enable()
+
+
+async def test_a_watch_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def fails() -> Any:
+        raise OSError("no such socket")
+
+    async def has_left() -> Any:
+        return {"type": "http.disconnect"}
+
+    watches, left = ClientWatches(), asyncio.Event()
+    for receive in (fails, has_left):
+        watches.add(ClientWatch(receive, left.set))
+    async with asyncio.timeout(10):
+        await left.wait()
+    assert "no such socket" in caplog.text
