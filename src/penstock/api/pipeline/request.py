@@ -77,7 +77,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float) 
                 raise _too_large(limit)
     deadline = _Deadline(seconds)
     try:
-        return await _read_chunks(receive, limit, length)
+        return await _read_chunks(receive, limit, length, deadline)
     except asyncio.CancelledError:
         if deadline.has_passed:
             message = f"the body did not come within {seconds:g} seconds"
@@ -104,11 +104,12 @@ class _Deadline:
             self._task.uncancel()
 
 
-async def _read_chunks(receive: Receive, limit: int, length: int | None) -> bytes:
+async def _read_chunks(receive: Receive, limit: int, length: int | None, deadline: _Deadline) -> bytes:
     """`length` is what the client says. If the body is complete, the last, empty message is not awaited."""
     chunks: list[bytes] = []
     size = 0
-    while True:
+    # A deadline that passes when a message is just there does not cancel the task from Python 3.13 on.
+    while not deadline.has_passed:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
@@ -121,6 +122,7 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None) -> byte
         chunks.append(chunk)
         if size == length or not message.get("more_body", False):
             return b"".join(chunks)
+    raise asyncio.CancelledError
 
 
 @dataclass(frozen=True)

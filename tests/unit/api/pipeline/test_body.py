@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.api.openai.schema import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, ChatRequest, CompletionRequest
-from penstock.api.pipeline.request import decode_body
+from penstock.api.pipeline.request import decode_body, read_body
 from penstock.wire.errors import RequestError
 
 KINDS: list[tuple[msgspec.json.Decoder[Any], frozenset[str]]] = [
@@ -48,3 +50,45 @@ def test_any_bytes_that_were_almost_a_request(fields: dict[str, Any], changes: l
     for position, byte in changes:
         body[position % len(body)] = byte
     decode(bytes(body), kind)
+
+
+class Client:
+    """Sends these pieces of a body one after the other, then nothing more."""
+
+    def __init__(self, *pieces: bytes, headers: dict[bytes, bytes] | None = None) -> None:
+        self.scope = {"headers": list((headers or {}).items())}
+        self.pieces = list(pieces)
+
+    async def receive(self) -> Any:
+        if not self.pieces:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": self.pieces.pop(0), "more_body": True}
+
+
+@pytest.mark.parametrize("pieces", [(b"abcd",), (b"ab", b"", b"cd")])
+async def test_a_body_of_known_length_ends_with_its_last_byte(pieces: tuple[bytes, ...]) -> None:
+    client = Client(*pieces, b"of the next request", headers={b"content-length": b"4"})
+    assert await read_body(client.scope, client.receive, 100, 10) == b"abcd"
+    assert client.pieces == [b"of the next request"]
+
+
+async def test_a_body_that_does_not_end_is_refused_and_nothing_else_is_cancelled() -> None:
+    client = Client(b"ab")
+    with pytest.raises(RequestError) as caught:
+        await read_body(client.scope, client.receive, 100, 0.01)
+    assert (caught.value.status, caught.value.code) == (408, "request_timeout")
+    await asyncio.sleep(0)
+
+
+async def test_a_body_that_trickles_is_refused_when_its_time_is_over() -> None:
+    """Every piece is there at once, so the deadline never finds the task waiting."""
+    client = Client()
+
+    async def trickle() -> Any:
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"", "more_body": True}
+
+    with pytest.raises(RequestError) as caught:
+        async with asyncio.timeout(10):
+            await read_body(client.scope, trickle, 100, 0.01)
+    assert caught.value.status == 408
