@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 # More than a model has formats.
@@ -95,22 +95,16 @@ class ByteDetokenizer:
         return text.removeprefix(" ")
 
 
-class Decoder(Protocol):
-    """The part of the `tokenizers` library that a StepDetokenizer needs."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-
 class StepDetokenizer:
     """For tokenizers whose text depends on neighbouring tokens: each token is decoded together with those before it.
 
-    The window of tokens starts where text was last complete, so its cost does not grow with the generation. `shown` are the special
-    tokens to show, with their text; the others add nothing.
+    The window of tokens starts where text was last complete, so its cost does not grow with the generation. `decode` returns the text of
+    tokens without special ones. `shown` are the special tokens to show, with their text; the others add nothing.
     """
 
-    def __init__(self, decoder: Decoder, shown: Mapping[int, str] | None = None) -> None:
-        self._decoder = decoder
-        self._shown = shown or {}
+    def __init__(self, decode: Callable[[Sequence[int]], str], shown: Mapping[int, str]) -> None:
+        self._decode = decode
+        self._shown = shown
         self._window: list[int] = []
         self._known = 0
         """How many tokens of the window have become text."""
@@ -141,9 +135,8 @@ class StepDetokenizer:
             self._known = len(self._window)
 
     def _new_text(self) -> str:
-        before = self._decoder.decode(self._window[: self._known], skip_special_tokens=True)
-        after = self._decoder.decode(self._window, skip_special_tokens=True)
-        return after[len(before) :]
+        before = self._decode(self._window[: self._known])
+        return self._decode(self._window)[len(before) :]
 
 
 class StopMatcher:

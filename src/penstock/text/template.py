@@ -138,8 +138,7 @@ def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
     """The rendered text, cut where the content of the last message ends."""
     field = "continue_final_message"
     if prompt.begins_answer:
-        message = f"`{field}` and `add_generation_prompt` cannot be combined: expected at most one of them"
-        raise RequestError(message, param=field)
+        raise RequestError(f"`{field}` and `add_generation_prompt` cannot be combined: expected at most one of them", param=field)
     if not prompt.messages:
         raise RequestError(f"`{field}` is set, but `messages` is empty", param=field)
     *before, last = prompt.messages
@@ -148,8 +147,7 @@ def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
     end = rendered.rfind(_MARK)
     text = rendered[:end] if rendered.startswith(_MARK_AND_SPACE, end) else rendered[:end].rstrip()
     if end < 0 or not text.rstrip().endswith(last["content"].strip()):
-        message = f"`{field}` is set, but the model's chat template changes the content of the last message"
-        raise RequestError(message, param=field)
+        raise RequestError(f"`{field}` is set, but the model's chat template changes the content of the last message", param=field)
     return text
 
 
@@ -164,7 +162,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
@@ -179,22 +177,12 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def _mentions(syntax: jinja2.nodes.Template, key: str) -> bool:

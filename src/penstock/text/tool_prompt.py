@@ -32,7 +32,8 @@ def describe_tools(tools: Iterable[Mapping[str, Any]]) -> str:
 
 def calls_text(calls: Iterable[ToolCall]) -> str:
     """Calls as the model writes them."""
-    return "\n".join([f"<tool_call>\n{_call_json(call)}\n</tool_call>" for call in calls])
+    written = [_json({"name": call["function"]["name"], "arguments": call["function"]["arguments"]}) for call in calls]
+    return "\n".join([f"<tool_call>\n{call}\n</tool_call>" for call in written])
 
 
 def tools_in_system(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> Sequence[ChatMessage]:
@@ -76,11 +77,6 @@ def _written_out(message: ChatMessage) -> ChatMessage:
     kept = ChatMessage({**message, "content": f"{message['content']}\n{text}" if message["content"] else text})
     del kept["tool_calls"]
     return kept
-
-
-def _call_json(call: ToolCall) -> str:
-    function = call["function"]
-    return _json({"name": function["name"], "arguments": function["arguments"]})
 
 
 def _paragraphs(*texts: str) -> str:

@@ -67,7 +67,7 @@ class _Session:
             part = following
             position += len(part.text)
         if path and path[-1] in self.leaves:
-            self._touch(path[-1])
+            self.leaves[path[-1]] = self.leaves.pop(path[-1])
         return path
 
     def put(self, parent: _Part, text: str, packed: bytes) -> _Part:
@@ -100,10 +100,6 @@ class _Session:
         """Breaks the reference cycles, so that the memory is freed at once."""
         while self.leaves:
             self._remove(next(iter(self.leaves)))
-
-    def _touch(self, leaf: _Part) -> None:
-        del self.leaves[leaf]
-        self.leaves[leaf] = None
 
     def _remove(self, leaf: _Part) -> None:
         """Removes a leaf, and the parts before it that lead nowhere else."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from penstock.text.formats.calls import MAX_NAME_CHARACTERS
-from penstock.text.formats.json_calls import NO_ARGUMENTS, read_arguments
+from penstock.text.formats.json_calls import read_body
 from penstock.text.formats.parser import Flow, SteppingParser
 from penstock.text.formats.source import Malformed, Markers, Steps
 from penstock.text.output import Reasoning
@@ -33,7 +33,6 @@ class HarmonyParser(SteppingParser):
     """
 
     def _read(self) -> Steps[None]:
-        yield
         if self._begins_inside:
             yield from self._content(_ANALYSIS)
         while True:
@@ -82,14 +81,7 @@ class HarmonyParser(SteppingParser):
 
     def _call(self, name: str) -> Steps[None]:
         self._calls.begin(name)
-        yield from self._source.spaces()
-        following = yield from self._source.peek()
-        if following in ("{", '"', "n"):
-            yield from read_arguments(self._source, self._calls.arguments)
-        elif (yield from self._source.take(_STOPS)):
-            self._calls.arguments(NO_ARGUMENTS)
-        else:
-            raise Malformed
+        yield from read_body(self._source, self._calls, _STOPS)
         self._calls.end()
         yield from self._source.spaces()
         yield from self._source.take_end(_STOPS)

@@ -103,19 +103,9 @@ class NamedCalls:
         if is_fenced:
             yield from source.spaces()
             yield from source.take(_OPENING_FENCES)
-        yield from self._body(source, calls)
+        yield from read_body(source, calls, self.closes)
         calls.end()
         yield from self._after(source, calls, is_fenced)
-
-    def _body(self, source: Source, calls: Calls) -> Steps[None]:
-        yield from source.spaces()
-        following = yield from source.peek()
-        if following in ("{", '"', "n"):
-            yield from read_arguments(source, calls.arguments)
-        elif self.closes.strings and (yield from source.take(self.closes)):
-            calls.arguments(NO_ARGUMENTS)
-        else:
-            raise Malformed
 
     def _after(self, source: Source, calls: Calls, is_fenced: bool) -> Steps[None]:
         """Reads the end of a call, which may be missing."""
@@ -171,8 +161,10 @@ def read_object(source: Source, calls: Calls) -> Steps[None]:
         elif key in _ARGUMENT_KEYS and not has_arguments:
             has_arguments = True
             yield from read_arguments(source, calls.arguments if has_begun else held.append)
+        elif calls.known_only and key not in _KEYS:
+            raise Malformed
         else:
-            yield from _read_other(source, calls, key)
+            yield from read_value(source, lambda _: None)
         yield from source.spaces()
         if not (yield from _has_another(source)):
             break
@@ -181,6 +173,17 @@ def read_object(source: Source, calls: Calls) -> Steps[None]:
     if not has_arguments:
         calls.arguments(NO_ARGUMENTS)
     calls.end()
+
+
+def read_body(source: Source, calls: Calls, closes: Markers) -> Steps[None]:
+    """Reads the arguments of a call. One that is closed at once has none."""
+    yield from source.spaces()
+    if (yield from source.peek()) in ("{", '"', "n"):
+        yield from read_arguments(source, calls.arguments)
+    elif (yield from source.take(closes)):
+        calls.arguments(NO_ARGUMENTS)
+    else:
+        raise Malformed
 
 
 def read_arguments(source: Source, sink: Sink) -> Steps[None]:
@@ -218,19 +221,9 @@ def _is_more_after(source: Source) -> Steps[bool]:
     return not source.is_used_up
 
 
-def _read_other(source: Source, calls: Calls, key: str) -> Steps[None]:
-    if calls.known_only and key not in _KEYS:
-        raise Malformed
-    yield from read_value(source, _ignore)
-
-
 def _has_another(source: Source) -> Steps[bool]:
     following = yield from source.peek()
     if following not in (",", "}"):
         raise Malformed
     source.at += 1
     return following == ","
-
-
-def _ignore(_: str) -> None:
-    pass

@@ -16,6 +16,7 @@ _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _BEGINNING_OF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _RUN = re.compile(r"[-+.\w]+", re.ASCII)
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PAIRS = {"{": "}", "[": "]"}
 _VALUE, _FIRST_KEY, _KEY, _COLON, _FIRST_ITEM, _NEXT = range(6)
 _VALUE_BEGINS = (_VALUE, _FIRST_ITEM)
@@ -57,7 +58,10 @@ class JsonScanner:
         if character == '"':
             self._in_string = False
             out.append(character)
-            self._after_string()
+            if self._expected in _KEY_BEGINS:
+                self._expected = _COLON
+            else:
+                self._after_value()
             return at + 1
         if character == "\\":
             self.is_broken = not _BEGINNING_OF_ESCAPE.match(text, at)
@@ -110,12 +114,6 @@ class JsonScanner:
             return False
         return True
 
-    def _after_string(self) -> None:
-        if self._expected in _KEY_BEGINS:
-            self._expected = _COLON
-        else:
-            self._after_value()
-
     def _after_value(self) -> None:
         self._expected = _NEXT
         self.is_done = not self._closers
@@ -151,20 +149,10 @@ def checked(text: str) -> str | None:
     scanner = JsonScanner()
     out: list[str] = []
     end = scanner.scan(text, 0, out)
-    if not scanner.is_done:
-        return None
-    return "".join(out) if end == len(text) - 1 and is_text(text) else None
+    is_whole = scanner.is_done and end == len(text) - 1
+    return "".join(out) if is_whole and not _SURROGATE.search(text) else None
 
 
 def escaped(text: str) -> str:
     """The text as the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def is_text(text: str) -> bool:
-    """Whether it can be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,6 @@ class Flow:
         self._trims = trims
         self._holds = holds
         self._after_call = after_call
-        self._find_first = re.compile(markers.first_characters).search
 
     def write(self, text: str) -> None:
         body = text.rstrip() if self._holds else text
@@ -55,7 +53,7 @@ class Flow:
 
     def straight(self, text: str) -> Part | None:
         """For an idle flow: plain text as a part. None if it may contain a marker, or must wait. Most tokens take only this path."""
-        if self._find_first(text) or (self._holds and text[-1].isspace()):
+        if self.markers.firsts.search(text) or (self._holds and text[-1].isspace()):
             return None
         return self._kind(text)
 
@@ -91,7 +89,6 @@ class SteppingParser(OutputParser):
         self._flow: Flow | None = None
         self._straight: Flow | None = None
         self._steps = self._read()
-        next(self._steps)
 
     def feed(self, text: str) -> Sequence[Part]:
         if not text:
@@ -111,7 +108,7 @@ class SteppingParser(OutputParser):
         return self._taken()
 
     def _read(self) -> Steps[None]:
-        """Reads everything, up to the end. Yields at least once."""
+        """Reads everything, up to the end."""
         raise NotImplementedError
 
     def _pass(self, flow: Flow) -> Steps[str | None]:
@@ -143,7 +140,6 @@ class FormatParser(SteppingParser):
         super().__init__(schemas, inside_reasoning)
 
     def _read(self) -> Steps[None]:
-        yield
         has_reasoned = (yield from self._read_reasoning(self._reasoning)) if self._reasoning else False
         self._begin_text(trims=has_reasoned)
         yield from self._read_bare()
@@ -170,12 +166,9 @@ class FormatParser(SteppingParser):
                 # They belong to the text that follows.
                 self._source.unread(spaces)
                 return has_reasoned
-            flow = Flow(self._out, Reasoning, reasoning.closes | self._interrupts, trims=True)
-            marker = yield from self._pass(flow)
-            if marker is None:
-                return True
-            if marker in self._interrupts.strings:
-                self._source.give_back(len(marker))
+            marker = yield from self._pass(Flow(self._out, Reasoning, reasoning.closes | self._interrupts, trims=True))
+            if marker is None or marker in self._interrupts.strings:
+                self._source.give_back(len(marker or ""))
                 return True
             is_inside = False
 

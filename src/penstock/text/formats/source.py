@@ -26,29 +26,19 @@ class Malformed(Exception):
 class Markers:
     """Strings to look for. None of them may end within another, so that the result does not depend on how a text is cut."""
 
-    __slots__ = ("_beginnings", "_firsts", "_pattern", "longest", "strings")
+    __slots__ = ("_beginnings", "firsts", "longest", "pattern", "strings")
 
     def __init__(self, *strings: str) -> None:
         self.strings = strings
         self.longest = max(map(len, strings), default=0)
-        self._pattern = re.compile("|".join(map(re.escape, strings)) or _NEVER)
-        self._firsts = re.compile(self.first_characters)
+        self.pattern = re.compile("|".join(map(re.escape, strings)) or _NEVER)
+        firsts = "".join(dict.fromkeys(re.escape(string[0]) for string in strings))
+        self.firsts = re.compile(f"[{firsts}]" if firsts else _NEVER)
+        """Any character that starts a marker."""
         self._beginnings = frozenset(string[:size] for string in strings for size in range(1, len(string)))
 
     def __or__(self, other: Markers) -> Markers:
         return Markers(*dict.fromkeys(self.strings + other.strings))
-
-    @property
-    def first_characters(self) -> str:
-        """A regex for any character that starts a marker."""
-        firsts = "".join(dict.fromkeys(re.escape(string[0]) for string in self.strings))
-        return f"[{firsts}]" if firsts else _NEVER
-
-    def search(self, text: str, at: int) -> re.Match[str] | None:
-        return self._pattern.search(text, at)
-
-    def match(self, text: str, at: int) -> re.Match[str] | None:
-        return self._pattern.match(text, at)
 
     def may_begin(self, text: str) -> bool:
         """Whether this can become a marker with more text."""
@@ -56,7 +46,7 @@ class Markers:
 
     def held_from(self, text: str, at: int) -> int:
         """The position from which the end of a text without markers may still become one."""
-        for first in self._firsts.finditer(text, max(at, len(text) - self.longest + 1)):
+        for first in self.firsts.finditer(text, max(at, len(text) - self.longest + 1)):
             if text[first.start() :] in self._beginnings:
                 return first.start()
         return len(text)
@@ -131,7 +121,7 @@ class Source:
     def take(self, markers: Markers) -> Steps[str | None]:
         """Reads the marker at this position. None, and nothing is read, if there is none."""
         while True:
-            found = markers.match(self.text, self.at)
+            found = markers.pattern.match(self.text, self.at)
             if found:
                 self.at = found.end()
                 return found[0]
@@ -150,7 +140,7 @@ class Source:
     def until(self, markers: Markers, sink: Sink) -> Steps[str | None]:
         """Reads up to and including the next marker. The sink gets the text before it, piece by piece. None if the text ends first."""
         while True:
-            found = markers.search(self.text, self.at)
+            found = markers.pattern.search(self.text, self.at)
             end = found.start() if found else markers.held_from(self.text, self.at)
             if end > self.at:
                 sink(self.text[self.at : end])
@@ -159,7 +149,9 @@ class Source:
                 return found[0]
             self.at = end
             if not (yield from self.wait()):
-                self._pour(sink)
+                if not self.is_used_up:
+                    sink(self.text[self.at :])
+                    self.at = len(self.text)
                 return None
 
     def field(self, markers: Markers, longest: int) -> Steps[tuple[str, str]]:
@@ -167,7 +159,7 @@ class Source:
         pieces: list[str] = []
         room = longest
         while True:
-            found = markers.search(self.text, self.at)
+            found = markers.pattern.search(self.text, self.at)
             end = found.start() if found else markers.held_from(self.text, self.at)
             if end - self.at > room:
                 self.at += room
@@ -201,8 +193,3 @@ class Source:
         """Puts text back before what is not read yet."""
         self.text = text + self.text[self.at :]
         self.at = 0
-
-    def _pour(self, sink: Sink) -> None:
-        if not self.is_used_up:
-            sink(self.text[self.at :])
-            self.at = len(self.text)

@@ -158,7 +158,7 @@ class ModelTokenizer:
     def detokenizer(self, visible: frozenset[str] = frozenset(), skip_special_tokens: bool = True) -> Detokenizer:
         if self._is_byte_level or self._is_sentence_piece:
             return ByteDetokenizer(self._tables.find(visible, skip_special_tokens), self._strips)
-        return StepDetokenizer(self._tokenizer, self._tables.shown(visible, skip_special_tokens))
+        return StepDetokenizer(self.decode, self._tables.shown(visible, skip_special_tokens))
 
     def _find_around(self) -> tuple[Sequence[int], Sequence[int]]:
         """The tokens that `encode` puts before and after those of a text."""

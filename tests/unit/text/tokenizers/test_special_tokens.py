@@ -74,7 +74,7 @@ def test_a_character_that_a_special_token_breaks_off_is_replaced() -> None:
 def test_steps_break_characters_off_as_well() -> None:
     library = byte_level(["</s>"])
     (end,), (letter,) = library.encode("</s>").ids, library.encode("a").ids
-    detokenizer = StepDetokenizer(library, {end: "</s>"})
+    detokenizer = StepDetokenizer(library.decode, {end: "</s>"})
     broken = library.encode("☃").ids[:-1]
     assert [detokenizer.feed([token_id]) for token_id in (*broken, end, letter, end)][-3:] == ["\N{REPLACEMENT CHARACTER}</s>", "a", "</s>"]
     assert detokenizer.finish() == ""
