@@ -15,6 +15,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, ExternalEngine
+from penstock.backends.external.kv_events import BlockMirror
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.kv.sessions import Session, Sessions
 from penstock.wire.messages import (
@@ -44,17 +45,11 @@ MAX_SEED = 2**63 - 1
 
 
 class EventFeed(Protocol):
-    """An engine's KV events. `cached` and `removed` are numbers of blocks."""
+    """An engine's KV events. `mirror` has the blocks that the engine is known to have."""
 
-    @property
-    def cached(self) -> int: ...
-
-    @property
-    def removed(self) -> int: ...
+    mirror: BlockMirror
 
     async def start(self) -> None: ...
-
-    def snapshot(self) -> Snapshot: ...
 
     async def close(self) -> None: ...
 
@@ -69,20 +64,6 @@ class _Generation:
     `position` is the offset of its next token. `to_skip` are tokens that another worker generated, and that this engine generates again:
     an engine can follow a grammar only from its start.
     """
-
-    __slots__ = (
-        "blocks",
-        "cached_tokens",
-        "has_begun",
-        "position",
-        "prompt_logprobs",
-        "reported",
-        "request",
-        "session",
-        "session_state",
-        "task",
-        "to_skip",
-    )
 
     def __init__(self, request: Submit, session: Session | None, session_state: SessionState | None) -> None:
         self.request = request
@@ -209,18 +190,18 @@ class ExternalBackend:
         return self._sessions.describe(session_ids, self._clock())
 
     async def snapshot(self) -> Snapshot | None:
-        return None if self._feed is None else self._feed.snapshot()
+        return None if self._feed is None else self._feed.mirror.snapshot()
 
     def stats(self) -> WorkerStats:
-        feed = self._feed
+        mirror = None if self._feed is None else self._feed.mirror
         return WorkerStats(
             running=self._running,
             queued=len(self._open) - self._running,
             kv_blocks_used=self._blocks_used,
-            kv_blocks_cached=0 if feed is None else feed.cached,
+            kv_blocks_cached=0 if mirror is None else mirror.cached,
             kv_blocks_total=self._facts.kv_blocks,
             sessions=len(self._sessions),
-            kv_blocks_evicted=0 if feed is None else feed.removed,
+            kv_blocks_evicted=0 if mirror is None else mirror.removed,
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
         )

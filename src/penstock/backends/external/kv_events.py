@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -106,14 +106,11 @@ def decode_batch(payload: bytes) -> EngineBatch:
     return EngineBatch(old.at, list(old.events), old.rank)
 
 
-class _Block:
+class _Block(NamedTuple):
     """A block that the engine has. It is published while all blocks before it are there, too."""
 
-    __slots__ = ("name", "parent")
-
-    def __init__(self, name: bytes, parent: bytes) -> None:
-        self.name = name
-        self.parent = parent
+    name: bytes
+    parent: bytes
 
 
 class _EventBuilder:
@@ -190,12 +187,14 @@ class BlockMirror:
                     self._remove(event)
                 case EngineCleared():
                     self._clear()
-        return self._take()
+        taken = KvEvents(self._next_number, self._builder.events())
+        self._builder = _EventBuilder()
+        self._next_number += len(taken.events)
+        return taken
 
     def forget(self) -> KvEvents:
         """Forgets all blocks, because an event was missed."""
-        self._clear()
-        return self._take()
+        return self.apply([EngineCleared()])
 
     def snapshot(self) -> Snapshot:
         """All published blocks, parents before children. There may be hundreds of thousands and the event loop waits, so this is one pass
@@ -269,18 +268,10 @@ class BlockMirror:
             return None
         siblings[name] = self._blocks[key] = block
         self._children[block.parent] = siblings
-        if parent is None or parent.name in self._published:
-            self._publish(block)
+        for following in self._with_following(block) if parent is None or parent.name in self._published else ():
+            self._published[following.name] = following.parent
+            self._builder.stored(following)
         return block
-
-    def _publish(self, first: _Block) -> None:
-        """Publishes the block and the known blocks after it."""
-        stack = [first]
-        while stack:
-            block = stack.pop()
-            self._published[block.name] = block.parent
-            self._builder.stored(block)
-            stack.extend(self._children.get(block.name, {}).values())
 
     def _remove(self, event: EngineRemoved) -> None:
         if not _is_on_device(event):
@@ -294,15 +285,16 @@ class BlockMirror:
             if not siblings:
                 del self._children[block.parent]
             self.removed += 1
-            if block.name in self._published:
-                self._withdraw(block)
+            for following in self._with_following(block) if block.name in self._published else ():
+                del self._published[following.name]
+                self._builder.removed(following)
 
-    def _withdraw(self, first: _Block) -> None:
+    def _with_following(self, first: _Block) -> Iterator[_Block]:
+        """The block and the known blocks after it."""
         stack = [first]
         while stack:
             block = stack.pop()
-            del self._published[block.name]
-            self._builder.removed(block)
+            yield block
             stack.extend(self._children.get(block.name, {}).values())
 
     def _clear(self) -> None:
@@ -310,13 +302,6 @@ class BlockMirror:
         self._children.clear()
         self._published.clear()
         self._builder.cleared()
-
-    def _take(self) -> KvEvents:
-        events = self._builder.events()
-        self._builder = _EventBuilder()
-        taken = KvEvents(self._next_number, events)
-        self._next_number += len(events)
-        return taken
 
     def _log_once(self, reason: str) -> None:
         if reason not in self._logged:

@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 from penstock.backends.external.engine import EventEndpoints
 from penstock.backends.external.kv_events import BlockMirror, EngineEvent, decode_batch
 from penstock.wire.errors import ConfigError
-from penstock.wire.messages import KvEvent, KvEvents, Snapshot
+from penstock.wire.messages import KvEvent, KvEvents
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class KvEventFeed:
         self.gaps = 0
         self.malformed = 0
         self._endpoints = endpoints
-        self._mirror = BlockMirror(block_size)
+        self.mirror = BlockMirror(block_size)
         self._on_events = on_events
         self._replay_seconds = replay_seconds
         self._clock = clock
@@ -86,20 +86,6 @@ class KvEventFeed:
         self._pending: list[KvEvent] = []
         self._pending_first = 0
         self._busy_until = 0.0
-
-    @property
-    def cached(self) -> int:
-        """The number of blocks that the engine is known to have."""
-        return self._mirror.cached
-
-    @property
-    def removed(self) -> int:
-        """The number of known blocks that the engine has evicted since the start."""
-        return self._mirror.removed
-
-    def snapshot(self) -> Snapshot:
-        """All blocks that the engine is known to have."""
-        return self._mirror.snapshot()
 
     async def start(self) -> None:
         """Begins to follow, also an engine that is not there yet. Raises ConfigError for a wrong address."""
@@ -136,7 +122,6 @@ class KvEventFeed:
         return socket
 
     def _subscribe(self) -> zmq.asyncio.Socket:
-
         subscriber = self._open(zmq.SUB, MAX_WAITING)
         subscriber.subscribe(self._topic)
         # Before the connect, so that the monitor sees the first connection.
@@ -265,11 +250,11 @@ class KvEventFeed:
         if message.events is None:
             self._note_malformed(message.problem)
         else:
-            self._add(self._mirror.apply(message.events))
+            self._add(self.mirror.apply(message.events))
 
     def _lose(self) -> None:
         self.gaps += 1
-        self._add(self._mirror.forget())
+        self._add(self.mirror.forget())
 
     def _add(self, new: KvEvents) -> None:
         if not self._pending:

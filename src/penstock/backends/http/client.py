@@ -131,16 +131,8 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
 
-    async def get(self, path: str, seconds: float) -> Answer:
-        """Raises Unreachable or Broken."""
-        assert self._session is not None
-        with _translated():
-            async with asyncio.timeout(seconds), self._session.get(self._url + path, allow_redirects=False) as response:
-                return Answer(response.status, response.content_type, await _read(response, MAX_ANSWER_BYTES))
-
-    async def post(self, path: str, body: Body, seconds: float) -> Answer:
-        """For short answers. Raises Unreachable or Broken."""
-        assert self._session is not None
+    async def ask(self, path: str, body: Body | None, seconds: float) -> Answer:
+        """For short answers: a GET, or a POST with a body. Raises Unreachable or Broken."""
         with _translated():
             async with asyncio.timeout(seconds), await self._send(path, body) as response:
                 return Answer(response.status, response.content_type, await _read(response, MAX_ANSWER_BYTES))
@@ -159,15 +151,16 @@ class EngineClient:
             # Keeps the connection if the answer was read to its end, else closes it.
             response.release()
 
-    async def _send(self, path: str, body: Body) -> aiohttp.ClientResponse:
+    async def _send(self, path: str, body: Body | None) -> aiohttp.ClientResponse:
         assert self._session is not None
-        content, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
+        request: dict[str, Any] = {"url": self._url + path, "allow_redirects": False}
+        if body is None:
+            return await self._session.get(**request)
+        request |= {"data": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
         while True:
             use = _Use()
             try:
-                return await self._session.post(
-                    self._url + path, data=content, headers=headers, allow_redirects=False, trace_request_ctx=use
-                )
+                return await self._session.post(**request, trace_request_ctx=use)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 # On a kept connection: the server closed it before it read the request, so it is sent again. On a new connection the
                 # server may have begun the request, which must not run twice.

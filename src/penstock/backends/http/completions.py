@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,24 +25,23 @@ FOR_LLGUIDANCE = f"{_DIRECTIVE} {{}}\n"
 ID_MARK = "token_id:"
 
 
+@dataclass(frozen=True)
 class VllmDialect(Dialect):
     """vLLM's token-level route: tokens in, tokens out, no text."""
 
     path = "/inference/v1/generate"
-
-    def __init__(self, model: str, has_grammar: bool = False) -> None:
-        self._model = model
-        self._has_grammar = has_grammar
+    model: str
+    has_grammar: bool = False
 
     def body(self, request: EngineRequest) -> Body:
         params = _common(request) | {"detokenize": False}
         if request.lark is not None:
-            params["structured_outputs"] = _structured(request.lark, self._has_grammar, FOR_LLGUIDANCE)
+            params["structured_outputs"] = _structured(request.lark, self.has_grammar, FOR_LLGUIDANCE)
         if request.logprobs:
             # vLLM counts the token itself, so without one more the last alternative would be missing.
             params["logprobs"] = max(request.logprobs, min(request.logprobs + 1, MAX_ALTERNATIVES))
         return {
-            "model": self._model,
+            "model": self.model,
             "request_id": request.id,
             "token_ids": request.token_ids,
             "sampling_params": params,
@@ -55,27 +55,26 @@ class VllmDialect(Dialect):
         return "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}
 
 
+@dataclass(frozen=True)
 class CompletionsDialect(Dialect):
     """`/v1/completions` of a server that sends token ids with its text: vLLM or Penstock. `has_logprob_ids`: also with logprobs.
     `grammar_prefix` is what the server needs before a grammar."""
 
     path = "/v1/completions"
-
-    def __init__(self, model: str, has_logprob_ids: bool, has_grammar: bool = False, grammar_prefix: str = FOR_LLGUIDANCE) -> None:
-        self._model = model
-        self._has_logprob_ids = has_logprob_ids
-        self._has_grammar = has_grammar
-        self._grammar_prefix = grammar_prefix
+    model: str
+    has_logprob_ids: bool
+    has_grammar: bool = False
+    grammar_prefix: str = FOR_LLGUIDANCE
 
     def body(self, request: EngineRequest) -> Body:
-        if (request.logprobs is not None or request.prompt_logprobs) and not self._has_logprob_ids:
+        if (request.logprobs is not None or request.prompt_logprobs) and not self.has_logprob_ids:
             raise unsupported("logprobs; the server sends them without token ids")
         params = _common(request) | {"return_token_ids": True}
         if request.logprobs is not None:
             params["return_tokens_as_token_ids"] = True
         if request.lark is not None:
-            params["structured_outputs"] = _structured(request.lark, self._has_grammar, self._grammar_prefix)
-        return {"model": self._model, "prompt": request.token_ids, **params, **_streamed(request)}
+            params["structured_outputs"] = _structured(request.lark, self.has_grammar, self.grammar_prefix)
+        return {"model": self.model, "prompt": request.token_ids, **params, **_streamed(request)}
 
     def reader(self, request: EngineRequest) -> Reader:
         return _TokensReader(request)
@@ -210,12 +209,8 @@ def _read_logprobs(logprobs: _Logprobs | None, count: int) -> tuple[TokenLogprob
             [_logprob(entry.logprob, {top.token_id: top.logprob for top in entry.top_logprobs}, count) for entry in logprobs.content]
         )
     tops = logprobs.top_logprobs or [None] * len(logprobs.token_logprobs)
-    return tuple(
-        [
-            _logprob(logprob, {_marked_id(token): value for token, value in (top or {}).items()}, count)
-            for logprob, top in zip(logprobs.token_logprobs, tops, strict=False)
-        ]
-    )
+    by_id = [{_marked_id(token): value for token, value in (top or {}).items()} for top in tops]
+    return tuple([_logprob(logprob, top, count) for logprob, top in zip(logprobs.token_logprobs, by_id, strict=False)])
 
 
 def _logprob(logprob: float | None, alternatives: Mapping[int, float | None], count: int) -> TokenLogprob:

@@ -121,24 +121,23 @@ class SglangTraits:
     is_disaggregated: bool = False
 
 
+@dataclass(frozen=True)
 class SglangDialect(Dialect):
     """SGLang's own route: token ids in, token ids out."""
 
     path = "/generate"
-
-    def __init__(self, traits: SglangTraits) -> None:
-        self._traits = traits
+    traits: SglangTraits
 
     def body(self, request: EngineRequest) -> Body:
-        if request.bootstrap is not None and not self._traits.is_disaggregated:
+        if request.bootstrap is not None and not self.traits.is_disaggregated:
             raise unsupported("separate prefill and decode; the server was not started for it")
-        if request.lark is not None and not self._traits.has_grammar:
+        if request.lark is not None and not self.traits.has_grammar:
             raise unsupported("a grammar; SGLang must be started with --grammar-backend llguidance")
-        body = as_parameters(request, None, tags_sessions=self._traits.has_sessions, has_priority=self._traits.has_priority)
+        body = as_parameters(request, None, tags_sessions=self.traits.has_sessions, has_priority=self.traits.has_priority)
         return body | {"stream": not request.prompt_logprobs}
 
     def reader(self, request: EngineRequest) -> Reader:
-        return _SglangReader(request, self._traits.is_incremental)
+        return _SglangReader(request, self.traits.is_incremental)
 
     def abort(self, request_id: str) -> tuple[str, Body] | None:
         return "/abort_request", {"rid": request_id}

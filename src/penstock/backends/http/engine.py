@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineReport, EngineRequest
 from penstock.backends.http.client import Broken, EngineClient, Silent, Stream, Unreachable
@@ -70,13 +70,12 @@ class HttpEngine:
     async def start(self, on_death: Callable[[str], None]) -> EngineFacts:
         self._client.open()
         try:
-            found = await self._find()
+            found = self._found = await self._find()
             self._dialect = found.make_dialect(self._tokenizer)
         except BaseException:
             await self._client.close()
             raise
-        self._found = found
-        self._tell_of(found)
+        self._log_route(found)
         self._watch = asyncio.create_task(self._watch_over(on_death), name="watching the engine's server")
         return found.facts
 
@@ -86,7 +85,7 @@ class HttpEngine:
             raise ConfigError(f"--url {self._settings.url}: the server does not report its context length: set --context-length")
         return found
 
-    def _tell_of(self, found: Found) -> None:
+    def _log_route(self, found: Found) -> None:
         report = found.report
         log.info("%s %s at %s, by %s", report.engine, report.version, self._settings.url, self._dialect.path)
         for hint in found.hints:
@@ -102,10 +101,13 @@ class HttpEngine:
                 if stream.refusal is not None:
                     reader.is_over = True
                     raise refused(stream.refusal.message, stream.refusal.status)
-                with self._answering():
+                self._answers += 1
+                try:
                     async with contextlib.aclosing(_chunks(stream, reader)) as chunks:
                         async for chunk in chunks:
                             yield chunk
+                finally:
+                    self._answers -= 1
         except Unreachable as error:
             reader.is_over = True
             raise await self._unreachable(error) from error
@@ -153,21 +155,12 @@ class HttpEngine:
         path = self._found.ping_path
         while True:
             try:
-                answer = await self._client.get(path, PING_SECONDS)
-                break
+                answer = await self._client.ask(path, None, PING_SECONDS)
             except Silent:
                 continue
             except (Unreachable, Broken) as error:
                 return f"GET {path}: {error}"
-        return f"GET {path} answered {answer.status}" if answer.status >= 500 else None
-
-    @contextlib.contextmanager
-    def _answering(self) -> Generator[None, None, None]:
-        self._answers += 1
-        try:
-            yield
-        finally:
-            self._answers -= 1
+            return f"GET {path} answered {answer.status}" if answer.status >= 500 else None
 
     async def _unreachable(self, error: Unreachable) -> Exception:
         """One failed connect does not mean that the engine is dead, above all while other answers are coming."""
@@ -192,7 +185,7 @@ class HttpEngine:
     async def _tell(self, path: str, body: dict[str, object]) -> None:
         """Posts what the engine would also notice by itself later, so a failure is only logged."""
         try:
-            answer = await self._client.post(path, body, ABORT_SECONDS)
+            answer = await self._client.ask(path, body, ABORT_SECONDS)
         except (Unreachable, Broken) as error:
             log.info("POST %s: %s", path, error)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,15 +38,13 @@ UNKNOWN_VERSION = "unknown version"
 # Where SGLang describes itself, and a field that shows that it is SGLang.
 SGLANG_INFO = {"/server_info": "max_total_num_tokens", "/get_server_info": "max_total_num_tokens", "/model_info": "is_generation"}
 
-MakeDialect = Callable[[Tokenizer], Dialect]
-
 
 @dataclass(frozen=True)
 class Found:
     """A route and its engine. `ping_path` answers after the engine's own loop. `session_path` closes a session, None without sessions.
     `hints` are for the log."""
 
-    make_dialect: MakeDialect
+    make_dialect: Callable[[Tokenizer], Dialect]
     facts: EngineFacts
     report: EngineReport
     ping_path: str
@@ -98,34 +97,26 @@ class _Probe:
     def failure(self, why: str) -> ConfigError:
         return ConfigError(f"--url {self.settings.url}: {why}; tried {'; '.join(self.tried)}")
 
-    async def get(self, path: str) -> Answer | None:
-        return await self._ask("GET", path, None)
-
     async def info(self, path: str) -> dict[str, Any]:
         """The JSON object at this path. Empty if there is none."""
-        answer = await self.get(path)
+        answer = await self.ask(path)
         content = None if answer is None else answer.json
         return content if isinstance(content, dict) else {}
 
-    async def post(self, path: str, body: Body) -> Answer | None:
-        return await self._ask("POST", path, body)
-
-    async def _ask(self, method: str, path: str, body: Body | None) -> Answer | None:
+    async def ask(self, path: str, body: Body | None = None) -> Answer | None:
         """The answer if its status is 200. Raises ConfigError if nothing answers or the API key is wrong."""
+        request = f"{'GET' if body is None else 'POST'} {path}"
         try:
-            if body is None:
-                answer = await self._client.get(path, PROBE_SECONDS)
-            else:
-                answer = await self._client.post(path, body, PROBE_SECONDS)
+            answer = await self._client.ask(path, body, PROBE_SECONDS)
         except Unreachable as error:
-            raise ConfigError(f"--url {self.settings.url}: {method} {path}: {error}") from error
+            raise ConfigError(f"--url {self.settings.url}: {request}: {error}") from error
         except Broken as error:
-            self.tried.append(f"{method} {path}: {error}")
+            self.tried.append(f"{request}: {error}")
             return None
         if answer.status == 200:
-            self.tried.append(f"{method} {path}: 200")
+            self.tried.append(f"{request}: 200")
             return answer
-        self.tried.append(f"{method} {path}: {answer.status} {answer.message[:200]}")
+        self.tried.append(f"{request}: {answer.status} {answer.message[:200]}")
         if answer.status == 401:
             what = "needs an API key" if self.settings.api_key is None else "rejects the API key"
             raise ConfigError(f"--url {self.settings.url}: the engine {what}; set {ENGINE_KEY_VARIABLE}: {answer.message[:200]}")
@@ -133,42 +124,30 @@ class _Probe:
 
     async def make(self, path: str, body: Body) -> Mapping[str, Any] | None:
         """Generates something and returns the only choice."""
-        answer = await self.post(path, body)
+        answer = await self.ask(path, body)
         if answer is None:
             return None
-        try:
-            decoded, raw = read_event(answer.body), answer.json
-        except EngineRefused:
-            decoded, raw = None, None
-        if decoded is None or not decoded.choices or not isinstance(raw, dict):
-            self.tried.append(f"POST {path}: the answer is not a completion")
-            return None
-        return dict(raw["choices"][0])
+        raw = answer.json
+        with contextlib.suppress(EngineRefused):
+            if read_event(answer.body).choices and isinstance(raw, dict):
+                return dict(raw["choices"][0])
+        self.tried.append(f"POST {path}: the answer is not a completion")
+        return None
 
     def facts(self, context_length: int | None, block_size: int | None, capabilities: tuple[Capability, ...], **known: int) -> EngineFacts:
         """The user's settings are used if the engine reports nothing. They may also reduce the context. 0: an unknown context."""
-        said = [length for length in (context_length, self.settings.context_length) if length]
+        settings = self.settings
         return EngineFacts(
-            context_length=min(said, default=0),
-            block_size=block_size or self.settings.block_size or USUAL_BLOCK_SIZE,
-            events=self._endpoints,
+            context_length=min(filter(None, (context_length, settings.context_length)), default=0),
+            block_size=block_size or settings.block_size or USUAL_BLOCK_SIZE,
+            events=None if settings.kv_events is None else EventEndpoints(settings.kv_events, settings.kv_replay),
             capabilities=capabilities,
             **known,
-        )
-
-    def context(self, facts: EngineFacts) -> Feature:
-        known = facts.context_length
-        return Feature(
-            "context length", bool(known), f"{known:,} tokens" if known else "the server does not report it: set --context-length"
         )
 
     def events(self, hint: str = "if the server has them, set --kv-events") -> Feature:
         known = self.settings.kv_events
         return Feature("KV events", known is not None, hint if known is None else f"from {known}")
-
-    @property
-    def _endpoints(self) -> EventEndpoints | None:
-        return None if self.settings.kv_events is None else EventEndpoints(self.settings.kv_events, self.settings.kv_replay)
 
 
 # SGLang.
@@ -189,10 +168,9 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
     version = str(info.get("version") or "")
     is_incremental = await _is_incremental(probe, info, version)
     mode = str(info.get("disaggregation_mode") or "null")
-    has_tokenizer = not info.get("skip_tokenizer_init")
     traits = SglangTraits(
         is_incremental=is_incremental,
-        has_grammar=info.get("grammar_backend") == "llguidance" and has_tokenizer,
+        has_grammar=info.get("grammar_backend") == "llguidance" and not info.get("skip_tokenizer_init"),
         has_sessions=bool(info.get("enable_session_radix_cache")),
         has_priority=bool(info.get("enable_priority_scheduling")) or info.get("radix_eviction_policy") == "priority",
         is_disaggregated=mode != "null",
@@ -206,9 +184,8 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
         kv_blocks=info.get("max_total_num_tokens", 0) // (page_size or USUAL_BLOCK_SIZE),
         max_batch=_sglang_batch(info),
     )
-    report = EngineReport(
-        "SGLang over HTTP", version or None, "any that has /generate", features=_sglang_features(probe, traits, info, mode)
-    )
+    features = _sglang_features(probe, traits, info, mode)
+    report = EngineReport("SGLang over HTTP", version or None, "any that has /generate", features=features)
     return Found(
         lambda _: SglangDialect(traits),
         facts,
@@ -236,7 +213,7 @@ async def _seen_incremental(probe: _Probe) -> bool:
     """Finds out by a test: the events repeat the tokens so far, or not."""
     count = 8
     body = {"input_ids": [ANY_TOKEN], "stream": True, "sampling_params": {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}}
-    answer = await probe.post(SglangDialect.path, body)
+    answer = await probe.ask(SglangDialect.path, body)
     found = re.findall(rb'"output_ids":\s*\[([^\]]*)\]', b"" if answer is None else answer.body)
     counts = [len(ids.split(b",")) for ids in found]
     if len(counts) < 2 or (counts[-1] == count) == (sum(counts) == count):
@@ -249,8 +226,7 @@ async def _sglang_context(probe: _Probe, info: Mapping[str, Any]) -> int | None:
     longest = info.get("max_req_input_len")
     if longest:
         return int(longest) + (0 if info.get("allow_auto_truncate") else SGLANG_RESERVE)
-    answer = await probe.get("/v1/models")
-    models = _models_in(answer)
+    models = _models_in(await probe.ask("/v1/models"))
     return models[0].max_model_len - 2 if models and models[0].max_model_len else None
 
 
@@ -290,7 +266,7 @@ def _models_in(answer: Answer | None) -> list[_Model]:
 
 async def _model(probe: _Probe) -> _Model:
     """The requested model, or the only one. A server that lists no models needs --upstream-model."""
-    models, wanted = _models_in(await probe.get("/v1/models")), probe.settings.model_name
+    models, wanted = _models_in(await probe.ask("/v1/models")), probe.settings.model_name
     if wanted is None and not models:
         raise probe.failure("the server lists no models: set --upstream-model")
     names = ", ".join(model.id for model in models)[:200]
@@ -359,15 +335,12 @@ async def _with_tokens(probe: _Probe, model: _Model, dialect: Dialect, *, has_lo
 
 
 async def _text(probe: _Probe, model: _Model) -> Found:
-    path = TextDialect.path
-    if await probe.make(path, _one_token(model)) is None:
+    if await probe.make(TextDialect.path, _one_token(model)) is None:
         raise probe.failure("no route completes a prompt of token ids")
     text_only = "the server answers with text only, which is tokenized here"
     facts = probe.facts(_reported_context(model), None, ())
     features = (
-        Feature("exact token ids", False, text_only),
-        Feature("logprobs", False, text_only),
-        Feature("prompt logprobs", False, text_only),
+        *(Feature(name, False, text_only) for name in ("exact token ids", "logprobs", "prompt logprobs")),
         Feature("grammar", False, "the server may not follow it"),
         Feature("stop ids", False, "sent, but the server may ignore them"),
         Feature("exact usage", False, "counts the tokens as tokenized here"),
@@ -375,22 +348,19 @@ async def _text(probe: _Probe, model: _Model) -> Found:
         *_of_completions(probe, facts),
     )
     report = EngineReport(_name(model), await _version(probe, model), "any with OpenAI's completions", features=features)
-
-    def make_dialect(tokenizer: Tokenizer) -> Dialect:
-        return TextDialect(model.id, tokenizer, byte_tokens(tokenizer))
-
-    return Found(make_dialect, facts, report, await _ping_path(probe))
+    return Found(lambda tokenizer: TextDialect(model.id, tokenizer, byte_tokens(tokenizer)), facts, report, await _ping_path(probe))
 
 
 def _of_completions(probe: _Probe, facts: EngineFacts) -> tuple[Feature, ...]:
     """The features of every server that has only completions."""
+    length = facts.context_length
     return (
         Feature("sessions", True, "as affinity only"),
         Feature("retention", False, "the server has no such setting over HTTP"),
         probe.events(),
         Feature("cached tokens", False, "reported after the answer, which is too late"),
         Feature("disaggregation", False, "not over this route"),
-        probe.context(facts),
+        Feature("context length", bool(length), f"{length:,} tokens" if length else "the server does not report it: set --context-length"),
     )
 
 
@@ -410,10 +380,10 @@ async def _version(probe: _Probe, model: _Model) -> str:
 
 async def _cache_config(probe: _Probe) -> dict[str, str]:
     """The KV cache's block size and number of blocks, from vLLM's metrics. No other route reports them."""
-    answer = await probe.get("/metrics")
+    answer = await probe.ask("/metrics")
     found = None if answer is None else _CACHE_LABELS.search(answer.body.decode("utf-8", "replace"))
     return {} if found is None else dict(_LABEL.findall(found[1]))
 
 
 async def _ping_path(probe: _Probe) -> str:
-    return "/health" if await probe.get("/health") is not None else "/v1/models"
+    return "/health" if await probe.ask("/health") is not None else "/v1/models"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -21,6 +22,7 @@ BARRIER = "\u263a"
 ANCHOR = 8
 
 
+@dataclass(frozen=True)
 class TextDialect(Dialect):
     """`/v1/completions` of any server. It answers with text, which is tokenized here.
 
@@ -28,17 +30,15 @@ class TextDialect(Dialect):
     """
 
     path = "/v1/completions"
-
-    def __init__(self, model: str, tokenizer: Tokenizer, of_bytes: Mapping[int, int]) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._of_bytes = of_bytes
+    model: str
+    tokenizer: Tokenizer
+    of_bytes: Mapping[int, int]
 
     def body(self, request: EngineRequest) -> Body:
         _check_supported(request)
         sampling = request.sampling
         body: Body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": request.token_ids,
             "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
@@ -63,7 +63,7 @@ class TextDialect(Dialect):
         return body | {name: value for name, value in own.items() if value}
 
     def reader(self, request: EngineRequest) -> Reader:
-        return _TextReader(request, TextTokens(self._tokenizer, self._of_bytes), self._tokenizer.end_id)
+        return _TextReader(request, TextTokens(self.tokenizer, self.of_bytes), self.tokenizer.end_id)
 
 
 def _check_supported(request: EngineRequest) -> None:

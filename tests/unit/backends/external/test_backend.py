@@ -12,6 +12,7 @@ import pytest
 from penstock.backends.external import backend as external_backend
 from penstock.backends.external.backend import ExternalBackend
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.external.kv_events import BlockMirror, EngineRemoved, EngineStored
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
@@ -26,7 +27,6 @@ from penstock.wire.messages import (
     PromptReport,
     Segment,
     SessionTurn,
-    Snapshot,
     Submit,
     Terminal,
     TokenLogprob,
@@ -97,21 +97,17 @@ def to_lark(grammar: Grammar) -> str:
 
 
 class Feed:
-    """A feed of events without an engine."""
-
-    cached = 3
-    removed = 2
+    """A feed of events without an engine. Of five blocks, two have been evicted."""
 
     def __init__(self, endpoints: EventEndpoints, block_size: int, on_events: Callable[[KvEvents], None]) -> None:
+        self.mirror = BlockMirror(block_size)
+        self.mirror.apply([EngineStored([1, 2, 3, 4, 5], None, [*range(5 * block_size)], block_size), EngineRemoved([4, 5])])
         self.made_with = endpoints, block_size
         self.on_events = on_events
         self.is_open = False
 
     async def start(self) -> None:
         self.is_open = True
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(1, ())
 
     async def close(self) -> None:
         self.is_open = False
@@ -226,7 +222,7 @@ async def test_the_model_has_the_facts_of_the_engine() -> None:
         assert rig.feeds[0].made_with == (EventEndpoints("ipc://here"), 4)
         rig.feeds[0].on_events(KvEvents(0, (BlocksStored(b"", (b"12345678",)),)))
         assert rig.events == [KvEvents(0, (BlocksStored(b"", (b"12345678",)),))]
-        assert await rig.backend.snapshot() == Snapshot(1, ())
+        assert await rig.backend.snapshot() == rig.feeds[0].mirror.snapshot()
         assert (rig.backend.stats().kv_blocks_cached, rig.backend.stats().kv_blocks_evicted) == (3, 2)
     assert not rig.feeds[0].is_open
 

@@ -172,11 +172,11 @@ async def following(endpoints: EventEndpoints, replay_seconds: float = 10.0) -> 
     finally:
         await feed.close()
     from_nothing: set[bytes] = set()
-    snapshot = feed.snapshot()
+    snapshot = feed.mirror.snapshot()
     apply_events(from_nothing, snapshot.events)
     assert from_nothing == listener.blocks
     assert snapshot.next_number == listener.next_number
-    assert feed.cached == len(listener.blocks)
+    assert feed.mirror.cached == len(listener.blocks)
 
 
 def without_replay(engine: Engine) -> EventEndpoints:
@@ -190,7 +190,7 @@ async def test_published_events_arrive(tmp_path: Path) -> None:
         await engine.publish(stored(1, blocks=3))
         await engine.publish(stored(1, start=3), stored(2))
         await engine.publish(removed(1, 3))
-        await listener.until(lambda: feed.removed == 1)
+        await listener.until(lambda: feed.mirror.removed == 1)
         assert listener.blocks == names(1, 3) | names(2)
         await engine.publish({"type": "AllBlocksCleared"})
         await listener.until_told(set())
@@ -231,7 +231,7 @@ async def test_dropped_messages_are_replayed_while_new_ones_wait(tmp_path: Path)
         assert engine.asked == [0, 1]
         await engine.publish(stored(4))
         await listener.until_told(names(1, 4) | names(4))
-        assert feed.removed == 2
+        assert feed.mirror.removed == 2
 
 
 async def test_a_gap_that_no_replay_fills_clears_all(tmp_path: Path) -> None:

@@ -575,12 +575,12 @@ async def test_only_requests_that_the_server_did_not_read_are_sent_again(answere
     async with server, contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(client.close)
         if answered:
-            await client.post("/", {}, SECONDS)
-            assert (await client.post("/", {}, SECONDS)).status == 200
+            await client.ask("/", {}, SECONDS)
+            assert (await client.ask("/", {}, SECONDS)).status == 200
             assert asked_on == [0, 0, 1]
         else:
             with pytest.raises(Broken, match="closed before the answer"):
-                await client.post("/", {}, SECONDS)
+                await client.ask("/", {}, SECONDS)
             assert asked_on == [0]
 
 
