@@ -19,7 +19,7 @@ LOOKUP_SECONDS = 10.0
 MAX_ERROR_BYTES = 65_536
 
 
-class _Details(msgspec.Struct):
+class Details(msgspec.Struct, frozen=True):
     """What a Penstock server adds to OpenAI's fields of a model."""
 
     engine: str | None = None
@@ -28,15 +28,7 @@ class _Details(msgspec.Struct):
 
 class Model(msgspec.Struct):
     id: str
-    penstock: _Details | None = None
-
-    @property
-    def engine(self) -> str | None:
-        return self.penstock.engine if self.penstock is not None else None
-
-    @property
-    def tokenizer(self) -> str:
-        return self.penstock.tokenizer if self.penstock is not None else ""
+    penstock: Details = Details()
 
 
 class _Models(msgspec.Struct):

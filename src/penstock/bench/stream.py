@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -38,39 +39,25 @@ class _Chunk(msgspec.Struct):
 _CHUNKS = msgspec.json.Decoder(_Chunk)
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
     """The record of one request. It is filled in while the request runs, so an interrupted one is kept, too.
 
     `times` and `sizes` have the time and the number of characters of each read with text.
     """
 
-    __slots__ = (
-        "completion_tokens",
-        "done",
-        "ended",
-        "error",
-        "events",
-        "finish_reason",
-        "number",
-        "parts",
-        "seed",
-        "sizes",
-        "started",
-        "times",
-    )
-
-    def __init__(self, number: int, seed: int) -> None:
-        self.number = number
-        self.seed = seed
-        self.started = self.ended = 0.0
-        self.times = array("d")
-        self.sizes = array("L")
-        self.parts: list[str] = []
-        self.events = 0
-        self.completion_tokens: int | None = None
-        self.finish_reason: str | None = None
-        self.done = False
-        self.error: str | None = None
+    number: int
+    seed: int
+    started: float = 0.0
+    ended: float = 0.0
+    times: array[float] = field(default_factory=lambda: array("d"))
+    sizes: array[int] = field(default_factory=lambda: array("L"))
+    parts: list[str] = field(default_factory=list)
+    events: int = 0
+    completion_tokens: int | None = None
+    finish_reason: str | None = None
+    done: bool = False
+    error: str | None = None
 
     @property
     def text(self) -> str:

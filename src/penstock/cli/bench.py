@@ -124,7 +124,7 @@ async def _bench(settings: BenchSettings) -> int:
 
     async with Client(settings.url, settings.endpoint, settings.timeout, _api_key(settings.api_key_env)) as client:
         model = await _model(client, settings)
-        verifier = make_verifier(model.engine, model.tokenizer, settings.tokenizer) if settings.verify else None
+        verifier = make_verifier(model.penstock.engine, model.penstock.tokenizer, settings.tokenizer) if settings.verify else None
         processes = find_processes(settings.processes)
         seed = random.getrandbits(31) if settings.seed is None else settings.seed
         workload = narrowed(settings, Workload, model=model.id, seed=seed)
