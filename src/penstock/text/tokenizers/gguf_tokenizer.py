@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -38,7 +38,10 @@ class TokenKind(IntEnum):
 class ByteLevelStyle:
     """How a byte-level tokenizer differs from others."""
 
-    words: Callable[[], pre_tokenizers.PreTokenizer]
+    pattern: str | None = None
+    """How text is split into words. None: as GPT-2 does."""
+    single_digits: bool = False
+    """Every digit is a word."""
     whole_words_first: bool = False
     """A word that is in the vocabulary becomes that token, without merges."""
     composed: bool = False
@@ -46,31 +49,21 @@ class ByteLevelStyle:
     begins: bool = False
     """Whether a prompt starts with the BOS token, if the file does not say."""
 
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _single_digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+    def words(self) -> pre_tokenizers.PreTokenizer:
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
+        if self.pattern is not None:
+            return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(self.pattern), "isolated"), as_bytes])
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), as_bytes]) if self.single_digits else as_bytes
 
 
-def _split_by(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    def words() -> pre_tokenizers.PreTokenizer:
-        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_only])
-
-    return words
-
-
-_LLAMA3 = ByteLevelStyle(_split_by(_WORDS % r"\p{N}{1,3}"), whole_words_first=True, begins=True)
-_QWEN2 = ByteLevelStyle(_split_by(_WORDS % r"\p{N}"), composed=True)
+_LLAMA3 = ByteLevelStyle(_WORDS % r"\p{N}{1,3}", whole_words_first=True, begins=True)
+_QWEN2 = ByteLevelStyle(_WORDS % r"\p{N}", composed=True)
 
 # The values of `tokenizer.ggml.pre`.
 STYLES: Mapping[str, ByteLevelStyle] = {
-    "default": ByteLevelStyle(_gpt2),
-    "gpt-2": ByteLevelStyle(_gpt2),
-    "smollm": ByteLevelStyle(_single_digits),
+    "default": ByteLevelStyle(),
+    "gpt-2": ByteLevelStyle(),
+    "smollm": ByteLevelStyle(single_digits=True),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ def _content(token: Any) -> str | None:
 
 
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    templates = dict(_configured(directory, settings.get("chat_template")))
+    templates = _configured(directory, settings.get("chat_template"))
     path = directory / "chat_template.jinja"
     if path.exists():
         templates[DEFAULT_TEMPLATE] = read_text(path)
@@ -112,26 +112,19 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return templates
 
 
-def _configured(directory: Path, templates: Any) -> Iterator[tuple[str, str]]:
+def _configured(directory: Path, configured: Any) -> dict[str, str]:
     """One template, or several with names."""
-    match templates:
-        case None:
-            return
-        case str():
-            yield DEFAULT_TEMPLATE, templates
-        case list():
-            for template in templates:
-                match template:
-                    case {"name": str(name), "template": str(source)}:
-                        yield name, source
-                    case _:
-                        raise _no_template(directory, template)
-        case _:
-            raise _no_template(directory, templates)
-
-
-def _no_template(directory: Path, value: Any) -> ConfigError:
-    return ConfigError(
-        f"--model {directory}: tokenizer_config.json: chat_template has {str(value)[:200]!r}: expected one template, or an array of "
-        "objects with `name` and `template`"
-    )
+    if configured is None:
+        return {}
+    found: dict[str, str] = {}
+    named = [{"name": DEFAULT_TEMPLATE, "template": configured}] if isinstance(configured, str) else configured
+    for template in named if isinstance(named, list) else [named]:
+        match template:
+            case {"name": str(name), "template": str(source)}:
+                found[name] = source
+            case _:
+                raise ConfigError(
+                    f"--model {directory}: tokenizer_config.json: chat_template has {str(template)[:200]!r}: expected one template, or an "
+                    "array of objects with `name` and `template`"
+                )
+    return found

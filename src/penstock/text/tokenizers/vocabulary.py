@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -62,38 +63,27 @@ def only_cuts(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _loses_nothing(pre_tokenizer: Mapping[str, Any]) -> bool:
-    match pre_tokenizer:
-        case {"type": "Digits"}:
-            return True
-        case {"type": "Split", "behavior": behavior}:
-            return bool(behavior != "Removed")
-    return False
+    kind = pre_tokenizer["type"]
+    return bool(kind == "Digits" or (kind == "Split" and pre_tokenizer["behavior"] != "Removed"))
 
 
 def byte_pieces(tokenizer: tokenizers.Tokenizer, size: int, byte_level: bool) -> list[bytes]:
     """The bytes of every id. Added tokens stand for their own text."""
     added = tokenizer.get_added_tokens_decoder()
-    undo = _byte_level_bytes(_byte_level_alphabet()) if byte_level else _sentence_piece_bytes
+    undo = partial(_byte_level_bytes, _byte_level_alphabet()) if byte_level else _sentence_piece_bytes
     pieces = [b""] * size
     for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
-        pieces[index] = token.encode() if index in added and not _is_byte_fallback(token) else undo(token)
+        pieces[index] = token.encode() if index in added and not BYTE_FALLBACK.fullmatch(token) else undo(token)
     return pieces
 
 
-def _byte_level_bytes(alphabet: Mapping[str, int]) -> Callable[[str], bytes]:
-    def undo(token: str) -> bytes:
-        foreign = any(character not in alphabet for character in token)
-        return token.encode() if foreign else bytes([alphabet[character] for character in token])
-
-    return undo
+def _byte_level_bytes(alphabet: Mapping[str, int], token: str) -> bytes:
+    foreign = any(character not in alphabet for character in token)
+    return token.encode() if foreign else bytes([alphabet[character] for character in token])
 
 
 def _sentence_piece_bytes(token: str) -> bytes:
-    return bytes([int(token[3:5], 16)]) if _is_byte_fallback(token) else token.replace("\u2581", " ").encode()
-
-
-def _is_byte_fallback(token: str) -> bool:
-    return BYTE_FALLBACK.fullmatch(token) is not None
+    return bytes([int(token[3:5], 16)]) if BYTE_FALLBACK.fullmatch(token) else token.replace("\u2581", " ").encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -117,33 +107,28 @@ class InfillStyle(NamedTuple):
         return [*after, *before, *ending] if self.suffix_first else [*before, *after, *ending]
 
 
-class _Known(NamedTuple):
-    prefix: str
-    suffix: str
-    middle: str | None
-    suffix_first: bool = False
-
-
-_KNOWN = (
+# The tokens before prefix and suffix, and in the middle.
+_KNOWN_INFILL = (
     # StarCoder, Granite, Stable Code, SmolLM
-    _Known("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    _Known("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     # Qwen Coder, CodeGemma
-    _Known("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     # DeepSeek Coder
-    _Known("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
     # Code Llama
-    _Known("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
-    # Codestral
-    _Known("[PREFIX]", "[SUFFIX]", None, suffix_first=True),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
+    # Codestral: the suffix comes first.
+    ("[PREFIX]", "[SUFFIX]"),
 )
 
 
 def find_infill_style(token_id: Callable[[str], int | None]) -> InfillStyle | None:
     """The first known style whose tokens are all in the vocabulary."""
-    for known in _KNOWN:
-        prefix, suffix = token_id(known.prefix), token_id(known.suffix)
-        middle = None if known.middle is None else token_id(known.middle)
-        if prefix is not None and suffix is not None and (middle is not None or known.middle is None):
-            return InfillStyle(prefix, suffix, middle, known.suffix_first)
+    for tokens in _KNOWN_INFILL:
+        match [token_id(token) for token in tokens]:
+            case [int(prefix), int(suffix), int(middle)]:
+                return InfillStyle(prefix, suffix, middle)
+            case [int(prefix), int(suffix)]:
+                return InfillStyle(prefix, suffix, None, suffix_first=True)
     return None
