@@ -33,7 +33,7 @@ class EmbeddedBackend:
     """
 
     def __init__(self, model: ModelInfo, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
-        self._model = model
+        self.model = model
         self._make_engine = make_engine
         self._on_failure = on_failure
         self._asked: deque[Callable[[Engine], object]] = deque()
@@ -45,20 +45,16 @@ class EmbeddedBackend:
         self._questions: set[asyncio.Future[None]] = set()
         self._thread: threading.Thread | None = None
 
-    @property
-    def model(self) -> ModelInfo:
-        return self._model
-
     async def start(self, emit: Emit) -> None:
         began = time.monotonic()
-        log.info("loading %s", self._model.name)
+        log.info("loading %s", self.model.name)
         self._emit, self._loop = emit, asyncio.get_running_loop()
         loaded: Future[WorkerStats] = Future()
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine")
         self._thread.start()
         self._stats = await asyncio.wrap_future(loaded)
-        tokens = self._stats.kv_blocks_total * self._model.block_size
-        log.info("loaded %s in %.1f s, with room for the KV of %s tokens", self._model.name, time.monotonic() - began, f"{tokens:,}")
+        tokens = self._stats.kv_blocks_total * self.model.block_size
+        log.info("loaded %s in %.1f s, with room for the KV of %s tokens", self.model.name, time.monotonic() - began, f"{tokens:,}")
 
     def submit(self, request: Submit) -> None:
         if self._failure is not None:

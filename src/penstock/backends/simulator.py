@@ -141,7 +141,7 @@ class Simulator:
         self, config: SimulatorConfig, model: ModelInfo, vocabulary: Vocabulary, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
-        self._model = model
+        self.model = model
         self._vocabulary = vocabulary
         self._clock = clock
         self._now = clock()
@@ -152,10 +152,6 @@ class Simulator:
         # Set when something was asked for that the next step reports.
         self._asked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def model(self) -> ModelInfo:
-        return self._model
 
     async def start(self, emit: Emit) -> None:
         self._task = asyncio.create_task(self._steps(emit), name="simulator steps")
@@ -176,7 +172,7 @@ class Simulator:
     def _validate(self, request: Submit) -> Fault | None:
         if request.grammar is not None:
             return Fault("unsupported", "the simulator has no grammar: its tokens depend only on the seed")
-        return validate_submit(request, self._model.vocab_size, self._model.context_length) or self._scheduler.validate(request)
+        return validate_submit(request, self.model.vocab_size, self.model.context_length) or self._scheduler.validate(request)
 
     def cancel(self, generation: bytes) -> None:
         self._refused = [segment for segment in self._refused if segment.id != generation]
@@ -279,11 +275,6 @@ class Simulator:
                 return
             sequence.full_at += self._cache.page_size
         self._make_ahead(sequence)
-        if sequence.is_reported and position + 1 < sequence.last_position and request.logprobs is None:
-            segments.append(Segment(request.id, Delta(position, (sequence.made[position - sequence.made_from],))))
-            sequence.position = position + 1
-            sequence.next_event = min(sequence.full_at, sequence.last_position - 1)
-            return
         segment = self._segment(sequence)
         segments.append(segment)
         if segment.terminal is None:

@@ -109,7 +109,7 @@ class ExternalBackend:
         session_grace: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model = model
+        self.model = model
         self._engine = engine
         self._grammars = grammars
         self._make_feed = make_feed
@@ -131,13 +131,9 @@ class ExternalBackend:
         self._failure: Fault | None = None
         self._is_closing = False
 
-    @property
-    def model(self) -> ModelInfo:
-        return self._model
-
     async def start(self, emit: Emit) -> None:
         began = time.monotonic()
-        log.info("loading %s with %s", self._model.name, self._model.engine)
+        log.info("loading %s with %s", self.model.name, self.model.engine)
         self._emit, self._loop = emit, asyncio.get_running_loop()
         facts = self._facts = await self._engine.start(self._fail)
         if "grammar" not in facts.capabilities:
@@ -149,24 +145,24 @@ class ExternalBackend:
             except Exception:
                 await self.close()
                 raise
-        self._model = replace(
-            self._model,
+        self.model = replace(
+            self.model,
             context_length=facts.context_length,
             block_size=facts.block_size,
             max_batch=facts.max_batch,
             capabilities=self._capabilities(facts),
         )
         self._begin(self._watch(), "engine watch")
-        log.info("%s is loaded after %.1f s", self._model.name, time.monotonic() - began)
+        log.info("%s is loaded after %.1f s", self.model.name, time.monotonic() - began)
 
     def _capabilities(self, facts: EngineFacts) -> tuple[Capability, ...]:
         found: list[Capability] = [name for name in facts.capabilities if name != "grammar" or self._grammars is not None]
         return ("sessions", *found, *(("kv_events",) if self._feed is not None else ()))
 
     def submit(self, request: Submit) -> None:
-        fault = self._failure or validate_submit(request, self._model.vocab_size, self._model.context_length)
+        fault = self._failure or validate_submit(request, self.model.vocab_size, self.model.context_length)
         if fault is None and request.grammar is not None and self._grammars is None:
-            fault = Fault("unsupported", f"{self._model.engine} has no grammar on this worker: see the worker's log or `penstock doctor`")
+            fault = Fault("unsupported", f"{self.model.engine} has no grammar on this worker: see the worker's log or `penstock doctor`")
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
@@ -231,7 +227,7 @@ class ExternalBackend:
                 async for chunk in chunks:
                     if self._take(generation, chunk):
                         return
-            terminal = Fault("no_terminal", f"{self._model.engine} ended the generation without a finish reason", retryable=True)
+            terminal = Fault("no_terminal", f"{self.model.engine} ended the generation without a finish reason", retryable=True)
         except EngineRefused as refused:
             terminal = refused.fault
         except EngineDied as error:
@@ -240,7 +236,7 @@ class ExternalBackend:
         except Exception as error:
             # This runs the engine's own code. Whatever it raises ends only this generation.
             log.exception("generation %s failed", identity.hex())
-            terminal = Fault("engine_error", f"{self._model.engine}: {type(error).__name__}: {error}")
+            terminal = Fault("engine_error", f"{self.model.engine}: {type(error).__name__}: {error}")
         if self._is_open(generation):
             self._forget(identity)
             self._put(Segment(identity, None, terminal))
@@ -312,7 +308,7 @@ class ExternalBackend:
             return chunk
         expected = generation.to_skip[: len(chunk.token_ids)]
         if chunk.token_ids[: len(expected)] != expected or (chunk.finish is not None and len(generation.to_skip) > len(expected)):
-            message = f"{self._model.engine} cannot continue: under the grammar it generated other tokens than the worker before it"
+            message = f"{self.model.engine} cannot continue: under the grammar it generated other tokens than the worker before it"
             raise EngineRefused(Fault("grammar_diverged", message))
         generation.to_skip = generation.to_skip[len(expected) :]
         logprobs = None if chunk.logprobs is None else chunk.logprobs[len(expected) :]
@@ -321,7 +317,7 @@ class ExternalBackend:
     def _count_blocks(self, generation: _Generation) -> None:
         """Estimates how many blocks the generation uses alone."""
         tokens = len(generation.request.token_ids) + generation.position - generation.request.offset - generation.cached_tokens
-        blocks = -(-tokens // self._model.block_size)
+        blocks = -(-tokens // self.model.block_size)
         self._blocks_used += blocks - generation.blocks
         generation.blocks = blocks
 
@@ -377,7 +373,7 @@ class ExternalBackend:
                     return
                 except Exception:
                     # Neither alive nor dead for sure: the front end decides how long it waits.
-                    log.exception("pinging %s failed", self._model.engine)
+                    log.exception("pinging %s failed", self.model.engine)
                     continue
                 self._flush_soon()
 
@@ -399,7 +395,7 @@ class ExternalBackend:
     def _fail(self, reason: str) -> None:
         if self._failure is not None or self._is_closing:
             return
-        log.error("%s failed: %s", self._model.engine, reason)
+        log.error("%s failed: %s", self.model.engine, reason)
         self._failure = Fault("engine_failed", f"the engine has failed: {reason}", retryable=True)
         for identity in list(self._open):
             generation = self._forget(identity)

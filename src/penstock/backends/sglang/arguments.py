@@ -105,11 +105,7 @@ def _from_settings(settings: EngineSettings, given: Mapping[str, Any]) -> dict[s
 
 def _defaults(given: Mapping[str, Any], events: EventEndpoints) -> dict[str, Any]:
     """What Penstock sets unless the user does."""
-    defaults: dict[str, Any] = {
-        "page_size": DEFAULT_PAGE_SIZE,
-        "grammar_backend": "llguidance",
-        "log_level": "warning",
-    }
+    defaults: dict[str, Any] = {"page_size": DEFAULT_PAGE_SIZE, "grammar_backend": "llguidance", "log_level": "warning"}
     if not given.get("disable_radix_cache"):
         defaults["radix_eviction_policy"] = "priority"
         defaults["kv_events_config"] = json.dumps(
@@ -174,18 +170,13 @@ def report() -> EngineReport:
     if version is None:
         return EngineReport(PACKAGE.name, None, PACKAGE.supported, problem)
     try:
-        flags = _flags()
+        server_args = import_module("sglang.srt.server_args").ServerArgs
+        # A msgspec struct, or a dataclass in older versions.
+        flags = getattr(server_args, "__struct_fields__", None) or server_args.__dataclass_fields__
         parameters = inspect.signature(import_module("sglang.srt.entrypoints.engine").Engine.async_generate).parameters
     except Exception as error:  # noqa: BLE001, any failure of the import is reported
         return EngineReport(PACKAGE.name, version, PACKAGE.supported, f"it cannot be imported: {type(error).__name__}: {error}")
     return EngineReport(PACKAGE.name, version, PACKAGE.supported, problem, _features(version, flags, parameters))
-
-
-def _flags() -> Collection[str]:
-    """The fields of SGLang's server arguments: a msgspec struct, or a dataclass in older versions."""
-    server_args = import_module("sglang.srt.server_args").ServerArgs
-    fields: Collection[str] = getattr(server_args, "__struct_fields__", None) or server_args.__dataclass_fields__
-    return fields
 
 
 def _features(version: str, flags: Collection[str], parameters: Collection[str]) -> tuple[Feature, ...]:

@@ -24,7 +24,7 @@ from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused,
 from penstock.backends.external.in_process import InProcessEngine
 from penstock.backends.sglang.arguments import PACKAGE, make_arguments
 from penstock.backends.sglang.requests import ChunkReader, as_parameters
-from penstock.backends.sglang.sessions import StreamingSessions, Turn
+from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.config.engines import EngineSettings
 from penstock.wire.messages import Capability, Fault
 
@@ -90,7 +90,8 @@ class SglangEngine(InProcessEngine):
         reader = ChunkReader(request, is_incremental=self._is_incremental)
         turn = None if self._streaming is None else await self._streaming.begin(request)
         try:
-            raw_chunks = await self._submit(request, turn)
+            parameters = as_parameters(request, turn, tags_sessions=self._tags_sessions, has_priority=self._has_priority)
+            raw_chunks = await self._engine.async_generate(**parameters)
             try:
                 async for raw in raw_chunks:
                     self._check_alive()
@@ -109,11 +110,6 @@ class SglangEngine(InProcessEngine):
         finally:
             if turn is not None:
                 turn.end()
-
-    async def _submit(self, request: EngineRequest, turn: Turn | None) -> AsyncGenerator[dict[str, Any], None]:
-        parameters = as_parameters(request, turn, tags_sessions=self._tags_sessions, has_priority=self._has_priority)
-        chunks: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(**parameters)
-        return chunks
 
     async def _end(self, request_id: str, raw_chunks: AsyncGenerator[dict[str, Any], None]) -> None:
         """Returns when SGLang's scheduler has ended the request. The scheduler reports the end of every request, also of an aborted
@@ -141,17 +137,14 @@ class SglangEngine(InProcessEngine):
         return _make_engine(arguments)
 
     async def _establish(self) -> EngineFacts:
-        self._run_manager()
-        (arguments,) = await self._answer(self._manager.get_internal_state())
-        return self._facts(arguments)
-
-    def _run_manager(self) -> None:
         """Does what SGLang does at its first request, but installs no signal handlers and does not end this process."""
         loop, self._manager = asyncio.get_running_loop(), self._engine.tokenizer_manager
         self._manager.event_loop = loop
         self._handling = loop.create_task(self._manager.handle_loop(), name="SGLang's answers")
         self._handling.add_done_callback(self._handling_ended)
         self._watch_processes(self._engine.get_all_child_pids(), "one of SGLang's processes")
+        (arguments,) = await self._answer(self._manager.get_internal_state())
+        return self._facts(arguments)
 
     def _facts(self, arguments: dict[str, Any]) -> EngineFacts:
         """Reads what the scheduler was started with."""

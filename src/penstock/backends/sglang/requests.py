@@ -110,13 +110,7 @@ class ChunkReader:
         token_ids = self._new_tokens(raw["output_ids"])
         first, self._count = self._count, self._count + len(token_ids)
         self._check_count(meta, finish)
-        chunk = Chunk(
-            token_ids,
-            self._logprobs(meta, first, token_ids),
-            finish,
-            meta.get("cached_tokens"),
-            self._prompt_logprobs(meta),
-        )
+        chunk = Chunk(token_ids, self._logprobs(meta, first, token_ids), finish, meta.get("cached_tokens"), self._prompt_logprobs(meta))
         return chunk if not self._own_stops else self._stopped(chunk)
 
     def _new_tokens(self, token_ids: Sequence[int]) -> tuple[int, ...]:

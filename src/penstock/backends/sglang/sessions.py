@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from penstock.backends.external.engine import EngineRequest
 
 
+@dataclass(slots=True)
 class _SessionState:
     """What the engine has of one session. `tokens` are all tokens up to the end of the last turn, None if unknown.
 
     `may_be_open`: the engine was asked to open it, perhaps without an answer yet.
     """
 
-    __slots__ = ("is_busy", "may_be_open", "tokens")
-
-    def __init__(self) -> None:
-        self.is_busy = False
-        self.may_be_open = False
-        self.tokens: tuple[int, ...] | None = None
+    is_busy: bool = False
+    may_be_open: bool = False
+    tokens: tuple[int, ...] | None = None
 
 
 class Turn:
@@ -53,10 +52,7 @@ class StreamingSessions:
     """
 
     def __init__(
-        self,
-        open_session: Callable[[str], Awaitable[bool]],
-        close_session: Callable[[str], Awaitable[None]],
-        start_id: int | None,
+        self, open_session: Callable[[str], Awaitable[bool]], close_session: Callable[[str], Awaitable[None]], start_id: int | None
     ) -> None:
         self._open = open_session
         self._close = close_session

@@ -124,14 +124,13 @@ def why_no_events(given: Mapping[str, Any]) -> str | None:
 
 def event_endpoints(config: Any) -> EventEndpoints | None:
     """Where this machine can read the events of vLLM's configuration. None if it cannot."""
-    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq" or not _is_bound(config.endpoint):
+    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
+        return None
+    if "*" not in config.endpoint and not config.endpoint.startswith("ipc://"):
+        # vLLM connects to a listener there, instead of binding.
         return None
     replay = config.replay_endpoint
     return EventEndpoints(_reachable(config.endpoint), None if replay is None else _reachable(replay), config.topic)
-
-
-def _is_bound(endpoint: str) -> bool:
-    return "*" in endpoint or endpoint.startswith("ipc://")
 
 
 def _reachable(endpoint: str) -> str:
@@ -150,19 +149,20 @@ def report() -> EngineReport:
 
 def features_in(source: Path, has_llguidance: bool) -> tuple[Feature, ...]:
     """What a vLLM with this source can do."""
-    generate = _parameters(source / "v1/engine/async_llm.py", "AsyncLLM", "generate")
-    sampling = _fields(source / "sampling_params.py", "SamplingParams")
-    publishes = "ZmqEventPublisher" in _classes(source / "distributed/kv_events.py")
-    guidance = "GuidanceBackend" in _classes(source / "v1/structured_output/backend_guidance.py")
-    named = ", and names them in its KV events" if "session_id" in generate else ""
+    engine = _names(source / "v1/engine/async_llm.py")
+    sampling = _names(source / "sampling_params.py")
+    publishes = "ZmqEventPublisher" in _names(source / "distributed/kv_events.py")
+    guidance = "GuidanceBackend" in _names(source / "v1/structured_output/backend_guidance.py")
+    named = ", and names them in its KV events" if "AsyncLLM.generate.session_id" in engine else ""
+    logprobs = {"SamplingParams.logprobs", "SamplingParams.flat_logprobs"} <= sampling
     return (
         Feature("sessions", True, f"kept and routed by Penstock; vLLM itself holds no KV for them{named}"),
         Feature("KV events", publishes, "over ZMQ, with replay" if publishes else "it has no publisher"),
-        Feature("logprobs", {"logprobs", "flat_logprobs"} <= sampling, "up to --max-logprobs of --engine-args, 20 by default"),
-        Feature("prompt logprobs", "prompt_logprobs" in sampling, "such a prompt is always computed from its start"),
+        Feature("logprobs", logprobs, "up to --max-logprobs of --engine-args, 20 by default"),
+        Feature("prompt logprobs", "SamplingParams.prompt_logprobs" in sampling, "such a prompt is always computed from its start"),
         Feature("grammar", guidance and has_llguidance, _grammar_detail(guidance, has_llguidance)),
         Feature("disaggregation", False, "its connectors need more than the host, port and room of the prefill"),
-        Feature("priority", "priority" in generate, "with --engine-args='--scheduling-policy priority'"),
+        Feature("priority", "AsyncLLM.generate.priority" in engine, "with --engine-args='--scheduling-policy priority'"),
     )
 
 
@@ -178,27 +178,15 @@ def _source() -> Path | None:
     return next(map(Path, places), None)
 
 
-def _parameters(path: Path, class_name: str, function: str) -> set[str]:
-    for node in _body(path, class_name):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
-            return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
-    return set()
-
-
-def _fields(path: Path, class_name: str) -> set[str]:
-    return {node.target.id for node in _body(path, class_name) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-
-
-def _body(path: Path, class_name: str) -> list[ast.stmt]:
-    for node in _module(path):
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return node.body
-    return []
-
-
-def _classes(path: Path) -> set[str]:
-    return {node.name for node in _module(path) if isinstance(node, ast.ClassDef)}
-
-
-def _module(path: Path) -> list[ast.stmt]:
-    return ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+def _names(path: Path) -> set[str]:
+    """What a module defines, as `Class`, `Class.field` and `Class.method.parameter`. Empty if there is no such module."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found |= {f"{node.name}.{member.name}.{one.arg}" for one in (*member.args.args, *member.args.kwonlyargs)}
+                elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                    found.add(f"{node.name}.{member.target.id}")
+    return found

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "repetition": "stop"}
 """Normal ends of a request. The others are `abort` and `error`."""
-
-
-class FlatLogprobs(Protocol):
-    """vLLM's table of logprobs. Each position has a range in it: its own token first, then the most likely ones."""
-
-    start_indices: list[int]
-    end_indices: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int | None]
 
 
 def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
@@ -33,11 +23,7 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
     }
     if sampling.temperature > 0:
         # Greedy sampling needs none of these.
-        arguments |= {
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-        }
+        arguments |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         if request.seed is not None:
             arguments["seed"] = request.seed
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -68,9 +54,7 @@ def chunk_of(output: Any, top: int | None) -> Chunk:
         logprobs = () if completion.logprobs is None else tuple(entry for entry in _entries(completion.logprobs, top) if entry is not None)
         if len(logprobs) != len(token_ids):
             raise EngineRefused(Fault("engine_error", f"vLLM gave {len(logprobs)} logprobs for {len(token_ids)} tokens"))
-    prompt = None
-    if output.prompt_logprobs:
-        prompt = tuple(_entries(output.prompt_logprobs, top or 0))
+    prompt = tuple(_entries(output.prompt_logprobs, top or 0)) if output.prompt_logprobs else None
     return Chunk(token_ids, logprobs, FINISHES.get(completion.finish_reason), output.num_cached_tokens, prompt)
 
 
@@ -81,11 +65,11 @@ def check_end(output: Any) -> None:
         raise EngineRefused(Fault("engine_aborted", f"vLLM gave up the generation: {reason}", retryable=True))
 
 
-def _entries(flat: FlatLogprobs, top: int) -> Iterator[TokenLogprob | None]:
-    """One entry per position. None if the position has no logprobs, as the first token of a prompt.
+def _entries(flat: Any, top: int) -> Iterator[TokenLogprob | None]:
+    """One entry per position of vLLM's FlatLogprobs. None if the position has no logprobs, as the first token of a prompt.
 
-    A position has its own token first, then the `top` most likely ones, which may include the own token again. If vLLM merged outputs,
-    the own token is there only once; its rank says where it belongs.
+    A position is a range of the table: its own token first, then the `top` most likely ones, which may include the own token again. If
+    vLLM merged outputs, the own token is there only once; its rank says where it belongs.
     """
     ids, values = flat.token_ids, flat.logprobs
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
