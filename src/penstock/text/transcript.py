@@ -70,14 +70,15 @@ class _Session:
             self.leaves[path[-1]] = self.leaves.pop(path[-1])
         return path
 
-    def put(self, parent: _Part, text: str, packed: bytes) -> _Part:
-        """The child of `parent` with this text. Its tokens become these."""
+    def put(self, parent: _Part, text: str, packed: bytes, *, replaces: bool) -> _Part:
+        """The child of `parent` with this text. An existing one keeps its tokens, unless this `replaces` them."""
         for part in parent.children:
             if part.text == text:
-                growth = sys.getsizeof(packed) - sys.getsizeof(part.packed)
-                part.packed = packed
-                part.size += growth
-                self.size += growth
+                if replaces:
+                    growth = sys.getsizeof(packed) - sys.getsizeof(part.packed)
+                    part.packed = packed
+                    part.size += growth
+                    self.size += growth
                 return part
         part = _Part(text, packed, parent)
         parent.children.append(part)
@@ -87,11 +88,6 @@ class _Session:
         if len(self.leaves) > MAX_BRANCHES:
             self._remove(next(iter(self.leaves)))
         return part
-
-    def keep(self, parent: _Part, text: str, packed: bytes) -> _Part:
-        """The child of `parent` with this text. An existing one keeps its tokens."""
-        known = next((part for part in parent.children if part.text == text), None)
-        return self.put(parent, text, packed) if known is None else known
 
     def holds(self, part: _Part) -> bool:
         return part is self.root or part.parent is not None
@@ -208,7 +204,7 @@ class Transcripts:
             return
         size = turn.session.size
         self._sessions.move_to_end(turn.key)
-        turn.session.put(turn.end, turn.last + answer.text, turn.last_packed + _pack(answer.token_ids))
+        turn.session.put(turn.end, turn.last + answer.text, turn.last_packed + _pack(answer.token_ids), replaces=True)
         self._settle(turn.session.size - size)
 
     def forget(self, key: str) -> None:
@@ -248,7 +244,7 @@ class Transcripts:
         if not session.holds(end):
             end, new = session.root, [*known, *new]
         for piece in new:
-            end = session.keep(end, *piece)
+            end = session.put(end, *piece, replaces=False)
         self._settle(session.size - size)
         return end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.text.formats.calls import Calls
@@ -11,6 +12,7 @@ from penstock.text.formats.tables import Opening, ReasoningFormat, ToolFormat
 from penstock.text.output import OutputParser, Part, Reasoning
 
 
+@dataclass(slots=True)
 class Flow:
     """Text or reasoning on its way out, up to one of some markers.
 
@@ -18,31 +20,21 @@ class Flow:
     With `after_call`, a text of whitespace only is dropped.
     """
 
-    def __init__(
-        self,
-        out: list[Part],
-        kind: Callable[[str], Part],
-        markers: Markers,
-        *,
-        trims: bool = False,
-        holds: bool = True,
-        after_call: bool = False,
-    ) -> None:
-        self.markers = markers
-        self.spaces: list[str] = []
-        self.has_begun = False
-        self._out = out
-        self._kind = kind
-        self._trims = trims
-        self._holds = holds
-        self._after_call = after_call
+    out: list[Part]
+    kind: Callable[[str], Part]
+    markers: Markers
+    trims: bool = False
+    holds: bool = True
+    after_call: bool = False
+    spaces: list[str] = field(default_factory=list)
+    has_begun: bool = False
 
     def write(self, text: str) -> None:
-        body = text.rstrip() if self._holds else text
+        body = text.rstrip() if self.holds else text
         if body:
             rest = "".join(self.spaces) + body
             self.spaces = []
-            self._show(rest.lstrip() if self._trims and not self.has_begun else rest)
+            self._show(rest.lstrip() if self.trims and not self.has_begun else rest)
         if len(body) < len(text):
             self.spaces.append(text[len(body) :])
 
@@ -53,9 +45,9 @@ class Flow:
 
     def straight(self, text: str) -> Part | None:
         """For an idle flow: plain text as a part. None if it may contain a marker, or must wait. Most tokens take only this path."""
-        if self.markers.firsts.search(text) or (self._holds and text[-1].isspace()):
+        if self.markers.firsts.search(text) or (self.holds and text[-1].isspace()):
             return None
-        return self._kind(text)
+        return self.kind(text)
 
     def take_spaces(self) -> str:
         spaces = "".join(self.spaces)
@@ -65,13 +57,13 @@ class Flow:
     def end(self) -> None:
         """Nothing follows: whitespace that waits goes out, unless it is dropped."""
         spaces = self.take_spaces()
-        if self.has_begun or not (self._trims or self._after_call):
+        if self.has_begun or not (self.trims or self.after_call):
             self._show(spaces)
 
     def _show(self, text: str) -> None:
         if text:
             self.has_begun = True
-            self._out.append(self._kind(text))
+            self.out.append(self.kind(text))
 
 
 Schemas = Mapping[str, Mapping[str, Any]]

@@ -102,16 +102,11 @@ class _Cursor:
             self.fail(f"a string before byte {self.position} is not UTF-8 ({error.reason}): the file is damaged")
 
     def pair(self) -> tuple[str, Any]:
-        key = self.string()
-        kind = self.number("I")
+        key, kind = self.string(), self.number("I")
         if kind != _ARRAY:
-            return key, self._value(key, kind)
+            return key, self._values(key, kind, 1)[0]
         element, count = self.number("I"), self.number("Q")
-        if element in _NUMBERS:
-            return key, list(self.numbers(_NUMBERS[element], count))
-        if element != _STRING:
-            self.fail(f"{key} is an array of type {element}: expected numbers or strings")
-        return key, [self.string() for _ in range(count)]
+        return key, self._values(key, element, count)
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()
@@ -120,12 +115,12 @@ class _Cursor:
             self.fail(f"tensor {name!r} has {rank} dimensions: expected at most {MAX_DIMENSIONS}")
         return name, self.numbers("Q", rank), self.number("I"), self.number("Q")
 
-    def _value(self, key: str, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind not in _NUMBERS:
-            self.fail(f"{key} has type {kind}, which GGUF does not know: the file is damaged")
-        return self.number(_NUMBERS[kind])
+    def _values(self, key: str, kind: int, count: int) -> list[Any]:
+        if kind in _NUMBERS:
+            return list(self.numbers(_NUMBERS[kind], count))
+        if kind != _STRING:
+            self.fail(f"{key} has values of type {kind}: expected numbers or strings")
+        return [self.string() for _ in range(count)]
 
     def _advance(self, count: int) -> int:
         start = self.position
