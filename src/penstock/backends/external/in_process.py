@@ -6,6 +6,7 @@ Here is how such an engine is loaded, watched, asked and closed, and how the rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -65,10 +66,8 @@ class EnginePackage:
     def version(self) -> str | None:
         """The installed version. None if the package is not installed."""
         for name in self.distributions:
-            try:
+            with contextlib.suppress(metadata.PackageNotFoundError):
                 return metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
         return None
 
     def problem(self, version: str | None, *, any_version: bool = False) -> str | None:
@@ -256,10 +255,9 @@ class ChildWatch:
 
 def _describe_end(descriptor: int) -> str:
     """How the process ended, in words. Leaves its exit status to be collected; it may be collected already."""
-    try:
+    result = None
+    with contextlib.suppress(ChildProcessError):
         result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return GONE
     if result is None:
         return GONE
     if result.si_code == os.CLD_EXITED:
@@ -298,9 +296,8 @@ def write_logging_config(directory: Path, logger: str, level: str, failure_logge
     nothing in Penstock, because the engine starts programs that read it and cannot import Penstock.
     """
     stderr = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "ours", "level": level}
-    errors_file = str(directory / _ERRORS_FILE)
-    errors = {"class": "logging.FileHandler", "filename": errors_file, "delay": True, "formatter": "record", "level": "ERROR"}
-    errors["filters"] = ["failures"]
+    errors = {"class": "logging.FileHandler", "filename": str(directory / _ERRORS_FILE), "delay": True, "formatter": "record"}
+    errors |= {"level": "ERROR", "filters": ["failures"]}
     config = {
         "version": 1,
         "disable_existing_loggers": False,

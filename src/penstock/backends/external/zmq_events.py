@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 import time
 from collections.abc import Callable
 
@@ -33,7 +32,7 @@ HEARTBEAT_SECONDS = 10.0
 RECONNECT_SECONDS = 0.1
 MAX_RECONNECT_SECONDS = 10.0
 
-_NUMBER = struct.Struct(">Q")
+NUMBER_BYTES = 8
 _END_OF_REPLAY = 2**64 - 1
 
 
@@ -209,7 +208,7 @@ class KvEventFeed:
         """Whether the replay was complete. Uses its own socket, so that no late answer is mixed with a later replay."""
         with self._open(zmq.DEALER, MAX_REPLAYED) as socket:
             _connect(socket, endpoint)
-            await socket.send_multipart((b"", _NUMBER.pack(start)))
+            await socket.send_multipart((b"", start.to_bytes(NUMBER_BYTES, "big")))
             while True:
                 frames = await _receive(socket)
                 if frames is None:
@@ -217,7 +216,7 @@ class KvEventFeed:
                         continue
                     log.warning("the engine does not answer at %s: missed KV events may be lost", endpoint)
                     return False
-                if _is_end(frames):
+                if _number(frames) == _END_OF_REPLAY:
                     return True
                 message = self._read(frames)
                 if message is not None:
@@ -228,10 +227,10 @@ class KvEventFeed:
 
     def _read(self, frames: list[bytes]) -> _Message | None:
         """None for bytes that are not a message, and for a message of another replica. If a message was lost, the next number shows it."""
-        if len(frames) < 2 or len(frames[-2]) != _NUMBER.size:
+        number = _number(frames)
+        if number is None:
             self._note_malformed("a message without a number")
             return None
-        (number,) = _NUMBER.unpack(frames[-2])
         try:
             batch = decode_batch(frames[-1])
         except ValueError as error:
@@ -295,5 +294,5 @@ async def _receive(socket: zmq.asyncio.Socket) -> list[bytes] | None:
         return None
 
 
-def _is_end(frames: list[bytes]) -> bool:
-    return len(frames) >= 2 and len(frames[-2]) == _NUMBER.size and _NUMBER.unpack(frames[-2])[0] == _END_OF_REPLAY
+def _number(frames: list[bytes]) -> int | None:
+    return int.from_bytes(frames[-2], "big") if len(frames) >= 2 and len(frames[-2]) == NUMBER_BYTES else None

@@ -49,18 +49,17 @@ class TextDialect(Dialect):
         }
         if request.seed is not None:
             body["seed"] = request.seed
-        if request.logit_bias:
-            body["logit_bias"] = {str(token): bias for token, bias in request.logit_bias}
         if sampling.repetition_penalty != 1.0:
             body["repetition_penalty"] = sampling.repetition_penalty
-        own: Body = {
+        if_wanted: Body = {
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "min_tokens": request.min_tokens,
             "ignore_eos": request.ignore_eos,
             "stop_token_ids": request.stop_ids,
+            "logit_bias": {str(token): bias for token, bias in request.logit_bias},
         }
-        return body | {name: value for name, value in own.items() if value}
+        return body | {name: value for name, value in if_wanted.items() if value}
 
     def reader(self, request: EngineRequest) -> Reader:
         return _TextReader(request, TextTokens(self.tokenizer, self.of_bytes), self.tokenizer.end_id)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
 from penstock.backends.sglang.sessions import Turn
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
@@ -49,18 +51,11 @@ def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: b
 
 def sampling_parameters(request: EngineRequest) -> dict[str, Any]:
     """Every value is sent: SGLang's defaults are not used. Seeds work only with --enable-deterministic-inference."""
-    sampling = request.sampling
-    parameters: dict[str, Any] = {
+    parameters: dict[str, Any] = structs.asdict(request.sampling) | {
+        "top_k": request.sampling.top_k or -1,
         "max_new_tokens": request.max_tokens,
         # A grammar may allow nothing but the end.
         "min_new_tokens": 0 if request.lark is not None else request.min_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
         "ignore_eos": request.ignore_eos,
         # Without one, SGLang uses the same seed for all requests.
         "sampling_seed": random.getrandbits(63) if request.seed is None else request.seed,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import structs
+
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
@@ -14,20 +16,17 @@ FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", 
 
 def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
     """The arguments of vLLM's SamplingParams that depend on the request."""
-    sampling = request.sampling
-    arguments: dict[str, Any] = {
-        "temperature": sampling.temperature,
+    arguments: dict[str, Any] = structs.asdict(request.sampling) | {
         "max_tokens": request.max_tokens,
         # After the end of a grammar only the end token is allowed.
         "ignore_eos": request.ignore_eos and request.lark is None,
     }
-    if sampling.temperature > 0:
-        # Greedy sampling needs none of these.
-        arguments |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-        if request.seed is not None:
-            arguments["seed"] = request.seed
-    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        arguments[name] = getattr(sampling, name)
+    if request.sampling.temperature == 0:
+        # Greedy sampling needs none of these, and no seed.
+        for name in ("top_p", "top_k", "min_p"):
+            del arguments[name]
+    elif request.seed is not None:
+        arguments["seed"] = request.seed
     if request.lark is None:
         # A grammar may allow nothing but the end.
         arguments["min_tokens"] = min(request.min_tokens, request.max_tokens)
