@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -52,7 +51,7 @@ class Client:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers, timeout=timeout)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def models(self) -> list[Model]:

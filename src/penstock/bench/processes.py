@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -57,31 +58,25 @@ class Process:
         return self.cpu_end - self.cpu_start
 
 
-class ProcessWatch:
-    """Watches processes while it is entered."""
+@contextlib.asynccontextmanager
+async def watch(processes: Sequence[Process]) -> AsyncGenerator[None, None]:
+    """Samples the processes at the start, every SAMPLE_SECONDS, and at the end."""
+    for process in processes:
+        process.start()
+    samples = asyncio.create_task(_sample_often(processes), name="process samples")
+    try:
+        yield
+    finally:
+        samples.cancel()
+        await asyncio.wait([samples])
+        for process in processes:
+            process.sample()
 
-    def __init__(self, processes: Sequence[Process]) -> None:
-        self.processes = processes
-        self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> None:
-        for process in self.processes:
-            process.start()
-        self._task = asyncio.create_task(self._samples(), name="process samples")
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._sample()
-
-    async def _samples(self) -> None:
-        while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
-            self._sample()
-
-    def _sample(self) -> None:
-        for process in self.processes:
+async def _sample_often(processes: Sequence[Process]) -> None:
+    while True:
+        await asyncio.sleep(SAMPLE_SECONDS)
+        for process in processes:
             process.sample()
 
 

@@ -118,7 +118,7 @@ def run_bench(parsed: argparse.Namespace) -> int:
 async def _bench(settings: BenchSettings) -> int:
     from penstock.bench.client import Client
     from penstock.bench.load import Load, Workload
-    from penstock.bench.processes import ProcessWatch, find_processes
+    from penstock.bench.processes import find_processes, watch
     from penstock.bench.report import make_report
     from penstock.bench.verify import make_verifier
 
@@ -132,7 +132,7 @@ async def _bench(settings: BenchSettings) -> int:
         gc.collect()
         gc.freeze()
         with _progress(settings) as show:
-            async with ProcessWatch(processes):
+            async with watch(processes):
                 await load.run(show)
     verification = verifier.verify(load.streams, settings.max_tokens) if verifier is not None else None
     about = {"url": settings.url, "verify": settings.verify, "timeout": settings.timeout, **asdict(workload)}
