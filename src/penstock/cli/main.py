@@ -191,9 +191,10 @@ def _nearest_flag(word: str) -> str:
 def _check_parts(command: str, settings: Any) -> None:
     """Checks that only the parts themselves can make, before a child process starts. Raises ConfigError."""
     if command != "frontend":
-        from penstock.text.formats.make import check_parsers
+        from penstock.text.formats.make import check_formats
 
-        check_parsers((settings.worker if command == "serve" else settings).parsers)
+        parsers = (settings.worker if command == "serve" else settings).parsers
+        check_formats(parsers.tool, parsers.reasoning)
     if command != "worker":
         from penstock.api.auth.keys import Keyring
         from penstock.metrics.frontend import Tally

@@ -37,8 +37,7 @@ def tool_grammar(
     if HARMONY in (tool_format, reasoning_format):
         # A message is one call, and the token after it ends the answer.
         return HARMONY, _grammar([_start(HARMONY, inside_reasoning), *_harmony_calls(tools)], "tools")
-    own = TOOL_FORMATS[tool_format].written if tool_format is not None else None
-    name = tool_format if tool_format is not None and own is not None else JSON
+    name = tool_format if tool_format is not None and TOOL_FORMATS[tool_format].written is not None else JSON
     written = TOOL_FORMATS[name].written
     assert written is not None
     rules = [_start(reasoning_format, inside_reasoning), *_calls(TOOL_FORMATS[name], written, tools, MAX_CALLS if parallel else 1)]

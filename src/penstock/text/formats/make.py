@@ -52,8 +52,8 @@ def visible_tokens(tool_format: str | None, reasoning_format: str | None) -> fro
 
 
 def check_formats(tool_format: str | None, reasoning_format: str | None) -> None:
-    """Raises ConfigError for two formats that cannot be combined."""
-    formats = {tool_format, reasoning_format} - {None}
+    """Raises ConfigError for two formats that cannot be combined. `auto` and `none` go with every format."""
+    formats = {tool_format, reasoning_format} - {None, AUTO, NONE}
     if HARMONY in formats and len(formats) > 1:
         raise ConfigError(
             f"{HARMONY!r} is a format for both: --tool-parser {tool_format} cannot be combined with --reasoning-parser {reasoning_format}"
@@ -110,11 +110,6 @@ def choose_formats(settings: ParserSettings, tokenizer: Tokenizer) -> tuple[str 
     )
     check_formats(*chosen)
     return chosen
-
-
-def check_parsers(settings: ParserSettings) -> None:
-    """Raises ConfigError for two formats that cannot be combined."""
-    check_formats(_named(settings.tool), _named(settings.reasoning))
 
 
 def _named(name: str) -> str | None:

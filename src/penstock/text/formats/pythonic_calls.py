@@ -9,10 +9,9 @@ from penstock.text.formats.calls import MAX_NAME_CHARACTERS, Calls
 from penstock.text.formats.json_calls import close
 from penstock.text.formats.json_scanner import MAX_SCALAR_CHARACTERS, checked, escaped
 from penstock.text.formats.source import NO_MARKERS, Malformed, Markers, Sink, Source, Steps
-from penstock.text.formats.tagged_calls import quoted
+from penstock.text.formats.tagged_calls import MAX_KEY_CHARACTERS, quoted
 
 MAX_DEPTH = 64
-MAX_KEY_CHARACTERS = 256
 
 _SCALAR = re.compile(r"[-+.\w]*", re.ASCII)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -42,7 +41,11 @@ class Notation:
         elif (yield from self._is_string(source)):
             yield from self._string(source, sink)
         else:
-            sink(_scalar((yield from source.run(_SCALAR, MAX_SCALAR_CHARACTERS))))
+            text = yield from source.run(_SCALAR, MAX_SCALAR_CHARACTERS)
+            value = _WORDS.get(text) or checked(text)
+            if value is None:
+                raise Malformed
+            sink(value)
 
     def _items(self, source: Source, sink: Sink, depth: int) -> Steps[None]:
         opening = source.text[source.at]
@@ -98,13 +101,6 @@ def _skip_comma(source: Source, closing: str) -> Steps[None]:
         source.at += 1
     elif following != closing:
         raise Malformed
-
-
-def _scalar(text: str) -> str:
-    value = _WORDS.get(text) or checked(text)
-    if value is None:
-        raise Malformed
-    return value
 
 
 def _quoted_string(source: Source, sink: Sink) -> Steps[None]:

@@ -178,10 +178,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ends_reasoning=True,
     ),
     "minimax_m2": ToolFormat((Opening("<minimax:tool_call>", _MINIMAX),), frozenset({"</minimax:tool_call>"})),
-    HARMONY: ToolFormat(
-        (),
-        frozenset({"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"}),
-    ),
+    HARMONY: ToolFormat((), frozenset({"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"})),
     "gemma": ToolFormat(
         (
             Opening("```tool_code\n", _GEMMA),

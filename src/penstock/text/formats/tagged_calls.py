@@ -17,6 +17,7 @@ ANYTHING: frozenset[str] = frozenset()
 """The schema does not say."""
 
 MAX_STEPS = 64
+MAX_KEY_CHARACTERS = 256
 
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _TYPES: Mapping[type, str] = {
@@ -31,10 +32,25 @@ _TYPES: Mapping[type, str] = {
 
 
 def types_of_parameter(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that a parameter may have; `integer` counts as `number`. `ANYTHING` if the schema does not say."""
+    """The JSON types that a parameter may have; `integer` counts as `number`. `ANYTHING` if the schema does not say.
+
+    Follows at most MAX_STEPS references and alternatives.
+    """
     properties = schema.get("properties")
-    described = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(schema, described)
+    waiting: list[object] = [properties.get(name) if isinstance(properties, Mapping) else None]
+    found: set[str] = set()
+    for _ in range(MAX_STEPS):
+        if not waiting:
+            return frozenset(found)
+        described = waiting.pop()
+        if not isinstance(described, Mapping):
+            return ANYTHING
+        known, alternatives = _said(schema, described)
+        if not known and not alternatives:
+            return ANYTHING
+        found |= known
+        waiting += alternatives
+    return ANYTHING
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -57,24 +73,6 @@ def quoted(text: str) -> str:
 
 def _type_of(value: str) -> str:
     return {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}.get(value[0], "number")
-
-
-def _types(root: Mapping[str, Any], described: object) -> frozenset[str]:
-    """Follows at most MAX_STEPS references and alternatives."""
-    found: set[str] = set()
-    waiting = [described]
-    for _ in range(MAX_STEPS):
-        if not waiting:
-            return frozenset(found)
-        schema = waiting.pop()
-        if not isinstance(schema, Mapping):
-            return ANYTHING
-        known, alternatives = _said(root, schema)
-        if not known and not alternatives:
-            return ANYTHING
-        found |= known
-        waiting += alternatives
-    return ANYTHING
 
 
 def _said(root: Mapping[str, Any], schema: Mapping[str, Any]) -> tuple[set[str], list[object]]:
@@ -100,9 +98,6 @@ def _referred(root: Mapping[str, Any], reference: str) -> object:
     for step in reference.removeprefix("#").split("/")[1:]:
         value = value.get(step) if isinstance(value, Mapping) else None
     return value
-
-
-MAX_KEY_CHARACTERS = 256
 
 
 @dataclass(frozen=True)
