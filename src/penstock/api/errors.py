@@ -46,13 +46,8 @@ class ErrorShape(Protocol):
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of every answer to this request, error or not."""
 
-    def request_status(self, error: RequestError) -> int: ...
-
-    def fault_status(self, error: GenerationFault) -> int: ...
-
-    def of_request(self, error: RequestError) -> bytes: ...
-
-    def of_fault(self, error: GenerationFault) -> bytes: ...
+    def render(self, error: RequestError | GenerationFault) -> tuple[int, bytes]:
+        """The status and the body."""
 
 
 class OpenAIErrors:
@@ -61,24 +56,17 @@ class OpenAIErrors:
     answer: Any = Error
     headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012, never changed
 
-    def request_status(self, error: RequestError) -> int:
-        return error.status
-
-    def fault_status(self, error: GenerationFault) -> int:
-        return fault_status(error.fault)
-
-    def of_request(self, error: RequestError) -> bytes:
-        return error_body(error.message, _kind(error.status), error.param, error.code)
-
-    def of_fault(self, error: GenerationFault) -> bytes:
-        return fault_body(error.fault, error.grammar_field)
+    def render(self, error: RequestError | GenerationFault) -> tuple[int, bytes]:
+        if isinstance(error, GenerationFault):
+            return fault_status(error.fault), fault_body(error.fault, error.grammar_field)
+        return error.status, error_body(error.message, _kind(error.status), error.param, error.code)
 
 
 def refusal(error: RequestError, errors: ErrorShape, headers: Mapping[str, str] | None = None) -> Response:
     """The answer to a request that reaches no endpoint."""
-    status = errors.request_status(error)
+    status, body = errors.render(error)
     known = {name.decode(): value.decode() for name, value in [*error_headers(status, error.retry_after), *errors.headers]}
-    return Response(errors.of_request(error), status, {**known, **(headers or {})})
+    return Response(body, status, {**known, **(headers or {})})
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:

@@ -56,7 +56,8 @@ class Conversation:
             "assistant": self._read_assistant,
             "system": self._read_system,
         }
-        self._instruct("system", _instructions(request.system))
+        if instructions := _instructions(request.system):
+            self._say("system", "system", instructions)
         last_of_user = max((index for index, message in enumerate(request.messages) if message.role == "user"), default=-1)
         for index, message in enumerate(request.messages):
             if not _is_cleared(message, index < last_of_user):
@@ -102,16 +103,14 @@ class Conversation:
 
     def _read_system(self, field: str, blocks: Sequence[ContentBlock]) -> None:
         text = _paragraphs(_text(field, block) for block in blocks)
+        if not text:
+            return
         if not self.messages or self.messages[-1]["role"] == "system":
-            self._instruct(field, text)
-        elif text:
+            self._say("system", field, text)
+        else:
             # Few templates take instructions in the middle of a chat. After a tool result they are added to it: the user did not speak.
             reminder = f"<system-reminder>\n{text}\n</system-reminder>"
             self._say("tool" if self.messages[-1]["role"] == "tool" else "user", field, reminder)
-
-    def _instruct(self, field: str, text: str) -> None:
-        if text:
-            self._say("system", field, text)
 
     def _say(self, role: str, field: str, text: str) -> None:
         """Adds to the last message if it has this role; else adds a message."""

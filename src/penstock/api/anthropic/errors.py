@@ -41,20 +41,13 @@ class AnthropicErrors:
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [(b"request-id", self._request_id.encode())]
 
-    def request_status(self, error: RequestError) -> int:
-        return _status(error.status, error.code)
-
-    def fault_status(self, error: GenerationFault) -> int:
-        return _status(fault_status(error.fault), error.fault.code)
-
-    def of_request(self, error: RequestError) -> bytes:
-        return self._body({"type": _kind(self.request_status(error)), "message": _message(error)})
-
-    def of_fault(self, error: GenerationFault) -> bytes:
-        return self._body(fault_content(error.fault, error.grammar_field))
-
-    def _body(self, content: dict[str, str]) -> bytes:
-        return msgspec.json.encode({"type": "error", "error": content, "request_id": self._request_id})
+    def render(self, error: RequestError | GenerationFault) -> tuple[int, bytes]:
+        if isinstance(error, GenerationFault):
+            status, content = _fault_status(error.fault), fault_content(error.fault, error.grammar_field)
+        else:
+            status = _status(error.status, error.code)
+            content = {"type": _kind(status), "message": _message(error)}
+        return status, msgspec.json.encode({"type": "error", "error": content, "request_id": self._request_id})
 
 
 def fault_content(fault: Fault, grammar_field: str | None) -> dict[str, str]:
@@ -63,7 +56,11 @@ def fault_content(fault: Fault, grammar_field: str | None) -> dict[str, str]:
     message = fault.message if field is None else f"`{field}`: {fault.message}"
     if fault.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
-    return {"type": _kind(_status(fault_status(fault), fault.code)), "message": message}
+    return {"type": _kind(_fault_status(fault)), "message": message}
+
+
+def _fault_status(fault: Fault) -> int:
+    return _status(fault_status(fault), fault.code)
 
 
 def _status(status: int, code: str) -> int:

@@ -148,10 +148,10 @@ class Endpoint:
             outcome = await self._answer(scope, receive, response)
         except RequestError as error:
             outcome = f"refused_{error.status}"
-            await response.send_error(errors.request_status(error), errors.of_request(error), error.retry_after)
+            await response.send_error(*errors.render(error), error.retry_after)
         except GenerationFault as error:
             outcome = "fault"
-            await response.send_error(errors.fault_status(error), errors.of_fault(error))
+            await response.send_error(*errors.render(error))
         except ReaderLeft:
             outcome = "client_left"
             self.metrics.tally.clients_left += 1
@@ -159,8 +159,7 @@ class Endpoint:
             outcome = "client_left"
             self.metrics.tally.clients_left += 1
             # The client may still be connected: a body with a broken encoding looks the same.
-            incomplete = RequestError("the body broke off before its end", code="incomplete_body")
-            await response.send_error(errors.request_status(incomplete), errors.of_request(incomplete))
+            await response.send_error(*errors.render(RequestError("the body broke off before its end", code="incomplete_body")))
         except asyncio.CancelledError:
             # Raising leaves the response unfinished: its client cannot mistake it for a complete one.
             outcome = "stalled" if response.stalled else "cancelled"
@@ -168,7 +167,7 @@ class Endpoint:
         except Exception:
             log.exception("a request failed")
             if not response.started:
-                await response.send_error(500, errors.of_request(RequestError("internal error", code="internal_error", status=500)))
+                await response.send_error(*errors.render(RequestError("internal error", code="internal_error", status=500)))
             raise
         finally:
             if self.route is not None:

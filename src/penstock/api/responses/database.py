@@ -12,54 +12,17 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from penstock.wire.errors import ConfigError, RequestError
 
 log = logging.getLogger(__name__)
 
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 VERSION = 1
 BUSY_SECONDS = 10.0
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY,
-    owner TEXT NOT NULL,
-    created REAL NOT NULL,
-    root TEXT NOT NULL,
-    previous TEXT,
-    conversation TEXT,
-    is_background INTEGER NOT NULL,
-    status TEXT NOT NULL,
-    runner TEXT,
-    body BLOB NOT NULL,
-    events BLOB
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created);
-CREATE INDEX IF NOT EXISTS responses_running ON responses (runner) WHERE runner IS NOT NULL;
-CREATE TABLE IF NOT EXISTS conversations (
-    id TEXT PRIMARY KEY,
-    owner TEXT NOT NULL,
-    created REAL NOT NULL,
-    used REAL NOT NULL,
-    metadata BLOB NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS conversations_by_use ON conversations (used);
-CREATE TABLE IF NOT EXISTS items (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    holder TEXT NOT NULL,
-    kind TEXT NOT NULL,
-    owner TEXT NOT NULL,
-    id TEXT NOT NULL,
-    content BLOB NOT NULL
-);
-CREATE UNIQUE INDEX IF NOT EXISTS items_of_holder ON items (holder, kind, id);
-CREATE INDEX IF NOT EXISTS items_of_owner ON items (owner, id);
-"""
-"""`runner` is the process that makes a response; NULL when it is finished. The `holder` of an item is a response (kind `input` or `output`)
-or a conversation (kind `member`). A response's `body` has no output: its items have."""
 
 
 class Database:
@@ -81,12 +44,10 @@ class Database:
             self._thread.shutdown()
             raise ConfigError(f"--response-store {self._path}: {error}") from error
 
-    async def run(
-        self, function: Callable[Concatenate[sqlite3.Connection, Arguments], Result], *arguments: Arguments.args, **more: Arguments.kwargs
-    ) -> Result:
+    async def run(self, function: Callable[[sqlite3.Connection, *Arguments], Result], *arguments: *Arguments) -> Result:
         """Raises what the function raises, after a rollback, and RequestError (503) when SQLite fails."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._transact(function, *arguments, **more))
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, function, *arguments)
         except sqlite3.Error as error:
             log.error("the response store %s fails: %s", self._path, error)  # noqa: TRY400, the message says all
             raise RequestError("the response store is not available", code="store_unavailable", status=503) from error
@@ -107,18 +68,17 @@ class Database:
         if found not in (0, VERSION):
             connection.close()
             raise sqlite3.DatabaseError(f"the file has version {found}; expected {VERSION}")
-        connection.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
+        schema = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
+        connection.executescript(f"BEGIN IMMEDIATE;{schema}PRAGMA user_version = {VERSION};COMMIT;")
         self._connection = connection
 
-    def _transact(
-        self, function: Callable[Concatenate[sqlite3.Connection, Arguments], Result], *arguments: Arguments.args, **more: Arguments.kwargs
-    ) -> Result:
+    def _transact(self, function: Callable[[sqlite3.Connection, *Arguments], Result], *arguments: *Arguments) -> Result:
         connection = self._connection
         if connection is None:
             raise sqlite3.ProgrammingError("it is closed")
         connection.execute("BEGIN IMMEDIATE")
         try:
-            result = function(connection, *arguments, **more)
+            result = function(connection, *arguments)
         except BaseException:
             connection.execute("ROLLBACK")
             raise

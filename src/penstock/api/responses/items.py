@@ -287,7 +287,8 @@ def _read_choice(choice: str | dict[str, Any] | None, known: Mapping[str, Functi
     if kind == "allowed_tools":
         return _allowed(read_struct("tool_choice", choice, AllowedTools), known)
     if isinstance(kind, str) and kind in HOSTED_TOOLS:
-        raise _hosted("tool_choice.type", kind)
+        message = f"`tool_choice.type` is {kind!r}: this server has no such tool; expected function or custom"
+        raise RequestError(message, param="tool_choice.type", code="unsupported_tool")
     named = read_struct("tool_choice", choice, NamedChoice)
     _check_known("tool_choice", named.type, named.name, known)
     return ToolChoice("named", named.name), None
@@ -313,12 +314,6 @@ def _check_known(field: str, kind: str, name: str, known: Mapping[str, FunctionT
     if name not in known or known[name].type != kind:
         tools = ", ".join(f"{tool.type} `{known_name}`" for known_name, tool in known.items()) or "none"
         raise RequestError(f"`{field}` names the {kind} {name[:80]!r}: the tools are {tools}", param=field)
-
-
-def _hosted(field: str, kind: str) -> RequestError:
-    return RequestError(
-        f"`{field}` is {kind!r}: this server has no such tool; expected function or custom", param=field, code="unsupported_tool"
-    )
 
 
 def _described(tool: FunctionTool | CustomTool) -> dict[str, Any]:

@@ -41,8 +41,9 @@ def test_statuses() -> None:
     for status, kind in rows:
         told = 503 if status == "529" else int(status)
         error = RequestError("why", code="why", status=told)
-        assert AnthropicErrors().request_status(error) == int(status)
-        assert f'"{kind}"'.encode() in AnthropicErrors().of_request(error)
+        rendered, body = AnthropicErrors().render(error)
+        assert rendered == int(status)
+        assert f'"{kind}"'.encode() in body
 
 
 def test_figures() -> None:

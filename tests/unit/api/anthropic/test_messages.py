@@ -353,9 +353,10 @@ async def test_a_fault_in_mid_stream_is_an_event() -> None:
 
 def test_a_limit_of_ones_own_is_no_overload() -> None:
     error = RequestError("slow down", code="rate_limit_exceeded", status=429)
-    assert AnthropicErrors().request_status(error) == 429
-    assert json.loads(AnthropicErrors().of_request(error))["error"]["type"] == "rate_limit_error"
-    assert AnthropicErrors().fault_status(GenerationFault(Fault("draining", ""))) == 529
+    status, body = AnthropicErrors().render(error)
+    assert status == 429
+    assert json.loads(body)["error"]["type"] == "rate_limit_error"
+    assert AnthropicErrors().render(GenerationFault(Fault("draining", "")))[0] == 529
 
 
 FIELDS = sorted({*MessagesRequest.__struct_fields__, "type", "content", "role", "text", "unknown"})
