@@ -77,6 +77,7 @@ class LazyHeap(Generic[Item, Priority]):
             raise IndexError("pop from an empty heap")
         heapq.heappop(self._heap)
         del self._entries[least[1]]
+        self._compact()
         return least[1]
 
     def pop_due(self, limit: Priority) -> Item | None:

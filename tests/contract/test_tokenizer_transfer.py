@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -235,7 +236,7 @@ async def cut(writer: asyncio.StreamWriter, offset: int) -> None:
     if offset:
         writer.transport.abort()
     else:
-        say(writer, TokenizerPiece(0, 1000, b"x" * 500))
+        say(writer, TokenizerPiece(0, 2 * TOKENIZER_PIECE_BYTES, b"x" * TOKENIZER_PIECE_BYTES))
 
 
 async def too_large(writer: asyncio.StreamWriter, _: int) -> None:
@@ -262,6 +263,14 @@ async def another_place(writer: asyncio.StreamWriter, offset: int) -> None:
     say(writer, TokenizerPiece(offset + 1, 10, b"x"))
 
 
+async def bit_by_bit(writer: asyncio.StreamWriter, offset: int) -> None:
+    say(writer, TokenizerPiece(offset, MAX_TOKENIZER_BYTES, b"x"))
+
+
+async def ever_longer(writer: asyncio.StreamWriter, offset: int) -> None:
+    say(writer, TokenizerPiece(offset, offset + 2 * TOKENIZER_PIECE_BYTES, b"x" * TOKENIZER_PIECE_BYTES))
+
+
 async def unasked(writer: asyncio.StreamWriter, offset: int) -> None:
     say(writer, *(TokenizerPiece(offset, 10, b"x") for _ in range(3)))
 
@@ -276,6 +285,8 @@ async def unasked(writer: asyncio.StreamWriter, offset: int) -> None:
         (more_than_announced, FrameMalformed),
         (no_progress, FrameMalformed),
         (another_place, FrameMalformed),
+        (bit_by_bit, FrameMalformed),
+        (ever_longer, FrameMalformed),
         (unasked, FrameMalformed),
     ],
     ids=lambda value: value.__name__,
@@ -283,17 +294,57 @@ async def unasked(writer: asyncio.StreamWriter, offset: int) -> None:
 async def test_a_worker_that_sends_something_else_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: Answer, error: type[LinkError]
 ) -> None:
-    async with worker_by_hand(tmp_path, answer) as address:
+    offsets: list[int] = []
+
+    async def noted(writer: asyncio.StreamWriter, offset: int) -> None:
+        offsets.append(offset)
+        await answer(writer, offset)
+
+    async with worker_by_hand(tmp_path, noted) as address:
         link, _ = await connect(address, "test", SECRET)
         async with asyncio.timeout(10):
             with pytest.raises(error):
                 await link.fetch_tokenizer()
+        assert len(offsets) <= 2, "a lie is noticed at once"
         link.abort()
         await link.lost
         async with Machine(tmp_path / "cache", address) as machine:
             await until(lambda: "by hand cannot be used" in caplog.text)
             assert machine.pool.members == []
     assert not (tmp_path / "cache").exists()
+
+
+async def test_many_workers_at_once_bring_a_tokenizer_that_is_read_once(tmp_path: Path, model: Path) -> None:
+    packed = pack_tokenizer(model)
+    cache = TokenizerCache(tmp_path / "cache")
+    all_fetch = asyncio.Barrier(8)
+
+    async def fetch() -> bytes:
+        await all_fetch.wait()
+        return packed.data
+
+    async with asyncio.timeout(20):
+        found = await asyncio.gather(*[cache.load(packed.fingerprint, fetch) for _ in range(8)])
+    assert len(set(map(id, found))) == 1
+    assert await cache.load(packed.fingerprint) is found[0]
+
+
+async def test_only_a_file_of_a_possible_size_is_read_from_the_cache(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ("f" * 64))
+    assert TokenizerCache(tmp_path).find("f" * 64) is None
+    data = bytes(MAX_TOKENIZER_BYTES + 1)
+    (tmp_path / fingerprint(data)).write_bytes(data)
+    assert TokenizerCache(tmp_path).find(fingerprint(data)) is None
+
+
+async def test_a_front_end_that_asks_and_does_not_read_loses_its_link(tmp_path: Path, model: Path) -> None:
+    """Else the pieces would fill the worker's memory."""
+    async with worker_with(tmp_path, pack_tokenizer(model)) as worker:
+        link, _ = await connect(worker.address, "test", SECRET)
+        (port,) = worker.server.links
+        with pytest.raises(FrameMalformed, match="asks for more of the tokenizer than it reads"):
+            port.messages_received([TokenizerRequest(0)] * 1000)
+        link.abort()
 
 
 async def test_a_request_beyond_the_tokenizer_closes_the_link_by_name(tmp_path: Path) -> None:

@@ -101,3 +101,15 @@ def test_removed_items_are_forgotten() -> None:
         heap.put(item, number)
         heap.discard(item)
     assert Item.alive <= SLACK + 2
+
+
+def test_memory_is_bounded_when_the_live_items_are_popped() -> None:
+    heap: LazyHeap[int, int] = LazyHeap()
+    for number in range(300):
+        heap.put(number, number)
+    for number in range(120, 300):
+        heap.discard(number)
+    heap.check_integrity()
+    for number in range(120):
+        assert heap.pop() == number
+        heap.check_integrity()

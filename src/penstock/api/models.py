@@ -37,7 +37,6 @@ class Models:
         self, remember_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic, cache: TokenizerCache | None = None
     ) -> None:
         self._cache = cache or TokenizerCache()
-        self._tokenizers: dict[str, Tokenizer] = {}
         self._remember_seconds = remember_seconds
         self._clock = clock
         self._last_seen: dict[str, tuple[ModelInfo, float]] = {}
@@ -46,10 +45,11 @@ class Models:
 
     async def prepare(self, info: ModelInfo, fetch: Fetch | None = None) -> None:
         """Loads the model's tokenizer, with `fetch` if it is not on this machine. Raises ConfigError or LinkError when it cannot."""
-        if info.tokenizer not in self._tokenizers:
-            tokenizer = await self._cache.load(info.tokenizer, fetch)
-            # Another worker of this model may have brought it meanwhile.
-            self._tokenizers.setdefault(info.tokenizer, tokenizer)
+        await self._cache.load(info.tokenizer, fetch)
+
+    def tokenizer(self, info: ModelInfo) -> Tokenizer:
+        """The tokenizer of a model that is prepared."""
+        return self._cache.loaded[info.tokenizer]
 
     def joined(self, member: Member) -> None:
         self.live.append(member.model)
@@ -62,17 +62,17 @@ class Models:
     def all(self) -> list[ServedModel]:
         count = Counter(info.name for info in self.live)
         unique = {info.name: info for info in self.live}
-        return [ServedModel(info, self._tokenizers[info.tokenizer], count[name]) for name, info in unique.items()]
+        return [ServedModel(info, self.tokenizer(info), count[name]) for name, info in unique.items()]
 
     def find(self, name: str) -> ServedModel:
         """Raises RequestError: 404 for an unknown model, 503 when there is no worker."""
         for info in self.live:
             if info.name == name:
-                return ServedModel(info, self._tokenizers[info.tokenizer])
+                return ServedModel(info, self.tokenizer(info))
         if name in self._last_seen:
             info, seen = self._last_seen[name]
             if self._clock() - seen < self._remember_seconds:
-                return ServedModel(info, self._tokenizers[info.tokenizer], 0)
+                return ServedModel(info, self.tokenizer(info), 0)
         known = ", ".join(f"`{model.info.name}`" for model in self.all())
         if not known:
             raise RequestError("no worker is ready", code="no_worker", status=503)

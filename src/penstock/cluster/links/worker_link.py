@@ -177,18 +177,20 @@ class WorkerLink(LinkProtocol):
         """The worker's packed tokenizer, piece by piece. For one caller at a time. Raises LinkError when the link is lost, when a piece is
         late, and when the worker sends something else or too much."""
         data = bytearray()
-        while True:
+        total = 0
+        while not total or len(data) < total:
             piece = await self._fetch_piece(len(data))
-            if not 0 < piece.total <= MAX_TOKENIZER_BYTES:
-                raise FrameMalformed(f"the worker's tokenizer has {piece.total:,} bytes: expected 1 to {MAX_TOKENIZER_BYTES:,}")
-            if piece.offset != len(data) or not 0 < len(piece.data) <= min(TOKENIZER_PIECE_BYTES, piece.total - len(data)):
+            total = total or piece.total
+            if not 0 < total <= MAX_TOKENIZER_BYTES:
+                raise FrameMalformed(f"the worker's tokenizer has {total:,} bytes: expected 1 to {MAX_TOKENIZER_BYTES:,}")
+            expected = min(TOKENIZER_PIECE_BYTES, total - len(data))
+            if (piece.offset, len(piece.data), piece.total) != (len(data), expected, total):
                 raise FrameMalformed(
-                    f"the worker sent {len(piece.data):,} bytes of its tokenizer at {piece.offset:,} of {piece.total:,}: expected a piece "
-                    f"of at most {TOKENIZER_PIECE_BYTES:,} bytes at {len(data):,}"
+                    f"the worker sent {len(piece.data):,} bytes of its tokenizer at {piece.offset:,} of {piece.total:,}: expected "
+                    f"{expected:,} bytes at {len(data):,} of {total:,}"
                 )
             data += piece.data
-            if len(data) == piece.total:
-                return bytes(data)
+        return bytes(data)
 
     async def _fetch_piece(self, offset: int) -> TokenizerPiece:
         if self.lost.done():

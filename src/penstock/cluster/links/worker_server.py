@@ -27,6 +27,9 @@ from penstock.worker.runtime import FrontEndPort, WorkerRuntime
 
 log = logging.getLogger(__name__)
 
+MAX_UNREAD_PIECES = 4
+"""Pieces of the tokenizer that wait for one socket. A front end asks for the next one when it has the last."""
+
 
 class WorkerServer:
     """Listens for front ends and gives each its own port of the runtime. `tokenizer` is what front ends may fetch, packed."""
@@ -91,6 +94,7 @@ class FrontEndLink(LinkProtocol):
         self._server = server
         self._nonce = secrets.token_bytes(32)
         self._port: FrontEndPort | None = None
+        self._unread_pieces = 0
         self._deadline: asyncio.TimerHandle | None = None
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -117,10 +121,14 @@ class FrontEndLink(LinkProtocol):
         tokenizer = self._server.tokenizer
         if not 0 <= offset < len(tokenizer):
             raise FrameMalformed(f"asked for byte {offset:,} of a tokenizer of {len(tokenizer):,} bytes")
-        self.send(TokenizerPiece(offset, len(tokenizer), tokenizer[offset : offset + TOKENIZER_PIECE_BYTES]))
+        if self._unread_pieces == MAX_UNREAD_PIECES:
+            raise FrameMalformed("the front end asks for more of the tokenizer than it reads")
+        if not self.send(TokenizerPiece(offset, len(tokenizer), tokenizer[offset : offset + TOKENIZER_PIECE_BYTES])):
+            self._unread_pieces += 1
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._unread_pieces = 0
         if self._port is not None:
             self._server.runtime.resume(self._port)
 

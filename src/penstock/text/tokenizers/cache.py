@@ -13,6 +13,7 @@ from pathlib import Path
 from penstock.text.tokenizers.source import BUILT_IN, PackedTokenizer, fingerprint, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
+from penstock.wire.messages import MAX_TOKENIZER_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +34,38 @@ class TokenizerCache:
 
     A fetched tokenizer is used and stored only if its hash is the fingerprint. Without a directory, or if it cannot be written, nothing is
     stored. A damaged file in the directory is fetched again.
+
+    One tokenizer is read at a time, for that takes memory. When many workers bring the same one at once, it is read once; each of them
+    fetches, so that a slow worker delays no other.
     """
 
     def __init__(self, directory: Path | None = None, model: Path | None = None) -> None:
         self._directory = directory
         self._model = model
+        self._reading = asyncio.Lock()
+        self.loaded: dict[str, Tokenizer] = {}
 
     async def load(self, wanted: str, fetch: Fetch | None = None) -> Tokenizer:
         """Raises ConfigError for a tokenizer that cannot be used, and what `fetch` raises. Reads and parses in a thread."""
-        packed = await asyncio.to_thread(self.find, wanted)
-        if packed is not None:
-            return await asyncio.to_thread(packed.load)
-        if fetch is None:
-            raise ConfigError(f"the tokenizer {wanted} is not on this machine")
-        data = await fetch()
-        found = await asyncio.to_thread(fingerprint, data)
+        async with self._reading:
+            if wanted not in self.loaded and (packed := await asyncio.to_thread(self.find, wanted)) is not None:
+                self.loaded[wanted] = await asyncio.to_thread(packed.load)
+        if wanted not in self.loaded:
+            if fetch is None:
+                raise ConfigError(f"the tokenizer {wanted} is not on this machine")
+            data = await fetch()
+            async with self._reading:
+                if wanted not in self.loaded:
+                    self.loaded[wanted] = await asyncio.to_thread(self._take, wanted, data)
+        return self.loaded[wanted]
+
+    def _take(self, wanted: str, data: bytes) -> Tokenizer:
+        """Checks, reads and stores what a worker sent."""
+        found = fingerprint(data)
         if found != wanted:
             raise ConfigError(f"the worker sent a tokenizer with the fingerprint {found}: expected {wanted}")
-        tokenizer = await asyncio.to_thread(PackedTokenizer(wanted, data).load)
-        await asyncio.to_thread(self._store, wanted, data)
+        tokenizer = PackedTokenizer(wanted, data).load()
+        self._store(wanted, data)
         return tokenizer
 
     def find(self, wanted: str) -> PackedTokenizer | None:
@@ -75,8 +89,11 @@ class TokenizerCache:
     def _find_stored(self, wanted: str) -> PackedTokenizer | None:
         if self._directory is None:
             return None
+        path = self._directory / wanted
         try:
-            data = (self._directory / wanted).read_bytes()
+            if not path.is_file() or path.stat().st_size > MAX_TOKENIZER_BYTES:
+                return None
+            data = path.read_bytes()
         except OSError:
             return None
         return PackedTokenizer(wanted, data) if fingerprint(data) == wanted else None
