@@ -397,11 +397,10 @@ class ExternalBackend:
             return
         log.error("%s failed: %s", self.model.engine, reason)
         self._failure = Fault("engine_failed", f"the engine has failed: {reason}", retryable=True)
-        for identity in list(self._open):
-            generation = self._forget(identity)
-            assert generation is not None
-            assert generation.task is not None
+        for identity, generation in list(self._open.items()):
+            self._forget(identity)
             self._put(Segment(identity, None, self._failure))
+            assert generation.task is not None
             generation.task.cancel()
         self._on_failure()
 

@@ -175,14 +175,14 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
         has_priority=bool(info.get("enable_priority_scheduling")) or info.get("radix_eviction_policy") == "priority",
         is_disaggregated=mode != "null",
     )
-    page_size = info.get("page_size") or None
+    page_size, states = info.get("page_size") or None, info.get("internal_states") or [{}]
     capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", *(("grammar",) if traits.has_grammar else ()))
     facts = probe.facts(
         await _sglang_context(probe, info),
         page_size,
         capabilities,
         kv_blocks=info.get("max_total_num_tokens", 0) // (page_size or USUAL_BLOCK_SIZE),
-        max_batch=_sglang_batch(info),
+        max_batch=int(info.get("max_running_requests") or states[0].get("effective_max_running_requests_per_dp") or 0),
     )
     features = _sglang_features(probe, traits, info, mode)
     report = EngineReport("SGLang over HTTP", version or None, "any that has /generate", features=features)
@@ -228,11 +228,6 @@ async def _sglang_context(probe: _Probe, info: Mapping[str, Any]) -> int | None:
         return int(longest) + (0 if info.get("allow_auto_truncate") else SGLANG_RESERVE)
     models = _models_in(await probe.ask("/v1/models"))
     return models[0].max_model_len - 2 if models and models[0].max_model_len else None
-
-
-def _sglang_batch(info: Mapping[str, Any]) -> int:
-    states = info.get("internal_states") or [{}]
-    return int(info.get("max_running_requests") or states[0].get("effective_max_running_requests_per_dp") or 0)
 
 
 def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any], mode: str) -> tuple[Feature, ...]:
