@@ -74,8 +74,7 @@ class HarmonyParser(SteppingParser):
     def _content(self, header: str) -> Steps[None]:
         channel = _CHANNEL.search(header)
         is_reasoning = channel is not None and channel[1] == "analysis"
-        flow = Flow(self._out, Reasoning if is_reasoning else str, _ENDS, holds=False)
-        marker = yield from self._pass(flow)
+        marker = yield from self._pass(Flow(self._out, Reasoning if is_reasoning else str, _ENDS, holds=False))
         if marker in _HEADERS.strings:
             self._source.give_back(len(marker or ""))
 

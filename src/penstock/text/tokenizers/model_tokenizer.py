@@ -10,7 +10,7 @@ import tokenizers
 
 from penstock.text.detokenizer import ByteDetokenizer, ByteTables, Detokenizer, StepDetokenizer
 from penstock.text.template import ChatTemplates
-from penstock.text.tokenizers.cuts import SLICE, any_of, by_first_letter, can_slice, find_all, separators, slices
+from penstock.text.tokenizers.cuts import SLICE, any_of, by_first_letter, can_slice, separators, slices
 from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, Answer, ChatPrompt
 from penstock.text.tokenizers.vocabulary import byte_pieces, find_infill_style, is_byte_level, is_sentence_piece, lost_bytes
 from penstock.wire.errors import ConfigError
@@ -83,8 +83,9 @@ class ModelTokenizer:
         return self._templates.render(prompt)
 
     def parts(self, rendered: str) -> list[str]:
-        edges = [0, *find_all(self._cuts, rendered), len(rendered)]
-        return [rendered[start:stop] for start, stop in pairwise(edges)]
+        # A separator at the very start does not count.
+        edges = sorted([found.start() for pattern in self._cuts for found in pattern.finditer(rendered, 1)])
+        return [rendered[start:stop] for start, stop in pairwise([0, *edges, len(rendered)])]
 
     def begins_part(self, rendered: str, position: int) -> bool:
         return rendered.startswith(self._separators, position)
