@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from penstock.api.models import Models, ServedModel
 from penstock.api.openai.chat import chat_prompt
 from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, Text, Tool
-from penstock.api.pipeline.plan import check_text_length
+from penstock.api.pipeline.plan import check_text_length, check_token_ids
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.encoding import Steps
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -140,13 +140,10 @@ async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: 
 
 
 def _check_ids(model: ServedModel, token_ids: Sequence[int]) -> None:
-    max_tokens, size = model.info.context_length, model.tokenizer.vocab_size
+    max_tokens = model.info.context_length
     if len(token_ids) > max_tokens:
         raise RequestError(f"`tokens` has {len(token_ids):,} tokens: expected at most {max_tokens:,}, the model's context", param="tokens")
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < size:
-            name = f"tokens[{index}]"
-            raise RequestError(f"`{name}` is {token_id}: expected a token id from 0 to {size - 1}", param=name)
+    check_token_ids("tokens", token_ids, model.tokenizer.vocab_size)
 
 
 def _text(model: ServedModel, token_id: int) -> str:

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, Message, MessageToolCall, NamedToolChoice, Tool
-from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect
+from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, Message, NamedToolChoice, Tool
+from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect, token_logprobs
 from penstock.api.pipeline.hints import prompt_text, read_hints
 from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, described_tool, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
@@ -36,13 +36,8 @@ class ChatDialect(OpenAIDialect):
         self._has_role = [False] * len(plan.submits)
 
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
-        if delta.logprobs is None:
-            return None
-        content = []
-        for token_id, entry in zip(delta.token_ids[:tokens], delta.logprobs[:tokens], strict=True):
-            top = [self._token(token, value) for token, value in entry.top]
-            content.append({**self._token(token_id, entry.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        content = token_logprobs(self._tokenizer.token_bytes, delta, tokens)
+        return None if content is None else {"content": content, "refusal": None}
 
     def event(self, index: int, added: ChoiceDelta) -> bytes:
         parts = added.parts
@@ -61,10 +56,6 @@ class ChatDialect(OpenAIDialect):
 
     def _content(self, parts: Sequence[Part]) -> dict[str, object]:
         return {"message": {"role": "assistant", "refusal": None, **_message(parts)}}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, object]:
-        piece = self._tokenizer.token_bytes(token_id)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
 
 
 def _delta(parts: Sequence[Part]) -> dict[str, Any]:
@@ -132,22 +123,23 @@ def _chat(request: ChatRequest) -> Chat:
 def chat_prompt(request: ChatRequest) -> ChatPrompt:
     """What the chat template is rendered with. Raises RequestError when messages or tools contradict each other."""
     continues = bool(request.continue_final_message)
-    arguments = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.reasoning_effort == "none":
-            arguments.setdefault("enable_thinking", False)
     begins_answer = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
     return ChatPrompt(
         messages=[_for_template(index, message) for index, message in enumerate(request.messages)],
         # With the choice `none`, the prompt does not mention the tools.
         tools=[] if request.tool_choice == "none" else _tools(request.tools or []),
         documents=request.documents or [],
-        arguments=arguments,
+        arguments=template_arguments(request.chat_template_kwargs, request.reasoning_effort),
         template=request.chat_template,
         begins_answer=begins_answer,
         continues=continues,
     )
+
+
+def template_arguments(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """The arguments of the chat template. `given` counts more than the effort."""
+    of_effort = {} if effort is None else {"reasoning_effort": effort}
+    return {**of_effort, **({"enable_thinking": False} if effort == "none" else {}), **(given or {})}
 
 
 def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -167,17 +159,13 @@ def _for_template(index: int, message: Message) -> ChatMessage:
         if message.role != "assistant":
             field = f"messages[{index}].tool_calls"
             raise RequestError(f"`{field}` is only allowed in a message of the role assistant, not {message.role}", param=field)
-        rendered["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+        rendered["tool_calls"] = [tool_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
     if message.tool_call_id is not None:
         rendered["tool_call_id"] = message.tool_call_id
     elif message.role == "tool":
         field = f"messages[{index}].tool_call_id"
         raise RequestError(f"`{field}` is required in a message of the role tool", param=field, code="missing_field")
     return rendered
-
-
-def _call_for_template(call: MessageToolCall) -> ToolCall:
-    return tool_call(call.id, call.function.name, call.function.arguments)
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:

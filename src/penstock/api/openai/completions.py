@@ -11,7 +11,7 @@ from penstock.api.models import ServedModel
 from penstock.api.openai.schema import UNSUPPORTED_COMPLETION, CompletionRequest
 from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.plan import Plan, check_text_length, make_plan, wanted_grammar
+from penstock.api.pipeline.plan import Plan, check_text_length, check_token_ids, make_plan, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import Part
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -133,11 +133,7 @@ async def _tokens(model: ServedModel, field: str, prompt: str | list[int], conte
     if isinstance(prompt, str):
         check_text_length(model, field, prompt)
         return await context.transcripts.encoder.encode_text(model.tokenizer, prompt)
-    size = model.info.vocab_size
-    for index, token_id in enumerate(prompt):
-        if not 0 <= token_id < size:
-            name = f"{field}[{index}]"
-            raise RequestError(f"`{name}` is {token_id}: expected a token id from 0 to {size - 1}", param=name)
+    check_token_ids(field, prompt, model.info.vocab_size)
     return prompt
 
 

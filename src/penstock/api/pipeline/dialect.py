@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 from msgspec import Struct
@@ -96,6 +96,19 @@ class Dialect(Protocol):
 
     def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
         """The whole answer."""
+
+
+def token_logprobs(token_bytes: Callable[[int], bytes], delta: Delta, tokens: int) -> list[dict[str, Any]] | None:
+    """The logprobs of the delta's first `tokens` tokens, as OpenAI's chats and responses show them."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        piece = token_bytes(token_id)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+    if delta.logprobs is None:
+        return None
+    chosen = zip(delta.token_ids[:tokens], delta.logprobs[:tokens], strict=True)
+    return [{**shown(token, entry.logprob), "top_logprobs": [shown(*other) for other in entry.top]} for token, entry in chosen]
 
 
 class OpenAIDialect(Dialect):

@@ -173,6 +173,7 @@ def make_plan(
         raise RequestError(f"{len(prompts)} prompts × `n` {candidates} make more than {MAX_CHOICES} choices", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
+    check_token_ids("stop_token_ids", request.stop_token_ids or (), model.info.vocab_size)
     _check_grammar_size(grammar_field, grammar)
     # The choices of a prompt share one tuple: its block names are computed once.
     shared = [(tuple(token_ids), _room(model, field, token_ids, max_tokens, clips)) for field, token_ids in prompts]
@@ -186,7 +187,7 @@ def make_plan(
         "logprobs": 0 if logprobs is None and candidates > n else logprobs,
         "prompt_logprobs": prompt_logprobs,
         "sampling": _sampling(request),
-        "stop_ids": _stop_ids(model, request.stop_token_ids or ()),
+        "stop_ids": tuple(request.stop_token_ids or ()),
         "logit_bias": _logit_bias(model, request.logit_bias or {}),
         "grammar": grammar,
         "retention_seconds": hints.retention_seconds,
@@ -295,13 +296,12 @@ def _sampling(request: Common) -> Sampling:
     return Sampling(**given) if given else _DEFAULT_SAMPLING
 
 
-def _stop_ids(model: ServedModel, token_ids: Sequence[int]) -> tuple[int, ...]:
-    size = model.info.vocab_size
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError for a token that the model does not have."""
     for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < size:
-            name = f"stop_token_ids[{index}]"
-            raise RequestError(f"`{name}` is {token_id}: expected a token id from 0 to {size - 1}", param=name)
-    return tuple(token_ids)
+        if not 0 <= token_id < vocab_size:
+            name = f"{field}[{index}]"
+            raise RequestError(f"`{name}` is {token_id}: expected a token id from 0 to {vocab_size - 1}", param=name)
 
 
 def _logit_bias(model: ServedModel, biases: dict[str, Any]) -> tuple[tuple[int, float], ...]:

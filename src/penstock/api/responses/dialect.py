@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 
 from penstock.api.errors import fault_status
-from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Ending, Usage
+from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Ending, Usage, token_logprobs
 from penstock.api.responses.answers import (
     IncompleteDetails,
     InputTokensDetails,
@@ -59,12 +59,7 @@ class ResponseDialect(Dialect):
         return msgspec.structs.replace(self._response, output=self.output)
 
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
-        if delta.logprobs is None:
-            return None
-        return [
-            {**self._token(token_id, entry.logprob), "top_logprobs": [self._token(token, value) for token, value in entry.top]}
-            for token_id, entry in zip(delta.token_ids[:tokens], delta.logprobs[:tokens], strict=True)
-        ]
+        return token_logprobs(self._token_bytes, delta, tokens)
 
     def queue(self) -> bytes:
         """The first events of a background response, before it runs."""
@@ -149,10 +144,6 @@ class ResponseDialect(Dialect):
 
     def _lifecycle(self, kind: str) -> bytes:
         return self._events.event(f"response.{kind}", {"response": self.snapshot()})
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, object]:
-        piece = self._token_bytes(token_id)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
 
 
 def _is_complete(ending: Ending) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import structs
 
+from penstock.api.openai.chat import template_arguments
 from penstock.api.openai.schema import Common, JsonSchemaFormat, ResponseFormat
 from penstock.api.pipeline.hints import read_hints
 from penstock.api.pipeline.plan import Chat, Plan, count_tokens, plan_chat, wanted_grammar
@@ -178,12 +179,7 @@ def _base_chat(asked: Asked, context: Context, tools: Tools) -> Chat:
     chat.add(context.items, context.fields)
     if not chat.messages:
         raise RequestError("`input` has no text: expected a string, or at least one item with text", param="input", code="empty_prompt")
-    arguments = dict(asked.chat_template_kwargs or {})
-    effort = None if asked.reasoning is None else asked.reasoning.effort
-    if effort is not None:
-        arguments.setdefault("reasoning_effort", effort)
-        if effort == "none":
-            arguments.setdefault("enable_thinking", False)
+    arguments = template_arguments(asked.chat_template_kwargs, None if asked.reasoning is None else asked.reasoning.effort)
     prompt = ChatPrompt(messages=chat.messages, tools=tools.offered, arguments=arguments)
     return Chat(prompt=prompt, fields=chat.fields)
 
