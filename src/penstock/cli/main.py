@@ -87,8 +87,10 @@ def _run(words: list[str]) -> int:
 
 
 def _run_server(loaded: Loaded) -> int:
-    for warning in unknown_variables(os.environ, KNOWN):
-        log.warning("%s", warning)
+    if loaded.command == "serve" or not loaded.settings.exit_with_parent:
+        # The children of `serve` have its environment, and it has warned already.
+        for warning in unknown_variables(os.environ, KNOWN):
+            log.warning("%s", warning)
     # Wiring imports everything; `--help` and mistakes do not wait for it.
     from penstock.cli import compose
 

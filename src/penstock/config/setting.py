@@ -139,6 +139,9 @@ class Setting:
     def _converted(self, text: str) -> Any:
         if self.declared.parse is not None:
             return self.declared.parse(text)
+        if self.kind is Path and not text:
+            # It would be the current directory.
+            raise ValueError("expected a path")
         try:
             return SWITCH[text.lower()] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):

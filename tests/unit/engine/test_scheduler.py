@@ -37,6 +37,16 @@ class SlowSequence(Sequence):
         return 2 * SIZE
 
 
+class FreshSequence(SlowSequence):
+    """Computes its whole prompt, even where KV is cached."""
+
+    __slots__ = ()
+
+    @property
+    def skips_cache(self) -> bool:
+        return True
+
+
 class Steps:
     """A scheduler, and an engine that makes the same token for everyone."""
 
@@ -123,6 +133,18 @@ def test_followers_go_on_when_their_leader_is_gone(how: str) -> None:
     steps.run()
     assert sorted(steps.ended) == ([1, 2, 3] if how == "cancelled" else [0, 1, 2, 3])
     assert sorted(sequence.cached_tokens or 0 for sequence in followers) == [40, 100, 100] if how == "cancelled" else [100] * 3
+
+
+def test_a_leader_stays_one_when_another_that_computes_the_same_block_ends() -> None:
+    steps = Steps()
+    steps.add(0, range(100), kind=SlowSequence)
+    steps.add(1, range(100), kind=FreshSequence)
+    steps.step()
+    assert steps.cancel(1)
+    steps.add(2, [*range(100), 5])
+    assert list(steps.step()) == [0]
+    steps.run()
+    assert steps.ended == [0, 2]
 
 
 def test_a_follower_that_is_cancelled_is_gone() -> None:
