@@ -139,6 +139,9 @@ class Setting:
     def _converted(self, text: str) -> Any:
         if self.declared.parse is not None:
             return self.declared.parse(text)
+        if "\0" in text or (self.kind is not Path and _has_surrogate(text)):
+            # The first cannot be handed to a child process, the second cannot be sent to another process.
+            raise ValueError("expected UTF-8 without NUL")
         if self.kind is Path and not text:
             # It would be the current directory.
             raise ValueError("expected a path")
@@ -247,6 +250,11 @@ def _kind_of(hint: Any) -> tuple[type, bool]:
     if hint in (int, float, bool, Path):
         return hint, False
     return str, False
+
+
+def _has_surrogate(text: str) -> bool:
+    """Python has bytes of the command line that are not UTF-8 as surrogates."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _text(given: object) -> str:

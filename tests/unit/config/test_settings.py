@@ -201,6 +201,8 @@ def test_spellings_of_other_servers() -> None:
         ([f"--max-queued=-{10**400}"], f"--max-queued is -{10**400}: expected 0 or more"),
         ([f"--max-queued={2**63}"], f"--max-queued is {2**63}: expected a smaller number"),
         (["--resume-memory=1e305"], "--resume-memory is 1e305: expected a smaller number"),
+        (["--store=a\0b"], "--store is 'a\\x00b': expected UTF-8 without NUL"),
+        (["--name=a\udcff"], "--name is 'a\\udcff': expected UTF-8 without NUL"),
         (["--key-file="], "--key-file is '': expected a path"),
         (["--resume-memory=1e-9"], "--resume-memory is 1e-9: expected more than 0"),
     ],

@@ -169,6 +169,16 @@ def test_followers_keep_their_place_in_the_queue() -> None:
     assert 1 in steps.step(), "before the one that came later"
 
 
+def test_a_sequence_starts_only_if_it_leaves_a_page_for_each_that_runs() -> None:
+    steps = Steps(pages=8)
+    steps.add(0, range(3 * SIZE), max_tokens=3)
+    steps.add(1, range(100, 100 + 5 * SIZE))
+    assert list(steps.step()) == [0], "both prompts would fill all pages"
+    steps.run()
+    assert steps.ended == [0, 1]
+    assert not steps.scheduler.stats().preemptions
+
+
 def test_the_newest_is_preempted_and_starts_again_before_those_that_wait() -> None:
     steps = Steps(pages=12)
     for number in range(3):
