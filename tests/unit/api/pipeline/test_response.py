@@ -64,6 +64,12 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(fields: dict[st
         gc.enable()
 
 
+async def test_what_watches_a_client_does_not_keep_its_request() -> None:
+    front_end = FrontEnd(says("abc"))
+    await front_end.post(stream=True)
+    assert not [kept for kept in gc.get_objects() if type(kept).__name__ == "_Run"]
+
+
 async def test_a_watch_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
     async def fails() -> Any:
         raise OSError("no such socket")
