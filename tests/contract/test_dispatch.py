@@ -13,9 +13,10 @@ import pytest
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cluster.links.link import LinkProtocol, proof
 from penstock.cluster.links.worker_server import WorkerServer
+from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import RouterSettings
-from penstock.router.policy import Hints, SessionWish
+from penstock.router.policy import Hints, Preference, SessionWish
 from penstock.wire import codec
 from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Fault, Finish, Hello, Message, ModelInfo, Segment, Submit, Welcome
@@ -321,6 +322,78 @@ async def test_a_request_whose_client_left_is_never_sent(tmp_path: Path) -> None
         assert left.cancelled()
         assert front_end.dispatcher.queued == 0
         assert worker.simulator.stats().prompt_tokens == 3 * 40, "three prompts were computed, and not the fourth"
+
+
+async def test_a_client_that_leaves_stops_its_generation_on_the_worker(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker]) as front_end:
+        reader, task = front_end.start(submit(1, 90_000))
+        await until(lambda: len(reader.tokens) > 0)
+        await leave(task)
+        await until(lambda: worker.simulator.stats().running == 0)
+
+
+async def test_a_generation_whose_client_left_weighs_nothing_and_is_not_sent_again(tmp_path: Path) -> None:
+    """Its worker says nothing more, and is lost with it."""
+    async with MuteWorker(tmp_path, "mute") as mute, FrontEnd([mute]) as front_end:
+        _, task = front_end.start(submit(1))
+        await until(lambda: len(mute.submits) == 1)
+        await leave(task)
+        assert front_end.router.load_of("mute") == 0
+        mute.links[0].abort()
+        await until(lambda: len(mute.links) == 2 and front_end.pool.find("mute") is not None)
+        _, next_one = front_end.start(submit(2))
+        await until(lambda: len(mute.submits) == 2)
+        assert [request.id for request in mute.submits] == [submit(1).id, submit(2).id]
+        assert not front_end.dispatcher.migrations
+        await leave(next_one)
+
+
+async def test_a_client_that_leaves_in_the_pause_before_an_attempt(tmp_path: Path) -> None:
+    async with SickWorker(tmp_path, "sick") as sick, FrontEnd([sick]) as front_end:
+        _, task = front_end.start(submit(1))
+        await until(lambda: front_end.dispatcher.migrations.total() == 1)
+        await leave(task)
+        _, other = front_end.start(submit(2))
+        with pytest.raises(GenerationFault, match="4 attempts in a row"):
+            await other
+        assert front_end.dispatcher.migrations.total() == 1 + 3, "the other one has had all its pauses meanwhile"
+
+
+class Confused(Turn):
+    """Can say only once where it wants to go."""
+
+    @property
+    def preference(self) -> tuple[str | None, Preference]:
+        if self.decisions:
+            raise ZeroDivisionError
+        return super().preference
+
+
+async def test_an_error_of_ours_in_the_queue_ends_its_generation_and_no_link(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker]) as front_end:
+        reader, confused = front_end.start(submit(1, 50_000), Confused(front_end.sessions, "somebody", Hints()))
+        await until(lambda: len(reader.tokens) > 10)
+        await worker.server.close()
+        await until(lambda: front_end.dispatcher.queued == 1)
+        async with Worker(tmp_path, "a"):
+            with pytest.raises(GenerationFault, match="ZeroDivisionError while generating"):
+                async with asyncio.timeout(10):
+                    await confused
+            assert (await front_end.run(submit(2)))[1].tokens == expected(2, 16)
+
+
+async def test_an_error_of_ours_after_a_pause_ends_its_generation(tmp_path: Path) -> None:
+    async with SickWorker(tmp_path, "sick") as sick, FrontEnd([sick]) as front_end:
+        _, confused = front_end.start(submit(1), Confused(front_end.sessions, "somebody", Hints()))
+        with pytest.raises(GenerationFault, match="ZeroDivisionError while generating"):
+            async with asyncio.timeout(10):
+                await confused
+
+
+async def leave(task: asyncio.Task[None]) -> None:
+    """The client of this generation leaves."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_request_that_no_frame_holds_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

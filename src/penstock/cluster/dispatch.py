@@ -93,6 +93,10 @@ class Production:
             # Such as a request that is too large for a frame. It must not break the link or the queue that called this.
             self.fail(Fault(type(error).__name__, str(error)))
             return True
+        except Exception as error:
+            log.exception("a generation could not be sent")
+            self._break_down(error)
+            return True
         return self._attempt is not None
 
     def cancel(self) -> None:
@@ -140,8 +144,12 @@ class Production:
         try:
             step()
         except Exception as error:
-            self.fail(Fault("internal_error", f"{type(error).__name__} while generating"))
+            self._break_down(error)
             raise
+
+    def _break_down(self, error: Exception) -> None:
+        """Ends it after an error of ours."""
+        self.fail(Fault("internal_error", f"{type(error).__name__} while generating"))
 
     def _continue(self, attempt: Attempt, error: PenstockError) -> None:
         """On another worker, after this attempt failed; after a pause when there is no other."""
