@@ -199,7 +199,7 @@ Answer = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
 async def worker_by_hand(folder: Path, answer: Answer) -> AsyncIterator[UnixAddress]:
     """A worker that shakes hands, and answers requests for its tokenizer as the test likes."""
     address = UnixAddress(str(folder / "by hand.sock"))
-    connections: list[asyncio.StreamWriter] = []
+    connections: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
 
     async def receive(reader: asyncio.StreamReader) -> Message:
         size = await reader.readexactly(4)
@@ -207,7 +207,7 @@ async def worker_by_hand(folder: Path, answer: Answer) -> AsyncIterator[UnixAddr
         return message
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(writer)
+        connections[asyncio.current_task()] = writer
         writer.write(encode_frame(Challenge(PROTOCOL_VERSION, b"n" * 32)))
         try:
             hello = await receive(reader)
@@ -224,8 +224,9 @@ async def worker_by_hand(folder: Path, answer: Answer) -> AsyncIterator[UnixAddr
         try:
             yield address
         finally:
-            for writer in connections:
+            for writer in connections.values():
                 writer.close()
+            await asyncio.gather(*(task for task in connections if task is not None))
 
 
 def say(writer: asyncio.StreamWriter, *pieces: TokenizerPiece) -> None:
@@ -312,6 +313,19 @@ async def test_a_worker_that_sends_something_else_is_not_used(
             await until(lambda: "by hand cannot be used" in caplog.text)
             assert machine.pool.members == []
     assert not (tmp_path / "cache").exists()
+
+
+async def test_a_worker_that_says_nothing_is_given_up(tmp_path: Path) -> None:
+    async def silence(writer: asyncio.StreamWriter, offset: int) -> None:
+        """Answers nothing."""
+
+    async with worker_by_hand(tmp_path, silence) as address:
+        link, _ = await connect(address, "test", SECRET)
+        async with asyncio.timeout(10):
+            with pytest.raises(LinkBroken, match="the worker sent no piece of its tokenizer within 0"):
+                await link.fetch_tokenizer(0.01)
+        link.abort()
+        await link.lost
 
 
 async def test_many_workers_at_once_bring_a_tokenizer_that_is_read_once(tmp_path: Path, model: Path) -> None:

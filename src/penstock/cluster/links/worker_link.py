@@ -173,13 +173,13 @@ class WorkerLink(LinkProtocol):
         finally:
             self._queries.pop(number, None)
 
-    async def fetch_tokenizer(self) -> bytes:
+    async def fetch_tokenizer(self, piece_seconds: float = PIECE_SECONDS) -> bytes:
         """The worker's packed tokenizer, piece by piece. For one caller at a time. Raises LinkError when the link is lost, when a piece is
         late, and when the worker sends something else or too much."""
         data = bytearray()
         total = 0
         while not total or len(data) < total:
-            piece = await self._fetch_piece(len(data))
+            piece = await self._fetch_piece(len(data), piece_seconds)
             total = total or piece.total
             if not 0 < total <= MAX_TOKENIZER_BYTES:
                 raise FrameMalformed(f"the worker's tokenizer has {total:,} bytes: expected 1 to {MAX_TOKENIZER_BYTES:,}")
@@ -192,16 +192,16 @@ class WorkerLink(LinkProtocol):
             data += piece.data
         return bytes(data)
 
-    async def _fetch_piece(self, offset: int) -> TokenizerPiece:
+    async def _fetch_piece(self, offset: int, seconds: float) -> TokenizerPiece:
         if self.lost.done():
             raise self.lost.result()
         self._piece = self._loop.create_future()
         self._write_soon(encode_frame(TokenizerRequest(offset)))
         try:
-            async with asyncio.timeout(PIECE_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await self._piece
         except TimeoutError as error:
-            raise LinkBroken(f"the worker sent no piece of its tokenizer within {PIECE_SECONDS:g} s") from error
+            raise LinkBroken(f"the worker sent no piece of its tokenizer within {seconds:g} s") from error
         finally:
             self._piece = None
 
