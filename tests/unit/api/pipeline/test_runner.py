@@ -186,6 +186,34 @@ async def test_a_client_that_leaves_while_its_socket_is_full() -> None:
     assert front_end.admission.idle.is_set()
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"nvext": {"session_control": {"session_id": "s", "action": "open"}}}])
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_client_that_leaves_before_the_first_token(fields: dict[str, Any], is_early: bool) -> None:
+    """As early as before its generation has begun, or while its prompt is computed."""
+    begun, stopped = asyncio.Event(), asyncio.Event()
+
+    async def silent(_: Submit, __: Mailbox) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    front_end, quota = limited(silent, concurrency=1)
+    if is_early:
+        front_end.gone.set()
+    connection = asyncio.create_task(complete(front_end, **fields))
+    async with asyncio.timeout(10):
+        await begun.wait()
+        front_end.gone.set()
+        await connection
+        await stopped.wait()
+    assert front_end.tally.clients_left == 1
+    assert front_end.tally.requests["completions", "client_left"] == 1
+    assert (quota.running, front_end.tally.queued, front_end.tally.running) == (0, 0, 0)
+    assert front_end.admission.idle.is_set()
+
+
 async def test_sessions_of_one_name_are_remembered_apart_for_every_key() -> None:
     """What one key has said, another neither reads nor overwrites."""
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
