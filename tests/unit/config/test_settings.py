@@ -159,6 +159,19 @@ def test_switches_and_lists(tmp_path: Path) -> None:
     assert load(["serve"], {"PENSTOCK_SERVED_NAME": ""}).settings.worker.served_name is None, "an empty variable is no value"
 
 
+def test_the_last_of_two_flags_wins() -> None:
+    loaded = load([*FRONT_END, "--port=1", "--port=2"], {})
+    assert loaded.settings.port == 2
+    assert loaded.resolved.arguments_for(FrontEndSettings) == ("--port=2",)
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", " , "])
+def test_a_variable_without_keys_does_not_open_the_server(text: str) -> None:
+    with pytest.raises(ConfigError, match="^PENSTOCK_API_KEY is set but empty: "):
+        load(FRONT_END, {"PENSTOCK_API_KEY": text})
+    assert load(FRONT_END, {"PENSTOCK_PORT": ""}).settings.port == 8000, "one value that is empty is no value"
+
+
 def test_units() -> None:
     loaded = load([*FRONT_END, "--resume-memory=0.5", "--transcript-memory=1"], {})
     assert (loaded.settings.resume.memory, loaded.settings.transcript_memory) == (2**19, 2**20)

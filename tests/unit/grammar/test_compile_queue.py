@@ -83,6 +83,16 @@ async def test_the_results_of_the_last_ones_are_kept(compiler: Compiler) -> None
     queue.close()
 
 
+async def test_a_result_that_is_used_again_is_kept_longer(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler)
+    for number in range(MAX_KEPT):
+        await queue.request(regex(f"a{number}")).wait()
+    for source in ("a0", "new", "a0"):
+        await queue.request(regex(source)).wait()
+    assert compiler.calls.count("a0") == 1
+    queue.close()
+
+
 @pytest.mark.parametrize(("source", "message"), [("wrong", "unclosed group"), ("odd", "the grammar could not be compiled: something odd")])
 async def test_an_error_becomes_a_fault_for_everyone(compiler: Compiler, source: str, message: str) -> None:
     queue = CompileQueue(compiler)
@@ -137,3 +147,29 @@ def test_polling_sees_the_same_limits(compiler: Compiler) -> None:
     wait_for_any([queued], 30.0)
     assert queued.poll() == "QUICK"
     queue.close()
+
+
+def test_a_request_that_joins_late_gets_no_more_time(compiler: Compiler) -> None:
+    clock = Clock()
+    queue = CompileQueue(compiler, clock)
+    queue.request(regex("slow"))
+    while not compiler.calls:
+        pass
+    clock.now = 8.0
+    late = queue.request(regex("slow"))
+    assert late.poll() is None
+    clock.now = 11.0
+    assert isinstance(late.poll(), Fault)
+    queue.close()
+
+
+def test_what_waits_when_the_queue_closes_is_dropped(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler)
+    slow = [queue.request(regex(f"slow{number}")) for number in range(THREADS)]
+    while len(compiler.calls) < THREADS:
+        pass
+    waiting = queue.request(regex("quick"))
+    queue.close()
+    assert waiting.result.cancelled()
+    compiler.gate.set()
+    assert [request.result.result(30) for request in slow] == ["SLOW0", "SLOW1"]
