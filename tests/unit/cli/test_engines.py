@@ -55,6 +55,8 @@ def test_the_cores_are_divided_among_the_workers_of_our_own_engine_alone() -> No
         given = given_to_workers("--workers=2", *flags)
         assert any(argument.startswith("--threads=") for argument in given) == is_told
         worker(*given)
+    assert worker(*given_to_workers("--workers=2", "--threads=7")).embedded.threads == 7
+    assert worker(*given_to_workers("--workers=1")).embedded.threads is None
 
 
 @pytest.mark.parametrize(
