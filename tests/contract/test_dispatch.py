@@ -348,6 +348,16 @@ async def test_a_generation_whose_client_left_weighs_nothing_and_is_not_sent_aga
         await leave(next_one)
 
 
+async def test_a_client_that_leaves_after_its_worker_was_lost(tmp_path: Path) -> None:
+    async with Worker(tmp_path, "a") as worker, FrontEnd([worker]) as front_end:
+        reader, task = front_end.start(submit(1, 50_000))
+        await until(lambda: len(reader.tokens) > 0)
+        await worker.server.close()
+        await until(lambda: front_end.dispatcher.queued == 1)
+        await leave(task)
+        assert front_end.dispatcher.queued == 0
+
+
 async def test_a_client_that_leaves_in_the_pause_before_an_attempt(tmp_path: Path) -> None:
     async with SickWorker(tmp_path, "sick") as sick, FrontEnd([sick]) as front_end:
         _, task = front_end.start(submit(1))
