@@ -140,8 +140,8 @@ def refuses(url: str) -> bool:
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0)).close()
-    except ConnectionRefusedError:
-        return True
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
