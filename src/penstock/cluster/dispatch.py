@@ -93,7 +93,7 @@ class Production:
             # Such as a request that is too large for a frame. It must not break the link or the queue that called this.
             self.fail(Fault(type(error).__name__, str(error)))
             return True
-        except Exception as error:
+        except Exception as error:  # an error of ours ends this generation, not the link that called
             log.exception("a generation could not be sent")
             self._break_down(error)
             return True
