@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 
 
-def apply_events(blocks: set[bytes], events: Sequence[KvEvent]) -> None:
+def apply_events(blocks: set[bytes], events: Sequence[KvEvent], roots: Collection[bytes] = (b"",)) -> None:
     """Fails for what cannot be: a block without the one before it, stored twice, or removed and never stored."""
     for event in events:
         match event:
             case BlocksStored():
-                assert event.parent == b"" or event.parent in blocks
+                assert event.parent in roots or event.parent in blocks
                 assert blocks.isdisjoint(event.blocks)
                 blocks.update(event.blocks)
             case BlocksRemoved():

@@ -300,7 +300,7 @@ class Dispatcher:
         preferred, why = turn.preference
         block_size = next(iter(usable.values())).model.block_size
         blocks = -(-len(production.request.token_ids) // block_size)
-        names = partial(turn.block_names, production.request.token_ids, block_size)
+        names = partial(turn.block_names, production.request.token_ids, block_size, production.request.root)
         decision = self._router.choose(candidates, names, blocks, preferred, why, turn.hints.router)
         if decision is None:
             return None

@@ -180,7 +180,7 @@ class Scheduler(Generic[S]):
         while budget and len(self._running) < self._max_batch and (least := self._ready.least()) is not None:
             sequence = least[1]
             skips_cache = sequence.skips_cache
-            path = [] if skips_cache else self.cache.match(sequence.tokens)
+            path = [] if skips_cache else self.cache.match(sequence.request.root, sequence.tokens)
             block = self._next_block(sequence, path)
             leader = None if block is None or skips_cache else self._leaders.get(block)
             if leader is not None:
@@ -306,7 +306,7 @@ class Scheduler(Generic[S]):
         if last > first:
             keys = [tuple(tokens[start : start + size]) for start in range(first * size, last * size, size)]
             full, sequence.tail = sequence.tail[: last - first], sequence.tail[last - first :]
-            parent = path[-1] if path else self.cache.root
+            parent = path[-1] if path else self.cache.root(sequence.request.root)
             path += self.cache.commit(parent, keys, full, sequence.lease, sequence.request.priority)
 
     def _next_block(self, sequence: S, path: list[Node]) -> tuple[Node, Key] | None:
@@ -315,7 +315,7 @@ class Scheduler(Generic[S]):
         start = len(path) * size
         if len(sequence.tokens) - start <= size:
             return None
-        return path[-1] if path else self.cache.root, tuple(sequence.tokens[start : start + size])
+        return path[-1] if path else self.cache.root(sequence.request.root), tuple(sequence.tokens[start : start + size])
 
     def _lead(self, sequence: S) -> None:
         """The sequence goes on to its next block. Followers that share no more with it are tried again."""

@@ -9,24 +9,37 @@ from hashlib import blake2b
 from penstock.wire.messages import BlocksRemoved, BlocksStored, KvEvent, KvEvents
 
 ROOT = b""
-"""The parent of the first block of every sequence."""
+"""The parent of the first block of a sequence that all tenants share. Other sequences have a root of their own."""
+
+# Nobody can make two blocks, or two roots, with the same name on purpose: that takes about 2**64 attempts.
+NAME_BYTES = 16
 
 # Far more than one step makes. Events are dropped only when nobody takes any.
 MAX_WAITING_EVENTS = 65_536
 
 
+def tenant_root(owner: str) -> bytes:
+    """The root of a tenant's blocks: no other tenant has blocks with the same names. It is the same on every machine."""
+    return blake2b(owner.encode(), digest_size=NAME_BYTES, person=b"tenant root").digest()
+
+
+def salted_root(root: bytes, salt: str) -> bytes:
+    """The root of the blocks under this root that a client has set apart with a salt."""
+    return blake2b(salt.encode(), digest_size=NAME_BYTES, key=root, person=b"salted root").digest()
+
+
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of the block with these tokens that follows the block `parent`. It is the same on every machine."""
-    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=8).digest()
+    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=NAME_BYTES).digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, parent: bytes = ROOT) -> list[bytes]:
-    """The names of all full blocks."""
+    """The names of all full blocks. `parent` is the root, or the block before them."""
     packed = array("I", token_ids).tobytes()
     width = block_size * array("I").itemsize
     hashes: list[bytes] = []
     for start in range(0, len(packed) - width + 1, width):
-        parent = blake2b(parent + packed[start : start + width], digest_size=8).digest()
+        parent = blake2b(parent + packed[start : start + width], digest_size=NAME_BYTES).digest()
         hashes.append(parent)
     return hashes
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from penstock.config.engines import SessionSettings
 from penstock.kv.blocks import KvEventLog, block_hash
-from penstock.kv.radix import Key, Lease, Node, RadixTree
+from penstock.kv.radix import Key, Lease, Node, RadixTree, Root
 from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import BlocksStored, Snapshot
 
@@ -60,16 +60,16 @@ class KVCache:
     def leased(self) -> int:
         return self._leased
 
-    @property
-    def root(self) -> Node:
-        return self._tree.root
+    def root(self, name: bytes) -> Node:
+        """The parent of the first blocks under this root."""
+        return self._tree.root(name)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def match(self, token_ids: Sequence[int]) -> list[Node]:
-        """The longest known prefix that leaves at least one token to compute: the next token comes from its logits."""
-        return self._tree.match(token_ids, (len(token_ids) - 1) // self.page_size)
+    def match(self, root: bytes, token_ids: Sequence[int]) -> list[Node]:
+        """The longest prefix known under this root that leaves at least one token to compute: the next token comes from its logits."""
+        return self._tree.match(root, token_ids, (len(token_ids) - 1) // self.page_size)
 
     def acquire(self, path: Sequence[Node], lease: Lease | None, priority: int = 0) -> None:
         """A sequence starts to use these nodes, with the lease of its session or without."""
@@ -222,7 +222,7 @@ class KVCache:
         assert node.parent is not None
         assert node.parent.children[node.key] is node
         assert len(node.key) == self.page_size
-        if node.parent is not self.root:
+        if not isinstance(node.parent, Root):
             assert node.parent.references >= node.references
             assert node.parent.leases or not node.leases, "a leased node behind an unleased one"
         for lease in node.leases or ():

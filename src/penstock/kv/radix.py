@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-
-from penstock.kv.blocks import ROOT
+from weakref import WeakValueDictionary
 
 Key = tuple[int, ...]
 """The tokens of one block."""
@@ -60,24 +59,39 @@ class Node:
         return not self.references and not self.children
 
 
+class Root(Node):
+    """The parent of the first blocks of one tenant or salt. It is no block: one reference keeps it from looking like an evictable leaf."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, name: bytes) -> None:
+        super().__init__((), -1, None, name)
+
+
 class RadixTree:
-    """Finds the longest known prefix of a prompt, block by block."""
+    """Finds the longest known prefix of a prompt, block by block, by its tokens. Prefixes of different roots have nothing in common."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        # Its one reference keeps the root from looking like an evictable leaf.
-        self.root = Node((), -1, None, ROOT)
+        # A root lives while a block or a sequence refers to it. Clients may choose roots freely, so empty ones must not stay.
+        self._roots: WeakValueDictionary[bytes, Root] = WeakValueDictionary()
 
-    def match(self, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
+    def root(self, name: bytes) -> Root:
+        root = self._roots.get(name)
+        if root is None:
+            root = self._roots[name] = Root(name)
+        return root
+
+    def match(self, root: bytes, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
         """The nodes of the longest known prefix, at most `max_blocks`."""
-        node, size = self.root, self.block_size
+        node: Node | None = self._roots.get(root)
+        size = self.block_size
         path: list[Node] = []
         for start in range(0, max_blocks * size, size):
-            child = node.children.get(tuple(token_ids[start : start + size]))
-            if child is None:
+            node = None if node is None else node.children.get(tuple(token_ids[start : start + size]))
+            if node is None:
                 break
-            path.append(child)
-            node = child
+            path.append(node)
         return path
 
     def nodes(self) -> Iterator[Node]:
@@ -85,8 +99,8 @@ class RadixTree:
         return (node for chain in self.chains() for node in chain)
 
     def chains(self) -> Iterator[list[Node]]:
-        """All nodes, one chain per leaf: each node follows the one before it, the first follows the root or a node of an earlier chain."""
-        pending = list(self.root.children.values())
+        """All nodes, one chain per leaf: each node follows the one before it, the first follows a root or a node of an earlier chain."""
+        pending = [child for root in list(self._roots.values()) for child in root.children.values()]
         while pending:
             chain = [pending.pop()]
             while chain[-1].children:

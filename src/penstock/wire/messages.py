@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 GENERATION_ID_BYTES = 16
 DEFAULT_SESSION_SECONDS = 300.0
 MAX_TOKENIZER_BYTES = 64 * 2**20
@@ -195,7 +195,8 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     `offset` is the position of the first token to make. It is above zero for a generation that continues on another worker: then the
     last `offset` ids of `token_ids` were generated before. Each of `stop_ids` ends the generation, like the model's own end
     token. For `retention_seconds` after the end, other KV is evicted before its KV; a higher `priority` also keeps it longer.
-    `is_seed_drawn`: no client asked for this `seed`, so an engine may use its own randomness.
+    `is_seed_drawn`: no client asked for this `seed`, so an engine may use its own randomness. KV is shared only with generations of
+    the same `root`; empty: one that all tenants share.
     """
 
     id: bytes
@@ -216,6 +217,7 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     priority: int = 0
     bootstrap: Bootstrap | None = None
     is_seed_drawn: bool = False
+    root: bytes = b""
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):

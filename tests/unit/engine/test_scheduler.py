@@ -22,9 +22,9 @@ class CountingCache(KVCache):
 
     matches = 0
 
-    def match(self, token_ids: Items[int]) -> list[Node]:
+    def match(self, root: bytes, token_ids: Items[int]) -> list[Node]:
         self.matches += 1
-        return super().match(token_ids)
+        return super().match(root, token_ids)
 
 
 class SlowSequence(Sequence):
@@ -56,8 +56,8 @@ class Steps:
         self.budget = budget
         self.ended: list[int] = []
 
-    def add(self, number: int, prompt: Items[int], max_tokens: int = 1, kind: type[Sequence] = Sequence) -> Sequence:
-        sequence = kind(Submit(number.to_bytes(16), tuple(prompt), max_tokens, seed=0))
+    def add(self, number: int, prompt: Items[int], max_tokens: int = 1, kind: type[Sequence] = Sequence, root: bytes = b"") -> Sequence:
+        sequence = kind(Submit(number.to_bytes(16), tuple(prompt), max_tokens, seed=0, root=root))
         self.scheduler.add(sequence)
         return sequence
 
@@ -117,6 +117,18 @@ def test_a_follower_starts_when_the_leader_has_computed_what_they_share() -> Non
     assert started.index({2}) == 0, "who shares nothing does not wait"
     assert started.index({1}) == 40 // (2 * SIZE)
     assert (leader.cached_tokens, partner.cached_tokens, stranger.cached_tokens) == (0, 40, 0)
+
+
+def test_nobody_follows_a_leader_of_another_root() -> None:
+    """Whoever waited for it would learn that it computes the same prompt."""
+    steps = Steps()
+    steps.add(0, range(100), kind=SlowSequence, root=b"alice")
+    own = steps.add(1, range(100), root=b"alice")
+    guess = steps.add(2, range(100), root=b"mallory")
+    wrong = steps.add(3, range(500, 600), root=b"mallory")
+    assert steps.step() == {0: 2 * SIZE, 2: 100, 3: 100}
+    steps.run()
+    assert (own.cached_tokens, guess.cached_tokens, wrong.cached_tokens) == (96, 0, 0)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "finished"])

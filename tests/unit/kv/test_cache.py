@@ -3,57 +3,111 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.blocks import KvEventLog, block_hashes
+from penstock.kv.blocks import ROOT, KvEventLog, block_hashes, salted_root, tenant_root
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Lease, Node
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents
 
 SIZE = 4
+ALICE, MALLORY = tenant_root("alice"), tenant_root("mallory")
+ROOTS = (ROOT, ALICE, salted_root(ALICE, "salt"), salted_root(ROOT, "salt"), MALLORY)
 
 
 def tokens(start: int, pages: int) -> list[int]:
     return [start * 1000 + index for index in range(pages * SIZE)]
 
 
-def fill(cache: KVCache, token_ids: list[int], lease: Lease | None = None, now: float = 0.0, priority: int = 0) -> list[Node]:
+def fill(
+    cache: KVCache, token_ids: list[int], lease: Lease | None = None, now: float = 0.0, priority: int = 0, root: bytes = ROOT
+) -> list[Node]:
     """What a sequence does with its prompt: reuses what is there, computes the rest. Returns its path, in use."""
-    path = cache.match([*token_ids, -1])
+    path = cache.match(root, [*token_ids, -1])
     cache.acquire(path, lease, priority)
     keys = [tuple(token_ids[start : start + SIZE]) for start in range(len(path) * SIZE, len(token_ids), SIZE)]
     assert cache.can_allocate(len(keys))
     pages = cache.allocate(len(keys), now)
-    return path + cache.commit(path[-1] if path else cache.root, keys, pages, lease, priority)
+    return path + cache.commit(path[-1] if path else cache.root(root), keys, pages, lease, priority)
 
 
-def keep(cache: KVCache, token_ids: list[int], lease: Lease | None = None, now: float = 0.0, priority: int = 0) -> None:
-    cache.release(fill(cache, token_ids, lease, now, priority))
+def keep(cache: KVCache, token_ids: list[int], lease: Lease | None = None, now: float = 0.0, priority: int = 0, root: bytes = ROOT) -> None:
+    cache.release(fill(cache, token_ids, lease, now, priority, root))
 
 
-def known(cache: KVCache, token_ids: list[int]) -> int:
-    return len(cache.match([*token_ids, -1]))
+def known(cache: KVCache, token_ids: list[int], root: bytes = ROOT) -> int:
+    return len(cache.match(root, [*token_ids, -1]))
 
 
 def test_the_longest_prefix_is_found_and_one_token_left_to_compute() -> None:
     cache = KVCache(16, SIZE)
     keep(cache, tokens(1, 3))
-    assert len(cache.match(tokens(1, 3))) == 2, "the last page is computed again: its logits are needed"
-    assert len(cache.match([*tokens(1, 3), 5])) == 3
-    assert len(cache.match([*tokens(1, 2), 9, 9, 9, 9, 9])) == 2
-    assert cache.match(tokens(2, 3)) == []
+    assert len(cache.match(ROOT, tokens(1, 3))) == 2, "the last page is computed again: its logits are needed"
+    assert len(cache.match(ROOT, [*tokens(1, 3), 5])) == 3
+    assert len(cache.match(ROOT, [*tokens(1, 2), 9, 9, 9, 9, 9])) == 2
+    assert cache.match(ROOT, tokens(2, 3)) == []
+
+
+def test_two_roots_never_match() -> None:
+    """The same tokens under five roots: each finds its own pages, and no other's."""
+    cache = KVCache(64, SIZE)
+    for count, root in enumerate(ROOTS):
+        assert [known(cache, tokens(1, 3), other) for other in ROOTS] == [3] * count + [0] * (5 - count)
+        keep(cache, tokens(1, 3), root=root)
+    assert cache.cached == 15
+    held = [{node.page for node in cache.match(root, [*tokens(1, 3), 5])} for root in ROOTS]
+    assert len(set.union(*held)) == 15
+    cache.check_integrity([], [], [])
+
+
+def test_equal_names_do_not_share_pages() -> None:
+    """The tree compares tokens under a root, never names: whoever made two blocks with one name would still find only its own."""
+    cache = KVCache(16, SIZE)
+    parent = cache.root(ALICE)
+    keep(cache, tokens(1, 1), root=ALICE)
+    (child,) = parent.children.values()
+    # The block's name as a root: its blocks have the names of those that follow the block.
+    keep(cache, tokens(2, 1), root=child.name)
+    assert known(cache, tokens(1, 1) + tokens(2, 1), ALICE) == 1
+    keep(cache, tokens(1, 1) + tokens(2, 1), root=ALICE)
+    assert known(cache, tokens(3, 1), child.name) == 0
+    assert cache.cached == 3
+
+
+def test_a_root_without_blocks_is_forgotten() -> None:
+    """A client may choose any number of salts."""
+    cache = KVCache(4, SIZE)
+    roots: list[weakref.ref[Node]] = []
+    for number in range(1000):
+        root = salted_root(ALICE, str(number))
+        keep(cache, tokens(1, 3), root=root)
+        roots.append(weakref.ref(cache.root(root)))
+    assert [known(cache, tokens(1, 3), salted_root(ALICE, str(number))) for number in (0, 997, 998, 999)] == [0, 0, 1, 3]
+    assert [root() is not None for root in roots] == [False] * 998 + [True] * 2
+    cache.check_integrity([], [], [])
+
+
+def test_roots_are_apart_and_the_same_everywhere() -> None:
+    assert (
+        len({ROOT, ALICE, MALLORY, salted_root(ROOT, "a"), salted_root(ALICE, "a"), salted_root(MALLORY, "a"), salted_root(ALICE, "b")})
+        == 7
+    )
+    assert ALICE.hex() == "c102c9423647dbd4194e19370daff8d9"
+    assert salted_root(ALICE, "a").hex() == "d445421b887f16e5a7901dddfa3a172a"
+    assert all(len(name) == 16 for name in block_hashes(tokens(1, 3), SIZE, ALICE)), "too long to be met by trying"
 
 
 def test_two_that_compute_the_same_keep_one_page() -> None:
     cache = KVCache(16, SIZE)
     tails = [cache.allocate(2, 0.0) for _ in range(2)]
     keys = [tuple(tokens(1, 2)[:SIZE]), tuple(tokens(1, 2)[SIZE:])]
-    first = cache.commit(cache.root, keys, tails[0], None)
-    second = cache.commit(cache.root, keys, tails[1], None)
+    first = cache.commit(cache.root(ROOT), keys, tails[0], None)
+    second = cache.commit(cache.root(ROOT), keys, tails[1], None)
     assert first == second
     assert (cache.used, cache.free) == (2, 14)
     cache.check_integrity([first, second], [], [])
@@ -232,7 +286,7 @@ class Mirror:
             match event:
                 case BlocksStored():
                     parent = event.parent
-                    assert parent == b"" or parent in self.blocks
+                    assert parent in ROOTS or parent in self.blocks
                     for block in event.blocks:
                         assert block not in self.blocks
                         self.blocks[block] = parent
@@ -258,6 +312,9 @@ def test_events_carry_the_names_that_a_router_computes() -> None:
     keep(cache, tokens(1, 3))
     mirror.check(cache)
     assert list(mirror.blocks) == block_hashes(tokens(1, 3), SIZE)
+    keep(cache, tokens(1, 3), root=ALICE)
+    mirror.check(cache)
+    assert list(mirror.blocks)[3:] == block_hashes(tokens(1, 3), SIZE, ALICE)
     cache.give_back(cache.allocate(8, 0.0))
     mirror.check(cache)
     assert not mirror.blocks
@@ -305,7 +362,8 @@ def test_integrity_whatever_happens(data: st.DataObject) -> None:  # noqa: C901,
                 token_ids = tokens(0, data.draw(st.integers(0, 3))) + tokens(branch + 1, data.draw(st.integers(0, 3)))
                 missing = len(token_ids) // SIZE
                 if cache.can_allocate(missing + 3):
-                    paths.append(fill(cache, token_ids, data.draw(st.sampled_from([None, *leases])), now, data.draw(st.integers(0, 1))))
+                    lease, priority = data.draw(st.sampled_from([None, *leases])), data.draw(st.integers(0, 1))
+                    paths.append(fill(cache, token_ids, lease, now, priority, data.draw(st.sampled_from(ROOTS[:2]))))
             case "release" if paths:
                 cache.release(paths.pop(data.draw(st.integers(0, len(paths) - 1))))
             case "tail" if cache.can_allocate(2):

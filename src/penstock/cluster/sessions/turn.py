@@ -77,11 +77,11 @@ class Turn:
     _has_followed: bool = False
     _names: tuple[tuple[int, ...], int, Sequence[bytes]] = ((), 0, ())
 
-    def block_names(self, token_ids: tuple[int, ...], block_size: int) -> Sequence[bytes]:
-        """The names of a prompt's blocks. Kept for the other choices of the same prompt."""
+    def block_names(self, token_ids: tuple[int, ...], block_size: int, root: bytes) -> Sequence[bytes]:
+        """The names of a prompt's blocks. Kept for the other choices of the same prompt: all of a turn have the same root."""
         known, size, names = self._names
         if known is not token_ids or size != block_size:
-            names = block_hashes(token_ids, block_size)
+            names = block_hashes(token_ids, block_size, root)
             self._names = token_ids, block_size, names
         return names
 
