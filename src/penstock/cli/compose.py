@@ -151,6 +151,8 @@ async def _open_front_end(
     """All parts, open until the stack is left."""
     tally = Tally()
     metrics = FrontEndMetrics(tally)
+    if settings.stall_log:
+        stack.callback(metrics.loop.log_stalls(settings.stall_log))
     keyring = Keyring(settings.keys, tally)
     if not keyring.is_open:
         log.info("API keys that are accepted: %d", len(keyring))

@@ -65,6 +65,7 @@ class ParserSettings:
 class FrontEndSettings(ProcessSettings):
     GROUP: ClassVar[str] = "cluster"
 
+    stall_log: float = seconds(0.0, "log what holds the event loop for this long or longer; 0: off", group="server")
     host: str = setting("127.0.0.1", "address to listen on", unit="ADDRESS", group="server")
     port: int = setting(8000, "port to listen on; 0: any free port", unit="PORT", minimum=0, maximum=65535, group="server")
     limits: Limits

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from penstock.metrics.loop_watch import STALL_BUCKETS, LoopWatch
 from penstock.wire.messages import WorkerStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,6 +56,11 @@ class Tally:
     """Streams that a client read again, from the start or from where it was cut off."""
     failed_authentications: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By reason."""
+    stalls: list[int] = field(default_factory=lambda: [0] * (len(STALL_BUCKETS) + 1))
+    """Stalls of the event loop by their length, like `first_tokens`."""
+    stall_seconds: float = 0.0
+    longest_stall: float = 0.0
+    """Since the last scrape."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,11 @@ FIRST_TOKEN_SECONDS = (
     "Seconds from the arrival of a request to its first token, as the front end sees it.",
 )
 
+STALL_SECONDS = (
+    "penstock_loop_stall_seconds",
+    "Stalls of the front end's event loop while it has requests: nothing else runs meanwhile. Stalls under 5 ms are not counted.",
+)
+
 # fmt: off
 DECLARATIONS = (
     # Load.
@@ -143,6 +154,8 @@ DECLARATIONS = (
         "Workers with a live link."),
     Declaration("gauge", "penstock_tasks", (), lambda _, reading: reading.tasks,
         "Tasks of the front end's event loop."),
+    Declaration("gauge", "penstock_loop_longest_stall_seconds", (), lambda tally, _: tally.longest_stall,
+        "Longest stall of the front end's event loop since the last scrape."),
     # What each worker holds, and what it has counted since its start.
     Declaration("gauge", "penstock_kv_blocks", ("name", "state"), lambda _, reading: _kv_blocks(reading),
         "KV blocks of a worker. used: by generations; cached: kept for reuse; leased: of both, under a lease; total: all."),
@@ -222,6 +235,7 @@ class FrontEndMetrics:
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
+        self.loop = LoopWatch(tally)
         self._registry = CollectorRegistry()
 
     def observe(self, read: Callable[[], ClusterReading]) -> None:
@@ -242,17 +256,21 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         reading, tally = self._read(), self._tally
-        bounds = [*map(floatToGoString, BUCKETS), "+Inf"]
-        counts = list(zip(bounds, accumulate(tally.first_tokens), strict=True))
-        yield HistogramMetricFamily(*FIRST_TOKEN_SECONDS, counts, tally.first_token_seconds)
+        yield _histogram(FIRST_TOKEN_SECONDS, BUCKETS, tally.first_tokens, tally.first_token_seconds)
+        yield _histogram(STALL_SECONDS, STALL_BUCKETS, tally.stalls, tally.stall_seconds)
         for declaration in DECLARATIONS:
             yield declaration.collect(tally, reading)
+        tally.longest_stall = 0.0
+
+
+def _histogram(described: tuple[str, str], buckets: tuple[float, ...], counts: list[int], total: float) -> Metric:
+    bounds = [*map(floatToGoString, buckets), "+Inf"]
+    return HistogramMetricFamily(*described, list(zip(bounds, accumulate(counts), strict=True)), total)
 
 
 def reference() -> str:
     """The page docs/reference/metrics.md."""
-    name, text = FIRST_TOKEN_SECONDS
-    rows = [f"| `{name}` | histogram | | {text} |"]
+    rows = [f"| `{name}` | histogram | | {text} |" for name, text in (FIRST_TOKEN_SECONDS, STALL_SECONDS)]
     for kind, name, labels, _, text in DECLARATIONS:
         shown = f"{name}_total" if kind == "counter" else name
         rows.append(f"| `{shown}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |")

@@ -140,10 +140,15 @@ class Endpoint:
     errors: Callable[[], ErrorShape]
     """Makes the shape of a request's errors. Some have an id of their own."""
 
+    @property
+    def loop_label(self) -> str:
+        return f"route {self.route}"
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, errors = scope[TENANT], self.errors()
         response = Response(send, self.metrics.tally, lambda: [*tenant.quota.headers(), *errors.headers])
         outcome = "failed"
+        self.metrics.loop.enter()
         try:
             outcome = await self._answer(scope, receive, response)
         except RequestError as error:
@@ -170,6 +175,7 @@ class Endpoint:
                 await response.send_error(*errors.render(RequestError("internal error", code="internal_error", status=500)))
             raise
         finally:
+            self.metrics.loop.leave()
             if self.route is not None:
                 self.metrics.tally.requests[self.route, outcome] += 1
 

@@ -124,6 +124,10 @@ class _Run:
         self.completion_tokens = 0
 
     @property
+    def loop_label(self) -> str:
+        return f"answer {self._dialect.id}"
+
+    @property
     def answers(self) -> list[list[int]]:
         """The tokens of the choices that the session remembers: those that no stop string has cut."""
         return [choice.answer for choice in self._choices if choice.answer is not None and choice.is_whole]
