@@ -16,7 +16,7 @@ from penstock.api.anthropic.errors import OVERLOADED, AnthropicErrors
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.anthropic.schema import CountRequest, MessagesRequest
 from penstock.api.document.docs import ApiDocument
-from penstock.api.document.route import EXAMPLE_MODEL, GENERATES, HINTS, READS, Content, Parameter, Route, limit_parameter
+from penstock.api.document.route import EXAMPLE_MODEL, HINTS, READS, Content, Parameter, Route, limit_parameter
 from penstock.api.errors import OpenAIErrors, refusal
 from penstock.api.models import get_model, list_models
 from penstock.api.openai import answers
@@ -111,7 +111,8 @@ def _make_endpoint(route: Route, services: Services) -> Endpoint:
     else:
         assert route.handler is not None, f"{route.name} has neither a handler nor a stream"
         answer = _answer_of(partial(route.handler, services))
-    return Endpoint(route.metric, answer, services.admission.limits, services.metrics, route.shape)
+    generates = route.is_charged and route.stream is not None
+    return Endpoint(route.metric, answer, services.admission.limits, services.metrics, route.shape, route.is_charged, generates)
 
 
 def _answer_of(handler: Callable[[Incoming], Awaitable[Any]]) -> Answer:
@@ -190,7 +191,7 @@ ROUTES: tuple[Route, ...] = (
         answer=answers.ChatCompletion,
         event=answers.ChatCompletionChunk,
         parameters=HINTS,
-        errors=GENERATES,
+        errors=READS,
         example={**_CHAT, "max_tokens": 64},
     ),
     _resume("/v1/chat/completions/{id}", "chat", answers.ChatCompletionChunk),
@@ -206,7 +207,7 @@ ROUTES: tuple[Route, ...] = (
         answer=answers.Completion,
         event=answers.Completion,
         parameters=HINTS,
-        errors=GENERATES,
+        errors=READS,
         example={"model": EXAMPLE_MODEL, "prompt": "A penstock is", "max_tokens": 32},
     ),
     _resume("/v1/completions/{id}", "completion", answers.Completion),
@@ -223,7 +224,7 @@ ROUTES: tuple[Route, ...] = (
         answer=anthropic.AnthropicMessage,
         event=anthropic.MessageEvent,
         parameters=HINTS,
-        errors=(*_ANTHROPIC_READS, 429),
+        errors=_ANTHROPIC_READS,
         shape=AnthropicErrors,
         example={**_CHAT, "max_tokens": 64},
     ),

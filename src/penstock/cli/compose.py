@@ -169,7 +169,8 @@ async def _open_front_end(
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
     stack.push_async_callback(detached.close)
     app = make_app(Services(context, runner, detached, cluster.sessions, admission, metrics, responses))
-    server = HttpServer(Gate(app, keyring, tally, settings.cors_origins), listener, file_limit, tally)
+    gate = Gate(app, keyring, tally, settings.cors_origins, settings.limits.max_body_bytes)
+    server = HttpServer(gate, listener, file_limit, tally)
     return FrontEnd(server, cluster.pool, admission, keyring)
 
 

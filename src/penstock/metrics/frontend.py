@@ -52,6 +52,8 @@ class Tally:
     """By key name and kind: prompt or completion."""
     quota_refusals: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By key name and limit."""
+    limits_reached: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By the name of the limit: a setting, a limit of a key, or the field whose size is limited."""
     streams_resumed: int = 0
     """Streams that a client read again, from the start or from where it was cut off."""
     failed_authentications: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -184,6 +186,8 @@ DECLARATIONS = (
         "Connections refused because there were no file descriptors left."),
     Declaration("counter", "penstock_tool_calls", ("outcome",), lambda tally, _: _tool_calls(tally),
         "Tool calls in answers. whole: returned as a call; broken: not valid, returned as text."),
+    Declaration("counter", "penstock_limits_reached", ("limit",), lambda tally, _: tally.limits_reached,
+        "Requests refused because of a limit: a setting, a limit of their API key, or the field that is too large."),
     # API keys, by name.
     Declaration("counter", "penstock_key_requests", ("key",), lambda tally, _: tally.key_requests,
         "Generating requests that have ended, by name of the API key."),

@@ -35,7 +35,7 @@ class ConfigError(PenstockError):
 
 class RequestError(PenstockError):
     """The client's mistake. `param` names the field, `code` is stable, `status` is the HTTP status. `retry_after`: after this many
-    seconds the same request may succeed; None if unknown."""
+    seconds the same request may succeed; None if unknown. `limit` is the name of the limit that refuses the request, for the metric."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class RequestError(PenstockError):
         code: str = "invalid_value",
         status: int = 400,
         retry_after: float | None = None,
+        limit: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -52,6 +53,7 @@ class RequestError(PenstockError):
         self.code = code
         self.status = status
         self.retry_after = retry_after
+        self.limit = limit
 
 
 class GenerationFault(PenstockError):

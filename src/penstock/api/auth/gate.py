@@ -1,4 +1,4 @@
-"""The gate before the application: which requests are let in, and which web pages may send them."""
+"""The gate before the application: which requests are let in, and which web pages may send them. It reads no body."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.api.anthropic.errors import AnthropicErrors
 from penstock.api.auth.keys import Keyring, Tenant, presented_key
 from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import ErrorShape, OpenAIErrors, refusal
-from penstock.config.front_end import ANY_ORIGIN
+from penstock.config.front_end import ANY_ORIGIN, Limits
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import RequestError
 
@@ -50,15 +50,23 @@ _MESSAGES = {
 class Gate:
     """Passes requests with a known key to the application, with their tenant in the scope. Without any keys it passes all requests.
 
-    Other requests get 401. Answers get CORS headers only for the configured origins. OPTIONS needs no key and never reaches the
-    application.
+    Other requests get 401. Before that, a request that announces too large a body gets 413. Answers get CORS headers only for the
+    configured origins. OPTIONS needs no key and never reaches the application.
     """
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, tally: Tally, cors_origins: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keyring: Keyring,
+        tally: Tally,
+        cors_origins: Iterable[str] = (),
+        max_body_bytes: int = Limits.max_body_bytes,
+    ) -> None:
         self._app = app
         self._keyring = keyring
         self._tally = tally
         self._origins = frozenset(origin.encode() for origin in cors_origins)
+        self._max_body_bytes = max_body_bytes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if self._origins:
@@ -67,6 +75,8 @@ class Gate:
                 send = _adding(send, self._cors_headers(origin))
         if scope["method"] == "OPTIONS":
             return self._answer_to_options(scope)(scope, receive, send)
+        if (announced_length(scope) or 0) > self._max_body_bytes:
+            return self._refuse_size(scope)(scope, receive, send)
         tenant: Tenant | None = self._keyring.nobody
         if scope["path"] not in OPEN_PATHS:
             key = presented_key(scope["headers"])
@@ -78,16 +88,21 @@ class Gate:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, reason: str) -> None:
         self._tally.failed_authentications[reason,] += 1
-        await _discard_body(receive)
-        response = _refusal(scope["path"], _MESSAGES[reason], 401, "invalid_api_key", {"www-authenticate": "Bearer"})
-        await response(scope, receive, send)
+        await discard_body(receive)
+        error = RequestError(_MESSAGES[reason], code="invalid_api_key", status=401)
+        await _refusal(scope["path"], error, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+    def _refuse_size(self, scope: Scope) -> Response:
+        error = too_large(self._max_body_bytes)
+        self._tally.limits_reached[error.limit or "",] += 1
+        return _refusal(scope["path"], error, {})
 
     def _answer_to_options(self, scope: Scope) -> Response:
         """Answers a browser's preflight. Without configured origins, OPTIONS is not allowed."""
         path = scope["path"]
         if not self._origins:
             message = f"{path} does not take OPTIONS: web pages of other origins are not allowed (--cors-origin)"
-            return _refusal(path, message, 405, "method_not_allowed", {"allow": _METHODS})
+            return _refusal(path, RequestError(message, code="method_not_allowed", status=405), {"allow": _METHODS})
         headers = {"access-control-allow-methods": _METHODS, "access-control-max-age": _PREFLIGHT_SECONDS, "allow": _METHODS}
         names = _header(scope, b"access-control-request-headers")
         if names is not None and _NAMES.fullmatch(names):
@@ -110,7 +125,19 @@ class Gate:
         ]
 
 
-async def _discard_body(receive: Receive) -> None:
+def announced_length(scope: Scope) -> int | None:
+    """The length of the body, if the client says it."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value)
+    return None
+
+
+def too_large(limit: int) -> RequestError:
+    return RequestError(f"the body is over the limit of {limit:,} bytes", code="body_too_large", status=413, limit="max_body_bytes")
+
+
+async def discard_body(receive: Receive) -> None:
     """Reads the body, within bounds, and drops it: some clients read no answer before they have sent everything."""
     size = 0
     with contextlib.suppress(TimeoutError):
@@ -138,9 +165,9 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for found, value in scope["headers"] if found == name), None)
 
 
-def _refusal(path: str, message: str, status: int, code: str, headers: Mapping[str, str]) -> Response:
+def _refusal(path: str, error: RequestError, headers: Mapping[str, str]) -> Response:
     """The answer in the shape of the path's API, with a new request id."""
     shape: ErrorShape = AnthropicErrors() if path.startswith(_ANTHROPIC) else OpenAIErrors()
-    response = refusal(RequestError(message, code=code, status=status), shape, headers)
+    response = refusal(error, shape, headers)
     response.headers["x-request-id"] = response.headers.get("request-id") or f"req_{uuid.uuid4().hex}"
     return response

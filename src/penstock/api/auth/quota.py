@@ -1,6 +1,6 @@
 """What one API key may use: requests and tokens per minute, generations at once.
 
-Each front end counts for itself.
+A request is charged before its body is read, its tokens when they are known. Each front end counts for itself.
 """
 
 from __future__ import annotations
@@ -85,18 +85,28 @@ class Quota:
         self._requests = _bucket(self._requests, limits.requests_per_minute, now)
         self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now)
 
-    def admit(self, generations: int, prompt_tokens: int, now: float | None = None) -> None:
-        """Admits a request, and counts it and its prompt. The caller must call `release` when it ends.
+    def charge(self, generates: bool = True) -> None:
+        """Charges one request, before its body is read. It is not given back, whatever becomes of the request.
 
-        `now` is the clock's reading, for callers that have it already. Raises RequestError and counts nothing: 429 with the limit, its
-        value and when to try again; 400 if the request alone exceeds a limit.
+        Raises RequestError, 429, and charges nothing if no request is left. If it `generates`, also if not even one generation may run, or
+        no token is left: its body need not be read to know that it cannot be admitted.
         """
         if self._is_limited:
-            now = self._clock() if now is None else now
-            self._refuse_impossible(generations, prompt_tokens)
-            self._refuse_for_now(generations, prompt_tokens, now)
+            now = self._clock()
+            self._refuse_for_now(int(generates), None if generates else 0, now, requests=1)
             if self._requests is not None:
                 self._requests.take(1, now)
+
+    def admit(self, generations: int, prompt_tokens: int) -> None:
+        """Admits a charged request, and counts its prompt. The caller must call `release` when it ends.
+
+        Raises RequestError and counts nothing: 429 with the limit, its value and when to try again; 400 if the request alone exceeds a
+        limit.
+        """
+        if self._is_limited:
+            now = self._clock()
+            self._refuse_impossible(generations, prompt_tokens)
+            self._refuse_for_now(generations, prompt_tokens, now)
             if self._tokens is not None:
                 self._tokens.take(prompt_tokens, now)
         self.running += generations
@@ -136,17 +146,17 @@ class Quota:
             message = f"the prompt has {prompt_tokens:,} tokens; `tokens_per_minute` of key `{self.name}` is {tokens:,}"
             raise self._refusal("tokens_per_minute", message, None)
 
-    def _refuse_for_now(self, generations: int, prompt_tokens: int, now: float) -> None:
-        """If several limits are reached, the error names the one with the longest wait."""
+    def _refuse_for_now(self, generations: int, prompt_tokens: int | None, now: float, requests: int = 0) -> None:
+        """If several limits are reached, the error names the one with the longest wait. An unknown prompt has at least one token."""
         limits, wait, found = self.limits, 0.0, ("", "")
         if limits.concurrency is not None and self.running + generations > limits.concurrency:
             running = f"`concurrency` of key `{self.name}` allows {limits.concurrency:,} generations at once, of which {self.running:,} run"
             wait, found = _CONCURRENCY_RETRY, ("concurrency", running)
-        if self._requests is not None and (longer := self._requests.wait(1, now)) > wait:
+        if self._requests is not None and (longer := self._requests.wait(requests, now)) > wait:
             wait, found = longer, ("requests_per_minute", f"`requests_per_minute` of key `{self.name}` is {self._requests.per_minute:,}")
-        if self._tokens is not None and (longer := self._tokens.wait(prompt_tokens, now)) > wait:
+        if self._tokens is not None and (longer := self._tokens.wait(1 if prompt_tokens is None else prompt_tokens, now)) > wait:
             left = max(0, math.floor(self._tokens.level(now)))
-            of_prompt = f"of which {left:,} are left for a prompt of {prompt_tokens:,}"
+            of_prompt = f"of which {left:,} are left" + ("" if prompt_tokens is None else f" for a prompt of {prompt_tokens:,}")
             message = f"`tokens_per_minute` of key `{self.name}` is {self._tokens.per_minute:,}, {of_prompt}"
             wait, found = longer, ("tokens_per_minute", message)
         if wait:
@@ -156,8 +166,8 @@ class Quota:
         self._tally.quota_refusals[self.name, limit] += 1
         if wait is None:
             # Not 429: trying again does not help.
-            return RequestError(message, code="request_too_large", status=400)
-        return RequestError(message, code="rate_limit_exceeded", status=429, retry_after=wait)
+            return RequestError(message, code="request_too_large", status=400, limit=limit)
+        return RequestError(message, code="rate_limit_exceeded", status=429, retry_after=wait, limit=limit)
 
 
 def duration(seconds: float) -> str:

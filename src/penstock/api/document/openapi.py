@@ -131,7 +131,7 @@ def _operation(route: Route, schema_of: Mapping[Any, Document]) -> Document:
 
 
 def _responses(route: Route, schema_of: Mapping[Any, Document]) -> Document:
-    statuses = [*route.errors, *([401] if route.needs_key else [])]
+    statuses = {*route.errors, *([401] if route.needs_key else []), *([429] if route.is_charged else [])}
     responses = {"200": {"description": "Success.", "content": _content(route, schema_of)}}
     for status in sorted(statuses):
         responses[str(status)] = {

@@ -51,8 +51,9 @@ class Route:
     the connection itself. `metric` names the route in the metric of requests; without it, requests are not counted.
 
     `answer` is the JSON of a 200, `event` the JSON of each event of a stream, `media_type` the type of a body that is neither. `errors` are
-    the statuses besides 401, `failure` their body where it is not the API's error. `example` is a body that can be sent as it is.
-    `elements` has the types that the elements of some lists of the body may have; the decoder of the body does not know them.
+    the statuses besides 401, and 429 where there is a body; `failure` is their body where it is not the API's error. `example` is a body
+    that can be sent as it is. `elements` has the types that the elements of some lists of the body may have; the decoder of the body does
+    not know them.
     """
 
     method: Method
@@ -75,6 +76,11 @@ class Route:
     example: Mapping[str, Any] | None = None
     elements: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     needs_key: bool = True
+
+    @property
+    def is_charged(self) -> bool:
+        """A request counts against the rate of its key: it has a body that is decoded."""
+        return self.body is not None
 
     @property
     def documented_path(self) -> str:
@@ -115,5 +121,3 @@ HINTS = (
 
 READS = (400, 404, 408, 413, 503)
 """The errors of a route that reads a body and finds a model by name."""
-
-GENERATES = (*READS, 429)

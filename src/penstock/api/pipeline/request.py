@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.auth.gate import TENANT
+from penstock.api.auth.gate import TENANT, announced_length, discard_body, too_large
 from penstock.api.auth.keys import Headers, Tenant
 from penstock.api.errors import ErrorShape
 from penstock.api.models import Models
@@ -69,12 +69,9 @@ class ClientGone(Exception):
 
 async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float) -> bytes:
     """The whole body. Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long."""
-    length = None
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            length = int(value)
-            if length > limit:
-                raise _too_large(limit)
+    length = announced_length(scope)
+    if length is not None and length > limit:
+        raise too_large(limit)
     deadline = _Deadline(seconds)
     try:
         return await _read_chunks(receive, limit, length, deadline)
@@ -116,7 +113,7 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None, deadlin
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         if size == length and not chunks:
             return bytes(chunk)
         chunks.append(chunk)
@@ -127,9 +124,10 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None, deadlin
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Reads the body of a request and calls what answers it. Errors have the shape of the request's API.
+    """Charges a request to its key, reads its body and calls what answers it. Errors have the shape of the request's API.
 
-    It is an ASGI application: nothing stands between a stream and the server.
+    What is cheap to check is checked first: the gate has checked size and key, then come the rate, before the body is read, and the number
+    of values, before it is decoded. It is an ASGI application: nothing stands between a stream and the server.
     """
 
     route: str | None
@@ -139,6 +137,10 @@ class Endpoint:
     metrics: FrontEndMetrics
     errors: Callable[[], ErrorShape]
     """Makes the shape of a request's errors. Some have an id of their own."""
+    is_charged: bool = False
+    """A request counts against the rate of its key."""
+    generates: bool = False
+    """It also needs a generation and tokens."""
 
     @property
     def loop_label(self) -> str:
@@ -153,6 +155,8 @@ class Endpoint:
             outcome = await self._answer(scope, receive, response)
         except RequestError as error:
             outcome = f"refused_{error.status}"
+            if error.limit is not None:
+                self.metrics.tally.limits_reached[error.limit,] += 1
             await response.send_error(*errors.render(error), error.retry_after)
         except GenerationFault as error:
             outcome = "fault"
@@ -180,6 +184,12 @@ class Endpoint:
                 self.metrics.tally.requests[self.route, outcome] += 1
 
     async def _answer(self, scope: Scope, receive: Receive, response: Response) -> str:
+        if self.is_charged:
+            try:
+                scope[TENANT].quota.charge(self.generates)
+            except RequestError:
+                await discard_body(receive)
+                raise
         body = await read_body(scope, receive, self.limits.max_body_bytes, self.limits.stall_seconds)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)) if scope["query_string"] else {}
         incoming = Incoming(body, scope["headers"], scope[TENANT], scope.get("path_params", {}), query)
@@ -200,10 +210,6 @@ def decode_body(
         raise RequestError("the body has a string that is not valid UTF-8", code="invalid_utf8") from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def _too_large(limit: int) -> RequestError:
-    return RequestError(f"the body is over the limit of {limit:,} bytes", code="body_too_large", status=413)
 
 
 def _explain(problem: str, content: Any, unsupported: frozenset[str], choices: Mapping[str, Sequence[str]]) -> RequestError:

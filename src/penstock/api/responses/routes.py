@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, get_args
 
-from penstock.api.document.route import EXAMPLE_MODEL, GENERATES, HINTS, READS, Handler, Method, Parameter, Route, limit_parameter
+from penstock.api.document.route import EXAMPLE_MODEL, HINTS, READS, Handler, Method, Parameter, Route, limit_parameter
 from penstock.api.pipeline.request import Answer, Incoming
 from penstock.api.responses import answers
 from penstock.api.responses.create import CreateResponse
@@ -104,7 +104,7 @@ RESPONSE_ROUTES = (
         answer=answers.ResponseObject,
         event=answers.ResponseEvent,
         parameters=HINTS,
-        errors=(*GENERATES, 409),
+        errors=_CONFLICTS,
         example={**_EXAMPLE, "max_output_tokens": 64},
         elements=_ELEMENTS,
     ),

@@ -150,15 +150,15 @@ async def test_a_key_keeps_what_it_has_used_when_the_file_changes(tmp_path: Path
     file = KeyFile(tmp_path, entry("alice", ALICE, requests_per_minute=2, concurrency=2))
     before = file.keyring.tenant_of(ALICE.encode())
     assert before is not None
+    before.quota.charge()
+    before.quota.charge()
     before.quota.admit(1, 1)
-    before.quota.admit(1, 1)
-    before.quota.release(1, 1, 0)
     await file.change(entry("bob", BOB) + entry("alice", ALICE, requests_per_minute=2, concurrency=1))
     tenant = file.keyring.tenant_of(ALICE.encode())
     assert tenant is not None
     assert tenant.quota.limits.concurrency == 1
     with pytest.raises(RequestError, match="requests_per_minute"):
-        tenant.quota.admit(1, 1)
+        tenant.quota.charge()
     tenant.quota.release(1, 1, 0)
     assert tenant.quota.running == 0
 

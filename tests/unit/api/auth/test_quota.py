@@ -32,7 +32,8 @@ class Bench:
         self.quota = Quota("alice", QuotaLimits(**limits), self.tally, self.clock)
 
     def admit(self, generations: int = 1, prompt_tokens: int = 1) -> Callable[[int], None]:
-        """Admits a request. Returns what ends it, with the tokens of its answer."""
+        """Charges and admits a request. Returns what ends it, with the tokens of its answer."""
+        self.quota.charge()
         self.quota.admit(generations, prompt_tokens)
         return partial(self.quota.release, generations, prompt_tokens)
 
@@ -142,10 +143,32 @@ def test_what_fits_exactly_fits() -> None:
 
 
 def test_the_longest_wait_is_told() -> None:
-    bench = Bench(requests_per_minute=60, tokens_per_minute=60, concurrency=1)
+    bench = Bench(requests_per_minute=60, tokens_per_minute=120, concurrency=1)
+    bench.admit(prompt_tokens=120)
+    assert "concurrency" in bench.refused().message, "a token comes within half a second"
+    with pytest.raises(RequestError, match="tokens_per_minute"):
+        bench.quota.admit(1, 30)
+    bench.quota.release(1, 120, 120)
+    assert bench.refused().message == "`tokens_per_minute` of key `alice` is 120, of which 0 are left: try again in 1m0.5s"
+
+
+def test_a_request_that_is_charged_costs_one_request_whatever_becomes_of_it() -> None:
+    bench = Bench(requests_per_minute=3, tokens_per_minute=100)
+    bench.refused(prompt_tokens=101)
     bench.admit(prompt_tokens=60)
-    assert "tokens_per_minute" in bench.refused(prompt_tokens=30).message
-    assert "concurrency" in bench.refused(prompt_tokens=0).message
+    bench.refused(prompt_tokens=60)
+    assert (bench.header("remaining-requests"), bench.header("remaining-tokens")) == ("0", "40")
+    assert "requests_per_minute" in bench.refused().message
+
+
+def test_what_does_not_generate_needs_a_request_and_nothing_else() -> None:
+    bench = Bench(requests_per_minute=3, tokens_per_minute=100, concurrency=1)
+    bench.admit(prompt_tokens=100)
+    bench.quota.charge(generates=False)
+    bench.refused()
+    bench.quota.charge(generates=False)
+    with pytest.raises(RequestError, match="requests_per_minute"):
+        bench.quota.charge(generates=False)
 
 
 def test_a_refusal_books_nothing() -> None:
