@@ -22,7 +22,7 @@ LAYERS = [
     {"cli"},
 ]
 # Modules at the root of the package, which every package may import.
-ROOT_MODULES = {"__version__", "lazy_heap"}
+ROOT_MODULES = {"__version__", "fairness", "lazy_heap"}
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
 # Where a library that is heavy, or does I/O, may be imported.

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api.auth.keys import KEY_PREFIX, check_name, parse_keys, read_key_file
-from penstock.config.front_end import Key, QuotaLimits, key_digest
+from penstock.config.front_end import MAX_WEIGHT, Key, QuotaLimits, key_digest
 from penstock.config.setting import settings_of
 from penstock.wire.errors import ConfigError
 
 KEY_BYTES = 32
-LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency", "max_priority")
 _HEADER = "# API keys of a Penstock server, as SHA-256 hashes. A running server reads changes within a second.\n"
 _TABLE = re.compile(r"\s*\[\[\s*keys\s*\]\]")
 _COMMENT = re.compile(r"\s*(?:#.*)?\Z", re.DOTALL)
@@ -36,6 +36,8 @@ def add_key_parser(commands: Any) -> None:
     new.add_argument("--requests-per-minute", metavar="N", help="most requests per minute (default: the server's limit)")
     new.add_argument("--tokens-per-minute", metavar="N", help="most tokens per minute, prompts and answers (default: the server's limit)")
     new.add_argument("--concurrency", metavar="N", help="most generations at once (default: the server's limit)")
+    new.add_argument("--max-priority", metavar="N", help="highest priority that requests may claim (default: the server's limit)")
+    new.add_argument("--weight", metavar="N", default="1", help="its share where keys compete: 2 has twice the share of 1 (default: 1)")
     listing = actions.add_parser("list", help="list names and limits of the keys in the file")
     remove = actions.add_parser("remove", help="remove a key from the file; the server rejects it within a second")
     remove.add_argument("name", metavar="NAME")
@@ -46,7 +48,7 @@ def add_key_parser(commands: Any) -> None:
 def run_key(arguments: argparse.Namespace) -> int:
     match arguments.action:
         case "new":
-            print(new_key(arguments.file, arguments.name, _limits(arguments)))
+            print(new_key(arguments.file, arguments.name, _limits(arguments), _weight(arguments.weight)))
             print(f"key {arguments.name!r} was added to {arguments.file}; it is not shown again", file=sys.stderr)
         case "remove":
             remove_key(arguments.file, arguments.name)
@@ -56,7 +58,7 @@ def run_key(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def new_key(path: Path, name: str, limits: QuotaLimits) -> str:
+def new_key(path: Path, name: str, limits: QuotaLimits, weight: int = 1) -> str:
     """Adds the hash of a new random key to the file and returns the key. Raises ConfigError when the name is taken or the file is wrong."""
     check_name(name)
     with _locked(path):
@@ -65,7 +67,7 @@ def new_key(path: Path, name: str, limits: QuotaLimits) -> str:
         if any(key.name == name for key in keys):
             raise ConfigError(f"key file {path}: it already has a key {name!r}")
         secret = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-        key = Key(name, key_digest(secret.encode()), limits)
+        key = Key(name, key_digest(secret.encode()), limits, weight)
         _write(path, text.rstrip("\n") + "\n" + _entry(key), (*keys, key))
     return secret
 
@@ -86,9 +88,16 @@ def _limits(arguments: argparse.Namespace) -> QuotaLimits:
     return QuotaLimits(*(None if text is None else setting.read(text, f"--{name.replace('_', '-')}") for name, text, setting in given))
 
 
+def _weight(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_WEIGHT)) and 1 <= int(text) <= MAX_WEIGHT):
+        raise ConfigError(f"--weight is {text[:80]!r}: expected a whole number from 1 to {MAX_WEIGHT:,}")
+    return int(text)
+
+
 def _entry(key: Key) -> str:
     lines = ["", "[[keys]]", f'name = "{key.name}"', f'sha256 = "{key.digest.hex()}"']
     lines += [f"{name} = {value}" for name in LIMITS if (value := getattr(key.limits, name)) is not None]
+    lines += [f"weight = {key.weight}"] * (key.weight != 1)
     return "\n".join(lines) + "\n"
 
 
@@ -107,8 +116,10 @@ def _without_table(text: str, index: int) -> str:
 
 
 def _table(keys: Sequence[Key]) -> str:
-    rows: list[tuple[str, ...]] = [("name", *LIMITS)]
-    rows += [(key.name, *("-" if (value := getattr(key.limits, name)) is None else f"{value}" for name in LIMITS)) for key in keys]
+    rows: list[tuple[str, ...]] = [("name", *LIMITS, "weight")]
+    for key in keys:
+        limits = ["-" if (value := getattr(key.limits, name)) is None else f"{value}" for name in LIMITS]
+        rows.append((key.name, *limits, f"{key.weight}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 

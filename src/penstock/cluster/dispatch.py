@@ -19,6 +19,7 @@ from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
 from penstock.cluster.waiting import WaitingQueue
 from penstock.config.front_end import DispatchLimits
+from penstock.fairness import cost_of
 from penstock.router.policy import Decision
 from penstock.router.router import Assignment, Candidate, Router
 from penstock.stream.mailbox import Mailbox
@@ -98,6 +99,13 @@ class Production:
             self._break_down(error)
             return True
         return self._attempt is not None
+
+    @property
+    def cost(self) -> int:
+        attempt = self._attempt
+        if attempt is None:
+            return 0
+        return cost_of(attempt.assignment.share * attempt.member.model.block_size, self.request.max_tokens)
 
     def cancel(self) -> None:
         """Stops it, wherever it is. Does nothing when it has ended."""
@@ -223,7 +231,7 @@ class Dispatcher:
         """
         production = Production(self, model, request, mailbox, turn, request.id)
         if self._queues.get(model) or not production.try_send():
-            if self.queued >= self._limits.max_queued:
+            if not self._queue(model).has_room(request, self._limits.max_queued, self.queued):
                 message = f"{self.queued:,} generations are waiting for a worker; the limit is {self._limits.max_queued:,}"
                 raise GenerationFault(Fault("queue_full", message))
             self.enqueue(production, is_new=True)
@@ -231,10 +239,13 @@ class Dispatcher:
 
     def enqueue(self, production: Production, *, is_new: bool) -> None:
         """It waits until a worker has room."""
-        queue = self._queues.get(production.model)
+        self._queue(production.model).add(production, production.request, is_new=is_new)
+
+    def _queue(self, model: str) -> WaitingQueue:
+        queue = self._queues.get(model)
         if queue is None:
-            queue = self._queues[production.model] = WaitingQueue(self._clock)
-        queue.add(production, production.request.priority, is_new=is_new)
+            queue = self._queues[model] = WaitingQueue(self._clock)
+        return queue
 
     def forget(self, production: Production) -> None:
         """It does not wait any more."""

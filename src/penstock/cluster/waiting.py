@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.lazy_heap import LazyHeap
-from penstock.wire.messages import Fault
+from penstock.fairness import FairQueue, may_take
+from penstock.wire.messages import Fault, Submit
 
 # One step of priority is worth this many seconds of waiting. So low priorities are overtaken for a while and never starve.
 SECONDS_PER_PRIORITY = 10.0
@@ -22,24 +21,42 @@ class Waiter(Protocol):
     def try_send(self) -> bool:
         """Sends it if a worker has room for it. Returns whether it need not wait any more."""
 
+    @property
+    def cost(self) -> int:
+        """After it was sent: what it costs its tenant. See `fairness.cost_of`."""
+
     def fail(self, fault: Fault) -> None:
         """Ends it: no worker has come for it."""
 
 
 class WaitingQueue:
-    """Waiters by priority and arrival. Generations that lost their worker go before all new ones."""
+    """Waiters of all tenants, in turn by weight; those of one tenant by priority and arrival.
+
+    Generations that lost their worker go before all new ones.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiters: LazyHeap[Waiter, float] = LazyHeap()
+        self._waiters: FairQueue[Waiter] = FairQueue()
         self._since: dict[Waiter, float] = {}
 
     def __len__(self) -> int:
         return len(self._since)
 
-    def add(self, waiter: Waiter, priority: int, *, is_new: bool) -> None:
+    def add(self, waiter: Waiter, request: Submit, *, is_new: bool) -> None:
         now = self._since[waiter] = self._clock()
-        self._waiters.put(waiter, now - priority * SECONDS_PER_PRIORITY if is_new else -math.inf)
+        if is_new:
+            self._waiters.put(waiter, request.lane, request.weight, now - request.priority * SECONDS_PER_PRIORITY)
+        else:
+            self._waiters.put_first(waiter)
+
+    def has_room(self, request: Submit, limit: int, waiting: int) -> bool:
+        """Whether this tenant may wait, too, where at most `limit` do. `waiting` counts those of all models."""
+        if not request.lane:
+            return waiting < limit
+        own = self._waiters.count(request.lane)
+        others = self._waiters.weight - (request.weight if own else 0)
+        return may_take(1, limit=limit, used=waiting, own=own, weight=request.weight, others=others)
 
     def discard(self, waiter: Waiter) -> None:
         """Forgets a waiter: it is never sent. Does nothing when it does not wait here."""
@@ -48,8 +65,9 @@ class WaitingQueue:
 
     def send(self) -> None:
         """Sends waiters in order, until a worker has no room for the first one."""
-        while (first := self._waiters.least()) is not None and first[1].try_send():
-            self.discard(first[1])
+        while (first := self._waiters.first()) is not None and first.try_send():
+            self._waiters.serve(first, first.cost)
+            self._since.pop(first, None)
 
     def fail(self, before: float, fault: Fault) -> None:
         """Ends the wait of everyone who came before this time."""
@@ -58,6 +76,6 @@ class WaitingQueue:
             waiter.fail(fault)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every waiter is in the heap, and memory is bounded by their number."""
+        """Raises AssertionError unless every waiter is in the queue, and memory is bounded by their number."""
         self._waiters.check_integrity()
         assert set(self._waiters) == self._since.keys()

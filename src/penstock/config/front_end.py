@@ -16,6 +16,8 @@ Policy = Literal["kv", "round-robin", "least-loaded", "random"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 MIB = 2**20
 MAX_QUOTA = 10**12
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
+MAX_WEIGHT = 1000
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 NO_STORE = "none"
 ANY_ORIGIN = "*"
@@ -190,6 +192,13 @@ class QuotaLimits:
     concurrency: int | None = count(
         None, "the same for generations at once", name="key_concurrency", minimum=1, maximum=MAX_QUOTA, unset="no limit"
     )
+    max_priority: int | None = count(
+        None,
+        "the same for the priority that a client may claim; a higher one is lowered to this",
+        minimum=MIN_PRIORITY,
+        maximum=MAX_PRIORITY,
+        unset=f"{MAX_PRIORITY}, the highest",
+    )
 
     def or_else(self, defaults: QuotaLimits) -> QuotaLimits:
         """These limits, and the defaults where these are None."""
@@ -201,11 +210,12 @@ NO_LIMITS = QuotaLimits()
 
 @dataclass(frozen=True)
 class Key:
-    """One key that is accepted. `digest` is its SHA-256; the key itself is not kept."""
+    """One key that is accepted. `digest` is its SHA-256; the key itself is not kept. A key of `weight` 2 has twice the share of others."""
 
     name: str
     digest: bytes = field(repr=False)
     limits: QuotaLimits = NO_LIMITS
+    weight: int = 1
 
 
 def key_digest(key: bytes) -> bytes:

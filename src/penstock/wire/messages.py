@@ -196,7 +196,8 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     last `offset` ids of `token_ids` were generated before. Each of `stop_ids` ends the generation, like the model's own end
     token. For `retention_seconds` after the end, other KV is evicted before its KV; a higher `priority` also keeps it longer.
     `is_seed_drawn`: no client asked for this `seed`, so an engine may use its own randomness. KV is shared only with generations of
-    the same `root`; empty: one that all tenants share.
+    the same `root`; empty: one that all tenants share. Generations that wait are served in turn by `lane`, in proportion to `weight`;
+    without tenants the lane is "".
     """
 
     id: bytes
@@ -218,6 +219,8 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     bootstrap: Bootstrap | None = None
     is_seed_drawn: bool = False
     root: bytes = b""
+    lane: str = ""
+    weight: int = 1
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):

@@ -53,9 +53,19 @@ def test_list_shows_names_and_limits_and_no_hash(path: Path, capsys: pytest.Capt
     new_key(path, "b", NO_LIMITS)
     assert main(["key", "list", "--file", str(path)]) == 0
     assert capsys.readouterr().out == (
-        "name   requests_per_minute  tokens_per_minute  concurrency\nalice  60                   1000               2\n"
-        "b      -                    -                  -\n"
+        "name   requests_per_minute  tokens_per_minute  concurrency  max_priority  weight\n"
+        "alice  60                   1000               2            -             1\n"
+        "b      -                    -                  -            -             1\n"
     )
+
+
+def test_weight_and_priority_are_written_and_shown(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", "alice", "--file", str(path), "--weight", "3", "--max-priority=-2"]) == 0
+    (found,) = read_key_file(path)
+    assert (found.weight, found.limits.max_priority) == (3, -2)
+    capsys.readouterr()
+    assert main(["key", "list", "--file", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["alice", "-", "-", "-", "-2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,9 @@ def test_list_shows_names_and_limits_and_no_hash(path: Path, capsys: pytest.Capt
         (["new", "alice"], "it already has a key 'alice'"),
         (["new", "a/b"], "key name 'a/b': expected 1 to 64 of the characters"),
         (["new", "bob", "--concurrency", "0"], "--concurrency is 0: expected 1 to"),
+        (["new", "bob", "--weight", "0"], "--weight is '0': expected a whole number from 1 to 1,000"),
+        (["new", "bob", "--weight", "1.5"], "--weight is '1.5': expected a whole number from 1 to 1,000"),
+        (["new", "bob", "--max-priority", "11"], "--max-priority is 11: expected -10 to 10"),
         (["remove", "bob"], "it has no key 'bob'"),
     ],
 )

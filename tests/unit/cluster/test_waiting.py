@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from penstock.cluster.waiting import SECONDS_PER_PRIORITY, WaitingQueue
-from penstock.wire.messages import Fault
+from penstock.wire.messages import Fault, Submit
+
+
+def wish(priority: int = 0, lane: str = "", weight: int = 1) -> Submit:
+    return Submit(b"", (1,), 1, 0, priority=priority, lane=lane, weight=weight)
 
 
 class Room:
@@ -19,6 +23,8 @@ class Room:
 
 class Waiting:
     """A generation that is sent where there is room."""
+
+    cost = 1
 
     def __init__(self, room: Room, name: str) -> None:
         self._room = room
@@ -39,7 +45,7 @@ class Waiting:
 def test_nothing_is_sent_without_room_and_all_in_order_with_it() -> None:
     room, queue = Room(), WaitingQueue()
     for name in "abc":
-        queue.add(room.waiter(name), 0, is_new=True)
+        queue.add(room.waiter(name), wish(), is_new=True)
     queue.send()
     assert (room.sent, len(queue)) == ([], 3)
     room.count = 2
@@ -50,12 +56,12 @@ def test_nothing_is_sent_without_room_and_all_in_order_with_it() -> None:
 def test_one_step_of_priority_is_worth_its_seconds() -> None:
     now = 100.0
     room, queue = Room(10), WaitingQueue(lambda: now)
-    queue.add(room.waiter("low"), 0, is_new=True)
+    queue.add(room.waiter("low"), wish(), is_new=True)
     now += SECONDS_PER_PRIORITY - 1
-    queue.add(room.waiter("high"), 1, is_new=True)
+    queue.add(room.waiter("high"), wish(1), is_new=True)
     now += 2
-    queue.add(room.waiter("late"), 1, is_new=True)
-    queue.add(room.waiter("lost its worker"), -5, is_new=False)
+    queue.add(room.waiter("late"), wish(1), is_new=True)
+    queue.add(room.waiter("lost its worker"), wish(-5), is_new=False)
     queue.send()
     assert room.sent == ["lost its worker", "high", "low", "late"]
 
@@ -63,8 +69,8 @@ def test_one_step_of_priority_is_worth_its_seconds() -> None:
 def test_a_discarded_waiter_is_never_sent_and_takes_no_room() -> None:
     room, queue = Room(1), WaitingQueue()
     first = room.waiter("first")
-    queue.add(first, 0, is_new=True)
-    queue.add(room.waiter("second"), 0, is_new=True)
+    queue.add(first, wish(), is_new=True)
+    queue.add(room.waiter("second"), wish(), is_new=True)
     queue.discard(first)
     queue.discard(first)
     queue.send()
@@ -74,10 +80,10 @@ def test_a_discarded_waiter_is_never_sent_and_takes_no_room() -> None:
 
 def test_memory_follows_the_waiters_that_are_left() -> None:
     room, queue = Room(), WaitingQueue()
-    queue.add(room.waiter("stays"), 0, is_new=True)
+    queue.add(room.waiter("stays"), wish(), is_new=True)
     for _ in range(1000):
         leaves = room.waiter("leaves")
-        queue.add(leaves, 0, is_new=True)
+        queue.add(leaves, wish(), is_new=True)
         queue.discard(leaves)
         assert len(queue) == 1
         queue.check_integrity()
@@ -87,10 +93,51 @@ def test_only_those_who_waited_too_long_fail() -> None:
     now = 0.0
     room, queue = Room(), WaitingQueue(lambda: now)
     old, new = room.waiter("old"), room.waiter("new")
-    queue.add(old, 0, is_new=True)
+    queue.add(old, wish(), is_new=True)
     now = 10.0
-    queue.add(new, 0, is_new=True)
+    queue.add(new, wish(), is_new=True)
     queue.fail(10.0, Fault("no_worker", "none came"))
     assert old.fault == Fault("no_worker", "none came")
     assert new.fault is None
     assert len(queue) == 1
+
+
+def test_a_flood_of_one_tenant_leaves_every_other_turn_to_another() -> None:
+    room, queue = Room(), WaitingQueue()
+    for _ in range(100):
+        queue.add(room.waiter("flood"), wish(lane="a"), is_new=True)
+    for number in range(3):
+        queue.add(room.waiter(f"other {number}"), wish(lane="b"), is_new=True)
+    room.count = 6
+    queue.send()
+    assert room.sent == ["flood", "other 0", "flood", "other 1", "flood", "other 2"]
+    queue.check_integrity()
+
+
+def test_a_tenant_of_twice_the_weight_is_sent_twice_as_often() -> None:
+    room, queue = Room(9), WaitingQueue()
+    for _ in range(9):
+        queue.add(room.waiter("heavy"), wish(lane="a", weight=2), is_new=True)
+        queue.add(room.waiter("light"), wish(lane="b"), is_new=True)
+    queue.send()
+    assert (room.sent.count("heavy"), room.sent.count("light")) == (6, 3)
+
+
+def test_priority_orders_only_what_one_tenant_waits_for() -> None:
+    room, queue = Room(10), WaitingQueue()
+    for number in range(3):
+        queue.add(room.waiter(f"a{number}"), wish(lane="a", priority=10), is_new=True)
+    queue.add(room.waiter("b low"), wish(lane="b", priority=-10), is_new=True)
+    queue.add(room.waiter("b high"), wish(lane="b", priority=10), is_new=True)
+    queue.send()
+    assert room.sent == ["a0", "b high", "a1", "b low", "a2"]
+
+
+def test_a_flood_does_not_take_the_last_places_of_the_queue() -> None:
+    room, queue = Room(), WaitingQueue()
+    while queue.has_room(wish(lane="a"), 16, len(queue)):
+        queue.add(room.waiter("flood"), wish(lane="a"), is_new=True)
+    assert len(queue) == 14
+    assert queue.has_room(wish(lane="b"), 16, len(queue))
+    assert not queue.has_room(wish(lane="b"), 16, 16)
+    assert [queue.has_room(wish(), limit, len(queue)) for limit in (14, 15)] == [False, True]

@@ -19,7 +19,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.api.auth.quota import Clock, Quota
-from penstock.config.front_end import MAX_QUOTA, NO_LIMITS, Key, KeySettings, QuotaLimits, key_digest
+from penstock.config.front_end import (
+    MAX_PRIORITY,
+    MAX_QUOTA,
+    MAX_WEIGHT,
+    MIN_PRIORITY,
+    NO_LIMITS,
+    Key,
+    KeySettings,
+    QuotaLimits,
+    key_digest,
+)
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError
 
@@ -44,11 +54,17 @@ _MAX_STRANGERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """To whom a request belongs. `owner` is the namespace of its sessions and answers, `quota` what it may use."""
+    """To whom a request belongs. `owner` is the namespace of its sessions and answers, `quota` what it may use.
+
+    `lane` is its name where it shares with others, `weight` its share there. The lane is empty if there are no others: on a server
+    with one key, and on one without keys, where anybody could invent names.
+    """
 
     name: str
     owner: str = field(repr=False)
     quota: Quota = field(repr=False)
+    lane: str = ""
+    weight: int = 1
 
 
 def presented_key(headers: Headers) -> bytes:
@@ -88,6 +104,8 @@ class _Entry(Struct, forbid_unknown_fields=True, frozen=True):
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     concurrency: _Limit | None = None
+    max_priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    weight: Annotated[int, Meta(ge=1, le=MAX_WEIGHT)] = 1
 
 
 class _File(Struct, forbid_unknown_fields=True, frozen=True):
@@ -117,7 +135,8 @@ def parse_keys(text: str) -> tuple[Key, ...]:
         Key(
             check_name(entry.name),
             bytes.fromhex(entry.sha256),
-            QuotaLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.concurrency),
+            QuotaLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.concurrency, entry.max_priority),
+            entry.weight,
         )
         for entry in entries
     )
@@ -178,7 +197,8 @@ class Keyring:
         for known in self._known.get(digest[:_PREFIX_BYTES], ()):
             if hmac.compare_digest(known.key.digest, digest):
                 if known.tenant is None:
-                    known.tenant = Tenant(known.key.name, owner_of(key), known.quota)
+                    lane = known.key.name if len(self._quotas) > 1 else ""
+                    known.tenant = Tenant(known.key.name, owner_of(key), known.quota, lane, known.key.weight)
                 return known.tenant
         return None
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct, structs
 
+from penstock.config.front_end import MAX_PRIORITY, MIN_PRIORITY
+
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 PartType = Literal["text"]
 FormatType = Literal["text", "json_object", "json_schema"]
@@ -55,7 +57,6 @@ Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Me
 Stop = Text | Annotated[list[Text], Meta(max_length=16)] | None
 MAX_SECONDS = 86_400
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
-MIN_PRIORITY, MAX_PRIORITY = -10, 10
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,256}$")]

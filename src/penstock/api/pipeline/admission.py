@@ -10,6 +10,7 @@ from typing import Self
 
 from penstock.api.pipeline.response import Sink
 from penstock.config.front_end import Limits
+from penstock.fairness import Places
 from penstock.metrics.frontend import BUCKETS, Tally
 from penstock.wire.errors import RequestError
 
@@ -17,22 +18,23 @@ from penstock.wire.errors import RequestError
 class Ticket:
     """One admitted request, as a context: queued until its first token, then running."""
 
-    __slots__ = ("_admission", "_generations", "_is_running", "arrived", "on_expel", "sink", "task")
+    __slots__ = ("_admission", "_generations", "_is_running", "_lane", "arrived", "on_expel", "sink", "task")
 
-    def __init__(self, admission: Admission, generations: int, sink: Sink) -> None:
+    def __init__(self, admission: Admission, generations: int, sink: Sink, lane: str) -> None:
         self.arrived = time.monotonic()
         self.sink = sink
         self.task = asyncio.current_task()
         self.on_expel: Callable[[], None] | None = None
         self._admission = admission
         self._generations = generations
+        self._lane = lane
         self._is_running = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._admission.leave(self, self._generations, self._is_running)
+        self._admission.leave(self, self._generations, self._lane, self._is_running)
 
     def first_token(self) -> None:
         """The first token is here."""
@@ -52,19 +54,20 @@ class Admission:
         self.idle.set()
         self._tally = tally
         self.is_draining = False
-        self._generations = 0
+        self._places = Places(limits.max_generations)
         self._tickets: set[Ticket] = set()
 
-    def admit(self, generations: int, sink: Sink) -> Ticket:
-        """Raises RequestError: 503 while draining, 429 when the front end is full. A request that only reads has 0 generations."""
+    def admit(self, generations: int, sink: Sink, lane: str = "", weight: int = 1) -> Ticket:
+        """Raises RequestError: 503 while draining, 429 when the front end is full. A request that only reads has 0 generations.
+
+        `lane` and `weight` are those of the tenant: the last eighth of the generations is for tenants below their share.
+        """
         if self.is_draining:
             raise RequestError("the server is shutting down", code="draining", status=503)
-        if self._generations + generations > self.limits.max_generations:
-            message = f"the server runs {self._generations:,} generations; its limit is {self.limits.max_generations:,}"
-            raise RequestError(message, code="overloaded", status=429)
-        ticket = Ticket(self, generations, sink)
+        if generations and not self._places.take(generations, lane, weight):
+            raise self._full(lane)
+        ticket = Ticket(self, generations, sink, lane)
         self._tickets.add(ticket)
-        self._generations += generations
         if generations:
             self._tally.queued += 1
         self.idle.clear()
@@ -77,9 +80,17 @@ class Admission:
         tally.first_tokens[bisect_left(BUCKETS, waited)] += 1
         tally.first_token_seconds += waited
 
-    def leave(self, ticket: Ticket, generations: int, was_running: bool) -> None:
+    def _full(self, lane: str) -> RequestError:
+        places = self._places
+        message = f"the server runs {places.used:,} generations; its limit is {places.limit:,}"
+        if lane and places.used < places.limit:
+            message += f". What is left is for keys below their share; yours runs {places.own(lane):,}"
+        return RequestError(message, code="overloaded", status=429)
+
+    def leave(self, ticket: Ticket, generations: int, lane: str, was_running: bool) -> None:
         self._tickets.discard(ticket)
-        self._generations -= generations
+        if generations:
+            self._places.give_back(generations, lane)
         if was_running:
             self._tally.running -= 1
         elif generations:

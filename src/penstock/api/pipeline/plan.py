@@ -191,8 +191,10 @@ def make_plan(
         "logit_bias": _logit_bias(model, request.logit_bias or {}),
         "grammar": grammar,
         "retention_seconds": hints.retention_seconds,
-        "priority": hints.priority,
+        "priority": _priority(hints, tenant),
         "is_seed_drawn": request.seed is None,
+        "lane": tenant.lane,
+        "weight": tenant.weight,
     }
     return Plan(
         model=model,
@@ -277,6 +279,12 @@ def _random_ids(count: int) -> list[bytes]:
     """Ids that cannot be guessed, drawn in one call."""
     drawn = secrets.token_bytes(count * GENERATION_ID_BYTES)
     return [drawn[start : start + GENERATION_ID_BYTES] for start in range(0, len(drawn), GENERATION_ID_BYTES)]
+
+
+def _priority(hints: Hints, tenant: Tenant) -> int:
+    """What the client claims, at most what its key allows. Lowered, not refused: some clients send one with every request."""
+    most = tenant.quota.limits.max_priority
+    return hints.priority if most is None else min(hints.priority, most)
 
 
 def _seed(seed: int | None, choice: int) -> int:

@@ -65,14 +65,14 @@ class Runner:
         Calls `on_admitted` once the request is admitted. Raises RequestError when it is not, GenerationFault when a generation fails
         before anything was sent, and ReaderLeft when `receive` says that the client has gone.
         """
-        generations = len(plan.submits)
-        with self.admission.admit(generations, sink) as ticket:
-            quota = plan.tenant.quota
+        generations, tenant = len(plan.submits), plan.tenant
+        with self.admission.admit(generations, sink, tenant.lane, tenant.weight) as ticket:
+            quota = tenant.quota
             quota.admit(generations, plan.prompt_tokens)
             run = watch = None
             try:
                 on_admitted()
-                turn = Turn(self.sessions, plan.tenant.owner, plan.hints)
+                turn = Turn(self.sessions, tenant.owner, plan.hints)
                 run = _Run(plan, dialect, self.produce, turn, sink, self.tally, ticket)
                 watch = ClientWatch(receive, run.leave)
                 self.watches.add(watch)

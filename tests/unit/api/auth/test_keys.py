@@ -62,6 +62,36 @@ def test_a_key_has_the_tenant_of_its_name(tmp_path: Path) -> None:
         assert file.name_of(wrong) is None
 
 
+async def test_a_tenant_has_a_lane_where_there_are_others(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path, entry("alice", ALICE, weight=3, max_priority=2))
+
+    def alice() -> Tenant:
+        tenant = file.keyring.tenant_of(ALICE.encode())
+        assert tenant is not None
+        return tenant
+
+    assert (alice().lane, alice().weight, alice().quota.limits.max_priority) == ("", 3, 2)
+    await file.change(entry("alice", ALICE, weight=5) + entry("bob", BOB))
+    assert (alice().lane, alice().weight, alice().quota.limits.max_priority) == ("alice", 5, None)
+    stranger = Keyring(KeySettings(), Tally()).tenant_of(b"invented")
+    assert stranger is not None
+    assert stranger.lane == "", "who invents keys gets no more turns"
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ({"weight": 0}, "`int` >= 1 - at `$.keys[0].weight`"),
+        ({"weight": 1001}, "`int` <= 1000 - at `$.keys[0].weight`"),
+        ({"max_priority": 11}, "`int` <= 10 - at `$.keys[0].max_priority`"),
+    ],
+)
+def test_a_wrong_weight_or_priority_is_named(limits: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_keys(entry("alice", ALICE, **limits))
+    assert says in str(error.value)
+
+
 def test_keys_whose_hashes_begin_alike_are_told_apart() -> None:
     digest = key_digest(ALICE.encode())
     other = digest[:-1] + bytes([digest[-1] ^ 1])

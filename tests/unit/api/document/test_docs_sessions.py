@@ -13,9 +13,7 @@ import pytest
 from penstock.api.openai.answers import Session
 from penstock.api.openai.schema import (
     CHOICES,
-    MAX_PRIORITY,
     MAX_SECONDS,
-    MIN_PRIORITY,
     UNSUPPORTED_NVEXT,
     AgentHints,
     CacheControl,
@@ -28,7 +26,7 @@ from penstock.api.openai.schema import (
 from penstock.api.pipeline.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
 from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT
 from penstock.config.engines import EngineConfig
-from penstock.config.front_end import POLICIES
+from penstock.config.front_end import MAX_PRIORITY, MIN_PRIORITY, POLICIES
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 
 TEXT = (Path(__file__).parents[4] / "docs" / "guides" / "sessions.md").read_text(encoding="utf-8")

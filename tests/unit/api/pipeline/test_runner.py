@@ -228,3 +228,45 @@ async def test_sessions_of_one_name_are_remembered_apart_for_every_key() -> None
             asked = structs.replace(incoming, headers=[(b"x-session-id", b"s")], tenant=tenant)
             await parse(asked, library)
             assert len(library.transcripts) == count
+
+
+async def test_no_key_holds_all_generations_while_another_waits() -> None:
+    front_end = FrontEnd(never_ends, limits=Limits(max_generations=8))
+    keyring = Keyring(KeySettings(given=tuple(map(read_key, ["psk-flood", "psk-other"]))), front_end.tally)
+    front_end.app = Gate(front_end.application, keyring, front_end.tally)
+    running: list[asyncio.Task[None]] = []
+
+    async def status(key: str) -> int:
+        """Of a stream that goes on, or of its refusal."""
+        body = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()
+        before = front_end.sent
+        task = asyncio.create_task(front_end.send("POST", "/v1/completions", body, {"authorization": f"Bearer {key}"}))
+        async with asyncio.timeout(10):
+            while front_end.sent is before or not front_end.sent:
+                await asyncio.sleep(0)
+        if front_end.status == 200:
+            running.append(task)
+        else:
+            await task
+        return front_end.status
+
+    assert [await status("psk-flood") for _ in range(9)] == [200] * 7 + [429] * 2
+    assert front_end.json["error"]["message"].endswith("What is left is for keys below their share; yours runs 7")
+    assert await status("psk-other") == 200
+    assert await status("psk-other") == 429
+    front_end.gone.set()
+    await asyncio.wait(running)
+    assert front_end.tally.running == 0
+
+
+@pytest.mark.parametrize(("claimed", "sent"), [(9, 2), (2, 2), (-3, -3), (None, 0)])
+async def test_a_key_bounds_the_priority_that_its_clients_claim(claimed: int | None, sent: int) -> None:
+    seen: list[Submit] = []
+
+    async def produce(request: Submit, mailbox: Mailbox) -> None:
+        seen.append(request)
+        mailbox.end(Finish("stop"))
+
+    front_end, _ = limited(produce, max_priority=2)
+    await complete(front_end, **({} if claimed is None else {"nvext": {"agent_hints": {"priority": claimed}}}))
+    assert [request.priority for request in seen] == [sent]
