@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from penstock.backends.simulator import Simulator, Vocabulary, tokens_between
 from penstock.cluster.dispatch import Dispatcher, Production
+from penstock.cluster.links.link import HEARTBEAT_SECONDS
 from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
@@ -114,21 +115,25 @@ class FrontEnd:
         router: RouterSettings | None = None,
         name: str = "test",
         keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
         **limits: Any,
     ) -> None:
-        self.pool = WorkerPool([worker.address for worker in workers], name, SECRET, _prepare, stall_seconds)
+        addresses = [worker.address for worker in workers]
+        self.pool = WorkerPool(addresses, name, SECRET, _prepare, stall_seconds, heartbeat_seconds=heartbeat_seconds)
         self.router = Router(router or RouterSettings())
         self.dispatcher = Dispatcher(self.pool, self.router, DispatchLimits(**{"worker_wait": 5.0, **limits}))
         self.store = MemoryStore() if store is None else store
         self.ended: list[str] = []
         self.sessions = Sessions(self.store, self.pool, quota=quota, on_end=self.ended.append, keep_alive_seconds=keep_alive_seconds)
+        self._waits = bool(workers)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         for part in (self.pool, self.sessions, self.dispatcher):
             await self._stack.enter_async_context(part)
-        async with asyncio.timeout(10):
-            await self.pool.wait_ready()
+        if self._waits:
+            async with asyncio.timeout(10):
+                await self.pool.wait_ready()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -11,7 +11,8 @@ from typing import Self
 import pytest
 
 from penstock.backends.simulator import Simulator, Vocabulary
-from penstock.cluster.links.link import LinkProtocol, proof
+from penstock.cluster.links.link import LinkProtocol
+from penstock.cluster.links.security import Handshake
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
@@ -19,7 +20,20 @@ from penstock.config.front_end import RouterSettings
 from penstock.router.policy import Hints, Preference, SessionWish
 from penstock.wire import codec
 from penstock.wire.errors import GenerationFault
-from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Fault, Finish, Hello, Message, ModelInfo, Segment, Submit, Welcome
+from penstock.wire.messages import (
+    PROTOCOL_VERSION,
+    Challenge,
+    Fault,
+    Finish,
+    Hello,
+    Message,
+    ModelInfo,
+    Ping,
+    Pong,
+    Segment,
+    Submit,
+    Welcome,
+)
 from penstock.worker.runtime import WorkerRuntime
 from workers import SECRET, WORDS, FrontEnd, Worker, expected, fault_of, make_model, submit, until
 
@@ -27,9 +41,10 @@ from workers import SECRET, WORDS, FrontEnd, Worker, expected, fault_of, make_mo
 class Mute(LinkProtocol):
     """A worker that accepts links and then does nothing, or breaks every link on which it gets work."""
 
-    def __init__(self, name: str, breaks: bool) -> None:
+    def __init__(self, name: str, breaks: bool, answers: bool = False) -> None:
         super().__init__()
         self._name = name
+        self._answers = answers
         self._breaks = breaks
         self.submits: list[Submit] = []
 
@@ -41,7 +56,10 @@ class Mute(LinkProtocol):
         for message in messages:
             if isinstance(message, Hello):
                 self.established()
-                self.send(Welcome(self._name, proof(SECRET, "worker", message.nonce), make_model()))
+                proof = Handshake.of(b"n" * 32, message).proof(SECRET, "worker", self._name)
+                self.send(Welcome(self._name, proof, make_model()))
+            elif isinstance(message, Ping) and self._answers:
+                self.send(Pong())
             elif isinstance(message, Submit):
                 self.submits.append(message)
                 if self._breaks:
@@ -53,6 +71,9 @@ class Mute(LinkProtocol):
 
 class MuteWorker(Worker):
     """Stands in for a worker whose process hangs, or dies with every request."""
+
+    answers = False
+    """Whether it answers the heartbeat."""
 
     def __init__(self, folder: Path, name: str, breaks: bool = False) -> None:
         super().__init__(folder, name)
@@ -71,7 +92,7 @@ class MuteWorker(Worker):
             link.abort()
 
     def _accept(self) -> Mute:
-        self.links.append(Mute(self.name, self._breaks))
+        self.links.append(Mute(self.name, self._breaks, self.answers))
         return self.links[-1]
 
     @property

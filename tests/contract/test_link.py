@@ -11,7 +11,7 @@ from typing import Self
 import pytest
 
 from penstock.backends.simulator import Simulator, Vocabulary, tokens_between
-from penstock.cluster.links.link import proof
+from penstock.cluster.links.security import Handshake
 from penstock.cluster.links.worker_link import WorkerLink, connect
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.config.engines import SimulatorConfig
@@ -113,8 +113,11 @@ async def receive(reader: asyncio.StreamReader, count: int) -> list[Message]:
     return messages
 
 
-def greet(challenge: Challenge, version: int = PROTOCOL_VERSION, secret: str = SECRET) -> bytes:
-    return encode_frame(Hello(version, "by hand", b"n" * 32, proof(secret, "frontend", challenge.nonce)))
+def greet(worker: Worker, challenge: Challenge, version: int = PROTOCOL_VERSION, secret: str = SECRET) -> bytes:
+    address = str(worker.address)
+    reached = address if isinstance(worker.address, TcpAddress) else ""
+    handshake = Handshake(challenge.nonce, b"n" * 32, "by hand", address, reached)
+    return encode_frame(Hello(version, "by hand", b"n" * 32, handshake.proof(secret, "frontend"), address, reached))
 
 
 def submit(name: int, max_tokens: int = 50) -> Submit:
@@ -198,7 +201,7 @@ async def test_the_worker_dying_fails_what_it_owed_at_once(address: Address) -> 
 
 async def test_steps_are_merged_while_the_front_end_is_busy(address: Address) -> None:
     async with Worker(address) as worker, raw(worker) as (reader, writer, challenge):
-        writer.write(greet(challenge))
+        writer.write(greet(worker, challenge))
         await receive(reader, 2)  # the welcome, and a step with the worker's figures
         writer.write(encode_frame(submit(1, 100)))
         await worker.until_stats(running=1)
@@ -234,7 +237,7 @@ async def test_an_invalid_frame_closes_only_its_own_link_and_names_the_reason(ad
         mailbox = Mailbox(doorbell)
         send(other, submit(3, 300), mailbox)
         async with raw(worker) as (reader, writer, challenge):
-            writer.write(greet(challenge))
+            writer.write(greet(worker, challenge))
             await receive(reader, 1)
             writer.write(said)
             goodbye = await until_goodbye(reader)
@@ -264,7 +267,7 @@ async def test_work_before_the_hello_is_refused(address: Address) -> None:
 
 async def test_another_version_is_refused_by_name(address: Address) -> None:
     async with Worker(address) as worker, raw(worker) as (reader, writer, challenge):
-        writer.write(greet(challenge, version=99))
+        writer.write(greet(worker, challenge, version=99))
         goodbye = await until_goodbye(reader)
         assert goodbye.code == "handshake_refused"
         assert "version 99" in goodbye.message
@@ -273,7 +276,7 @@ async def test_another_version_is_refused_by_name(address: Address) -> None:
 async def test_a_wrong_secret_is_refused_on_both_sides(address: Address) -> None:
     async with Worker(address) as worker:
         async with raw(worker) as (reader, writer, challenge):
-            writer.write(greet(challenge, secret="a guess"))
+            writer.write(greet(worker, challenge, secret="a guess"))
             assert (await until_goodbye(reader)).code == "handshake_refused"
         with pytest.raises(HandshakeRefused, match="does not know this link's secret"):
             await connect(worker.address, "test", "a guess")
@@ -339,7 +342,7 @@ async def test_a_gap_from_the_worker_fails_only_that_generation(tmp_path: Path, 
         writer.write(encode_frame(Challenge(PROTOCOL_VERSION, b"n" * 32)))
         (hello,) = await receive(reader, 1)
         assert isinstance(hello, Hello)
-        writer.write(encode_frame(Welcome("skips", proof(SECRET, "worker", hello.nonce), MODEL)))
+        writer.write(encode_frame(Welcome("skips", Handshake.of(b"n" * 32, hello).proof(SECRET, "worker", "skips"), MODEL)))
         await receive(reader, 2)
         writer.write(encode_frame(Step([Segment(first, Delta(0, (5,))), Segment(second, Delta(0, (5,)))], WorkerStats())))
         writer.write(

@@ -14,7 +14,7 @@ from typing import Self
 import pytest
 
 from penstock.api.models import Models
-from penstock.cluster.links.link import proof
+from penstock.cluster.links.security import Handshake
 from penstock.cluster.links.worker_link import connect
 from penstock.cluster.pool import WorkerPool
 from penstock.text.tokenizers.cache import TokenizerCache
@@ -212,7 +212,8 @@ async def worker_by_hand(folder: Path, answer: Answer) -> AsyncIterator[UnixAddr
         try:
             hello = await receive(reader)
             assert isinstance(hello, Hello)
-            writer.write(encode_frame(Welcome("by hand", proof(SECRET, "worker", hello.nonce), make_model(tokenizer="f" * 64))))
+            proof = Handshake.of(b"n" * 32, hello).proof(SECRET, "worker", "by hand")
+            writer.write(encode_frame(Welcome("by hand", proof, make_model(tokenizer="f" * 64))))
             while True:
                 request = await receive(reader)
                 if isinstance(request, TokenizerRequest):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from e2e.predicted import predicted
 from redis_server import RedisServer
 
 SESSIONS_GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "sessions.md"
+CERTIFICATES = Path(__file__).parents[1] / "certificates"
 SECRET = {"PENSTOCK_LINK_SECRET": "between the two of us"}
 
 
@@ -289,6 +291,38 @@ def test_a_worker_that_drains_hands_its_streams_over(
     assert stream_text(server, 7, 100, terminate) == predicted(7, 100)
     assert server.metric("penstock_migrations_total", reason="draining") == 1
     assert [process.wait(20) for process in running if process.poll() is not None] == [0]
+
+
+def test_links_between_machines_use_tls(serve: Callable[..., Server], running: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    """Without a secret. The worker's log says nothing of links that are not encrypted; with a secret only, it does."""
+    ports = free_ports(2)
+    worker, front_end = (
+        [f"--link-tls-cert={CERTIFICATES}/{name}.pem", f"--link-tls-key={CERTIFICATES}/{name}.pem", f"--link-tls-ca={CERTIFICATES}/ca.pem"]
+        for name in ("worker", "front_end")
+    )
+    command = [sys.executable, "-m", "penstock", "worker", "--engine=simulator"]
+    logs = [tmp_path / "tls.log", tmp_path / "open.log"]
+    for port, flags, log in zip(ports, (worker, []), logs, strict=True):
+        words = [*command, f"--name=on-{port}", f"--listen=tcp://0.0.0.0:{port}", *flags]
+        with log.open("wb") as output:
+            running.append(subprocess.Popen(words, stderr=output, env={**os.environ, **({} if flags else SECRET)}))
+    command = [sys.executable, "-m", "penstock", "frontend", "--port=0"]
+    secured = serve(command=[*command, f"--worker=tcp://127.0.0.1:{ports[0]}", *front_end])
+    assert stream_text(secured, 7, 100) == predicted(7, 100)
+    plain = serve(command=[*command, f"--worker=tcp://127.0.0.1:{ports[1]}"], environment=SECRET)
+    assert stream_text(plain, 7, 100) == predicted(7, 100)
+    assert "not encrypted: prompts and answers on the links of --listen" in logs[1].read_text()
+    assert "not encrypted" not in logs[0].read_text()
+    assert [line for line in plain.log if "the link is not encrypted" in line]
+    assert not [line for line in secured.log if "not encrypted" in line]
+
+
+def free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
 
 
 def test_the_front_end_needs_no_file_of_the_model(

@@ -30,6 +30,7 @@ from penstock.api.responses.store import SqliteStore
 from penstock.api.server import HttpServer, open_listener, raise_file_limit
 from penstock.cli.engines import make_backend
 from penstock.cluster.dispatch import Dispatcher
+from penstock.cluster.links.security import LinkTls
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
@@ -65,7 +66,8 @@ async def run_worker(settings: WorkerSettings) -> int:
     failed = asyncio.Event()
     backend, tokenizer = make_backend(settings, failed.set)
     runtime = WorkerRuntime(backend)
-    server = WorkerServer(runtime, settings.name, settings.listen, settings.secret, tokenizer.data)
+    tls = LinkTls.load(settings.link_tls, "worker")
+    server = WorkerServer(runtime, settings.name, settings.listen, settings.secret, tokenizer.data, advertised=settings.advertise, tls=tls)
     async with contextlib.AsyncExitStack() as stack:
         store = None if settings.store is None else await _open_redis(settings.store, stack)
         with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
@@ -78,6 +80,7 @@ async def run_worker(settings: WorkerSettings) -> int:
                 await runtime.close()
                 raise
             _tune_garbage_collection()
+            _say_unencrypted(settings)
             if store is not None:
                 from penstock.cluster.membership import Registration
 
@@ -125,6 +128,7 @@ async def run_front_end(settings: FrontEndSettings) -> int:
     is_exposed = not ipaddress.ip_address(host).is_loopback and not settings.keys.are_needed
     if is_exposed:
         _warn_of_everyone(settings.host)
+    _say_unencrypted(settings)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
         async with contextlib.AsyncExitStack() as stack:
@@ -186,7 +190,8 @@ class Cluster:
 
 
 async def _open_cluster(settings: FrontEndSettings, models: Models, transcripts: Transcripts, stack: contextlib.AsyncExitStack) -> Cluster:
-    pool = WorkerPool(settings.workers, settings.name, settings.secret, models.prepare, settings.worker_stall)
+    tls = LinkTls.load(settings.link_tls, "frontend")
+    pool = WorkerPool(settings.workers, settings.name, settings.secret, models.prepare, settings.worker_stall, tls=tls)
     router = Router(settings.router)
     dispatcher = Dispatcher(pool, router, settings.dispatch)
     pool.listeners.append(models)
@@ -315,6 +320,11 @@ async def _announce(pool: WorkerPool, url: str, warn: Callable[[], None] | None)
     log.info("ready: %s on %s, workers: %d", ", ".join(names), url, len(pool.members))
     if warn is not None:
         warn()
+
+
+def _say_unencrypted(settings: FrontEndSettings | WorkerSettings) -> None:
+    for each in settings.unencrypted():
+        log.warning("not encrypted: %s", each)
 
 
 def _warn_of_everyone(host: str) -> None:

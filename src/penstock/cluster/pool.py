@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from penstock.cluster.links.worker_link import WorkerLink, connect
+from penstock.cluster.links.link import HEARTBEAT_SECONDS
+from penstock.cluster.links.security import LinkTls
+from penstock.cluster.links.worker_link import MAX_UNANSWERED_LOOKS, WorkerLink, connect
 from penstock.config.commands import FrontEndSettings
 from penstock.text.tokenizers.cache import Fetch
-from penstock.wire.address import Address
-from penstock.wire.errors import HandshakeRefused, LinkError, PenstockError, WorkerStalled
+from penstock.wire.address import Address, TcpAddress
+from penstock.wire.errors import HandshakeRefused, LinkBroken, LinkError, PenstockError, WorkerStalled
 from penstock.wire.messages import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ class WorkerPool:
 
     Before a worker gets work, `prepare` is awaited with its model and a function that fetches its tokenizer, so that the front end can
     load it. If `prepare` raises, the worker is not used; this is logged once, and the pool connects again after a delay that grows. A
-    worker that has running generations and sends nothing for `stall_seconds` loses its link. It gets a new link when it answers.
+    worker that has running generations and sends nothing for `stall_seconds` loses its link, as does an idle one that does not answer
+    the heartbeat. It gets a new link when it answers.
     """
 
     def __init__(
@@ -64,6 +67,9 @@ class WorkerPool:
         secret: str,
         prepare: Callable[[ModelInfo, Fetch], Awaitable[None]],
         stall_seconds: float = FrontEndSettings.worker_stall,
+        *,
+        tls: LinkTls | None = None,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         self._fixed = frozenset(addresses)
         self._wanted = self._fixed
@@ -71,9 +77,11 @@ class WorkerPool:
         self._secret = secret
         self._prepare = prepare
         self._stall_seconds = stall_seconds
+        self._tls = tls
+        self._heartbeat_seconds = heartbeat_seconds
         self._members: dict[Address, Member] = {}
         self._keepers: dict[Address, asyncio.Task[None]] = {}
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self.listeners: list[PoolListener] = []
         self.links_lost = 0
@@ -93,11 +101,14 @@ class WorkerPool:
 
     async def __aenter__(self) -> Self:
         self.discovered(())
-        self._watch = asyncio.create_task(self._watch_stalls(), name="stall watch of the workers")
+        self._watches = [
+            asyncio.create_task(self._watch_stalls(), name="stall watch of the workers"),
+            asyncio.create_task(self._watch_hosts(), name="heartbeat of the links"),
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [*self._keepers.values(), *([self._watch] if self._watch is not None else [])]
+        tasks = [*self._keepers.values(), *self._watches]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -136,7 +147,7 @@ class WorkerPool:
         del self._keepers[address]
 
     async def _connect_and_hold(self, address: Address) -> None:
-        link, welcome = await connect(address, self._front_end, self._secret)
+        link, welcome = await connect(address, self._front_end, self._secret, self._tls)
         try:
             await self._hold(address, Member(welcome.name, welcome.model, link))
         finally:
@@ -156,7 +167,8 @@ class WorkerPool:
         for listener in self.listeners:
             listener.joined(member)
         self._changed.set()
-        log.info("worker %s at %s serves %s", member.name, address, member.model.name)
+        is_open = isinstance(address, TcpAddress) and self._tls is None
+        log.info("worker %s at %s serves %s%s", member.name, address, member.model.name, "; the link is not encrypted" if is_open else "")
         try:
             reason = await asyncio.shield(member.link.lost)
         finally:
@@ -187,6 +199,15 @@ class WorkerPool:
                     self.stalls += 1
                     message = f"worker {member.name} has running generations and has sent nothing for {self._stall_seconds:g} s"
                     member.link.give_up(WorkerStalled(message))
+
+    async def _watch_hosts(self) -> None:
+        """Gives up idle links to workers that do not answer, so that no request is sent there first."""
+        while True:
+            await asyncio.sleep(self._heartbeat_seconds)
+            for member in self.members:
+                if not member.link.beat():
+                    seconds = MAX_UNANSWERED_LOOKS * self._heartbeat_seconds
+                    member.link.give_up(LinkBroken(f"worker {member.name} has not answered for {seconds:g} s: its host is gone or hangs"))
 
 
 class _Unusable(PenstockError):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from penstock.config.engines import EmbeddedSettings, EngineSettings, HttpEngineSettings, SimulatorConfig, context_length_setting
 from penstock.config.front_end import MIB, DispatchLimits, KeySettings, Limits, ResumeLimits, RouterSettings, StoreSettings, check_origin
 from penstock.config.setting import count, seconds, setting, without_password
-from penstock.wire.address import Address, parse_address
+from penstock.wire.address import Address, TcpAddress, is_loopback, parse_address
 from penstock.wire.errors import ConfigError
 
+USE_LINK_TLS = "give --link-tls-cert, --link-tls-key and --link-tls-ca, or keep them on a network that you trust"
 ENGINES = ("embedded", "simulator", "vllm", "sglang", "http")
 EXTERNAL_ENGINES = ("vllm", "sglang", "http")
 AUTO = "auto"
@@ -23,6 +25,40 @@ TOOL_PARSERS = (
 REASONING_PARSERS = (AUTO, NONE, "think", "think_implied", "mistral", "granite", "harmony")
 
 
+def unencrypted_store(url: str | None) -> list[str]:
+    parts = urlsplit(url or "")
+    if parts.scheme != "redis" or is_loopback(parts.hostname or "localhost"):
+        return []
+    return [f"names of sessions and addresses of workers in --store {without_password(url or '')}: use rediss://"]
+
+
+@dataclass(frozen=True)
+class LinkTlsSettings:
+    """The files of TLS on links over TCP: all of them, or none."""
+
+    GROUP: ClassVar[str] = "cluster"
+
+    cert: Path | None = setting(
+        None,
+        "certificate of this process in PEM, for TLS on links over TCP; a worker's has the host of its address. Needs the next two",
+        name="link_tls_cert",
+        unit="PATH",
+        unset="no TLS",
+    )
+    key: Path | None = setting(None, "private key of the certificate, in PEM", name="link_tls_key", unit="PATH", unset="no TLS")
+    ca: Path | None = setting(
+        None, "certificates in PEM that sign those of the other side", name="link_tls_ca", unit="PATH", unset="no TLS"
+    )
+
+    def check(self) -> None:
+        """Raises ConfigError if some are given and others are not."""
+        given = {f"--link-tls-{name}": value for name, value in vars(self).items()}
+        missing = [flag for flag, value in given.items() if value is None]
+        if 0 < len(missing) < len(given):
+            present = next(f"{flag} {value}" for flag, value in given.items() if value is not None)
+            raise ConfigError(f"{present} needs {' and '.join(missing)}: both ends of a link show a certificate and check the other's")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
     """What a worker and a front end have in common."""
@@ -30,12 +66,13 @@ class ProcessSettings:
     grace: float = seconds(30.0, "how long running requests may take to finish after SIGTERM", group="server")
     secret: str = setting(
         "",
-        "secret that front ends and workers share; needed for links over TCP",
+        "secret that front ends and workers share; links over TCP need it, or TLS, or both",
         name="link_secret",
         is_secret=True,
         has_flag=False,
         group="cluster",
     )
+    link_tls: LinkTlsSettings
     exit_with_parent: bool = setting(
         False, "exit when standard input ends, which happens when the parent process dies", is_forwarded=False, group="cluster"
     )
@@ -131,7 +168,19 @@ class FrontEndSettings(ProcessSettings):
             raise ConfigError(f"--tokenizer {self.tokenizer} does not exist: expected a model directory or a GGUF file")
         if not self.workers and self.store is None:
             raise ConfigError("a front end needs workers: give --worker ADDRESS, or --store where they register")
+        self.link_tls.check()
+        for address in self.workers:
+            if isinstance(address, TcpAddress) and not self.secret and self.link_tls.cert is None:
+                raise ConfigError(f"--worker {address}: a link over TCP needs PENSTOCK_LINK_SECRET or TLS (--link-tls-cert)")
         self.keys.check()
+
+    def unencrypted(self) -> list[str]:
+        """What others on the network can read."""
+        found = [] if is_loopback(self.host) else [f"HTTP on --host {self.host}, keys included: put a proxy with TLS in front"]
+        open_links = [str(each) for each in self.workers if isinstance(each, TcpAddress) and not is_loopback(each.host)]
+        if open_links and self.link_tls.cert is None:
+            found.append(f"prompts and answers on the links to {', '.join(open_links)}: {USE_LINK_TLS}")
+        return found + unencrypted_store(self.store)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +216,7 @@ class WorkerSettings(ProcessSettings):
     http: HttpEngineSettings
     listen: Address | None = setting(
         None,
-        "where the worker listens: unix:/path or tcp://host:port; TCP needs PENSTOCK_LINK_SECRET",
+        "where the worker listens: unix:/path or tcp://host:port; TCP needs TLS or PENSTOCK_LINK_SECRET",
         unit="ADDRESS",
         parse=parse_address,
         is_forwarded=False,
@@ -176,7 +225,7 @@ class WorkerSettings(ProcessSettings):
     )
     advertise: Address | None = setting(
         None,
-        "address by which front ends reach the worker",
+        "address by which front ends reach the worker, if a proxy or address translation is between",
         unit="ADDRESS",
         parse=parse_address,
         is_forwarded=False,
@@ -198,7 +247,15 @@ class WorkerSettings(ProcessSettings):
         """Raises ConfigError for settings that do not fit together."""
         if self.listen is None:
             raise ConfigError("a worker needs --listen: expected unix:/path or tcp://host:port")
+        self.link_tls.check()
         self.check_engine()
+
+    def unencrypted(self) -> list[str]:
+        """What others on the network can read."""
+        found = []
+        if isinstance(self.listen, TcpAddress) and not is_loopback(self.listen.host) and self.link_tls.cert is None:
+            found.append(f"prompts and answers on the links of --listen {self.listen}: {USE_LINK_TLS}")
+        return found + unencrypted_store(self.store)
 
     def check_engine(self) -> None:
         if self.engine in EXTERNAL_ENGINES and self.model is None:
@@ -224,6 +281,7 @@ class ServeSettings:
     def check(self) -> None:
         """Raises ConfigError for settings that do not fit together."""
         self.front_end.keys.check()
+        self.front_end.link_tls.check()
         self.worker.check_engine()
 
 

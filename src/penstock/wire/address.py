@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 
@@ -23,6 +24,14 @@ class TcpAddress:
 
 
 Address = UnixAddress | TcpAddress
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or IP address is this machine's own, which nobody else can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost" or host.lower().endswith(".localhost")
 
 
 def parse_address(text: str) -> Address:

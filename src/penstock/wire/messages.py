@@ -299,12 +299,14 @@ class Challenge(Struct, frozen=True, tag="challenge"):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """Front end to worker: its proof that it knows the secret, made with the worker's nonce, and its own nonce."""
+    """Front end to worker: its nonce, and its proof. `address` is the worker that it wants, `reached` where its connection went."""
 
     version: int
     name: str
     nonce: bytes
     proof: bytes
+    address: str = ""
+    reached: str = ""
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
@@ -313,6 +315,14 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     name: str
     proof: bytes
     model: ModelInfo
+
+
+class Ping(Struct, frozen=True, tag="ping"):
+    """Front end to worker, on a silent link: answer with Pong."""
+
+
+class Pong(Struct, frozen=True, tag="pong"):
+    """Worker to front end: the link and the worker's event loop work. It says nothing about the engine."""
 
 
 class TokenizerRequest(Struct, frozen=True, tag="tokenizer_request"):
@@ -360,4 +370,6 @@ Message = (
     | Goodbye
     | TokenizerRequest
     | TokenizerPiece
+    | Ping
+    | Pong
 )

@@ -256,12 +256,42 @@ def test_the_name_is_that_of_the_place(tmp_path: Path) -> None:
         ([*FRONT_END, "a"], "'a' is one argument too many: expected flags"),
         (["worker"], "a worker needs --listen: expected unix:/path or tcp://host:port"),
         (["frontend"], "a front end needs workers: give --worker ADDRESS, or --store where they register"),
+        (
+            ["frontend", "--worker=tcp://10.0.0.1:7000"],
+            "--worker tcp://10.0.0.1:7000: a link over TCP needs PENSTOCK_LINK_SECRET or TLS (--link-tls-cert)",
+        ),
+        (
+            [*WORKER, "--link-tls-key=k.pem"],
+            "--link-tls-key k.pem needs --link-tls-cert and --link-tls-ca: both ends of a link show a certificate and check the other's",
+        ),
     ],
 )
 def test_words_that_are_no_settings(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(words, {})
     assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    ("words", "open_to_others"),
+    [
+        (FRONT_END, []),
+        (["frontend", "--worker=tcp://127.0.0.1:7000", "--store=redis://localhost"], []),
+        ([*FRONT_END, "--host=0.0.0.0"], ["HTTP on --host 0.0.0.0"]),
+        (["frontend", "--worker=tcp://10.0.0.1:7000", "--worker=tcp://localhost:1"], ["the links to tcp://10.0.0.1:7000:"]),
+        (["frontend", "--worker=tcp://10.0.0.1:7000", "--link-tls-cert=a", "--link-tls-key=b", "--link-tls-ca=c"], []),
+        (["frontend", "--store=redis://:geheim@redis.example/1"], ["--store redis://***@redis.example/1: use rediss://"]),
+        (["frontend", "--store=rediss://redis.example"], []),
+        (["worker", "--listen=tcp://0.0.0.0:7000"], ["the links of --listen tcp://0.0.0.0:7000:"]),
+        (["worker", "--listen=tcp://0.0.0.0:7000", "--link-tls-cert=a", "--link-tls-key=b", "--link-tls-ca=c"], []),
+    ],
+)
+def test_what_others_can_read_is_said(words: list[str], open_to_others: list[str]) -> None:
+    found = load(words, {"PENSTOCK_LINK_SECRET": "s"}).settings.unencrypted()
+    assert len(found) == len(open_to_others)
+    for line, part in zip(found, open_to_others, strict=True):
+        assert part in line
+        assert "geheim" not in line
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
-"""What both ends of a link share: frames over an asyncio transport, and the proof of the secret."""
+"""What both ends of a link share: frames over an asyncio transport, and how a lost peer is noticed."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import socket
 from abc import abstractmethod
 from typing import cast
 
+from penstock.cluster.links.security import LinkTls
 from penstock.wire.codec import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameReader, encode_frame
 from penstock.wire.errors import FrameMalformed, HandshakeRefused, LinkBroken, LinkError
 from penstock.wire.messages import PROTOCOL_VERSION, Goodbye, Message
@@ -18,25 +17,35 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT = 5.0
 
+HEARTBEAT_SECONDS = 1.0
+"""How often each end looks whether the other has sent anything. The front end asks for an answer where it may get none otherwise."""
+# A host without power is noticed within this time by the kernel: its own probes are answered even by a process that is busy.
+DEAD_HOST_SECONDS = 3
+
 
 class LinkProtocol(asyncio.Protocol):
     """One end of a link: frames in, frames out. An error closes this link, names the reason to the peer, and affects no other link."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: LinkTls | None = None) -> None:
+        self.tls = tls
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
         self._writable = True
         self._error: LinkError | None = None
         self.is_established = False
+        self.has_heard = True
+        """Whether any byte has come since this was last set to False."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
         self._transport = transport
-        # Nothing waits in the transport: while the socket is busy, tokens wait in the outbox, where they are merged.
-        transport.set_write_buffer_limits(high=0)
+        # Nothing waits in the transport: while the socket is busy, tokens wait in the outbox, where they are merged. With TLS, a limit
+        # of 0 would also pause when nothing waits.
+        transport.set_write_buffer_limits(high=0 if self.tls is None else 1, low=0)
         _tune(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
+        self.has_heard = True
         try:
             messages = self._reader.feed(data)
             if messages:
@@ -93,16 +102,6 @@ def check_version(version: int) -> None:
         raise HandshakeRefused(f"the peer speaks version {version} of the link protocol; this is version {PROTOCOL_VERSION}")
 
 
-def proof(secret: str, side: str, nonce: bytes) -> bytes:
-    """Proof of the secret, made from the other side's nonce. The secret itself is never sent."""
-    return hmac.digest(secret.encode(), side.encode() + b":" + nonce, hashlib.sha256)
-
-
-def check_proof(secret: str, side: str, nonce: bytes, given: bytes) -> None:
-    if not hmac.compare_digest(proof(secret, side, nonce), given):
-        raise HandshakeRefused("the peer does not know this link's secret; give both ends the same one")
-
-
 def unexpected(message: Message, expected: str) -> LinkError:
     """The error for an unexpected message: the peer's goodbye, or a message that is not allowed here."""
     if isinstance(message, Goodbye):
@@ -115,3 +114,9 @@ def _tune(connection: socket.socket | None) -> None:
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_HOST_SECONDS - 1)
+            # For bytes that are not acknowledged, for which the kernel does not probe.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_HOST_SECONDS * 1000)

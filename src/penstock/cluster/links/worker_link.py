@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import ssl
 from collections.abc import Callable, Sequence
 
-from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, LinkProtocol, check_proof, check_version, proof, unexpected
+from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, HEARTBEAT_SECONDS, LinkProtocol, check_version, unexpected
+from penstock.cluster.links.security import Handshake, LinkTls, end_of, needs_protection, peer_certificate
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.address import Address, UnixAddress
 from penstock.wire.codec import encode_frame
@@ -25,6 +27,8 @@ from penstock.wire.messages import (
     Finish,
     Hello,
     Message,
+    Ping,
+    Pong,
     PromptReport,
     Ready,
     Segment,
@@ -44,11 +48,15 @@ from penstock.wire.messages import (
 log = logging.getLogger(__name__)
 
 _READY = encode_frame(Ready())
+_PING = encode_frame(Ping())
 # When many requests come at once, a turn of the event loop is long. Writing after this many messages lets the worker start before its end.
 MESSAGES_PER_WRITE = 8
 JUST_NOW_SECONDS = 0.1
 PIECE_SECONDS = 10.0
 """A worker that takes longer for one piece of its tokenizer is not used."""
+
+MAX_UNANSWERED_LOOKS = 2
+"""An idle link that is silent at this many looks after a Ping is given up. With the look before the Ping, that is 3 s at most."""
 
 WorkerReport = Step | Snapshot | Draining
 
@@ -89,17 +97,21 @@ class WorkerLink(LinkProtocol):
     its terminal has come, even if it is cancelled; a segment for a generation that is not open closes the link.
     """
 
-    def __init__(self, front_end: str, secret: str) -> None:
-        super().__init__()
+    def __init__(self, address: Address, front_end: str, secret: str, tls: LinkTls | None = None) -> None:
+        super().__init__(tls)
         self._loop = loop = asyncio.get_running_loop()
         self.welcome: asyncio.Future[Welcome] = loop.create_future()
         self.lost: asyncio.Future[LinkError] = loop.create_future()
         self.stats = WorkerStats()
         self.draining = False
         self.frames = 0
+        self._address = address
         self._front_end = front_end
         self._secret = secret
         self._nonce = secrets.token_bytes(32)
+        self._handshake: Handshake | None = None
+        self._unanswered = 0
+        """Looks since the first Ping on the idle link, while nothing came."""
         self._generations: dict[bytes, Generation] = {}
         self._outgoing: list[bytes] = []
         self._gathering = False
@@ -131,6 +143,25 @@ class WorkerLink(LinkProtocol):
     def tick(self) -> None:
         """One look at whether it is silent. Counts looks, not seconds: a front end that was itself busy must not take that for silence."""
         self.silent_ticks = self.silent_ticks + 1 if self._generations else 0
+
+    def beat(self) -> bool:
+        """One look at whether the other host is still there, every HEARTBEAT_SECONDS. Returns False if it is not.
+
+        Pings an idle link, and a link with generations on which nothing came: so a worker can count on hearing from its front end.
+        Silence counts from a Ping on the idle link. A worker that is busy with generations falls under `tick`.
+        """
+        if self.has_heard:
+            self._unanswered = 0
+        elif self._unanswered:
+            self._unanswered += 1
+        if self._unanswered > MAX_UNANSWERED_LOOKS:
+            return False
+        if not self._generations or not self.has_heard:
+            self._write_soon(_PING)
+            if not self._generations and not self._unanswered:
+                self._unanswered = 1
+        self.has_heard = False
+        return True
 
     def give_up(self, error: LinkError) -> None:
         """Ends the link now, for this reason, without a goodbye: the worker no longer reacts."""
@@ -206,8 +237,10 @@ class WorkerLink(LinkProtocol):
             self._piece = None
 
     def messages_received(self, messages: list[Message]) -> None:
-        self.silent_ticks = 0
-        self._heard_at = self._loop.time()
+        if type(messages[-1]) is not Pong:
+            # A worker whose engine hangs still answers.
+            self.silent_ticks = 0
+            self._heard_at = self._loop.time()
         for message in messages:
             if self.is_established:
                 self._hear(message)
@@ -230,6 +263,8 @@ class WorkerLink(LinkProtocol):
             case Draining():
                 self.draining = True
                 self.on_report(message)
+            case Pong():
+                pass
             case _:
                 raise unexpected(message, "Step")
 
@@ -237,15 +272,26 @@ class WorkerLink(LinkProtocol):
         match message:
             case Challenge():
                 check_version(message.version)
-                self.send(Hello(PROTOCOL_VERSION, self._front_end, self._nonce, proof(self._secret, "frontend", message.nonce)))
-            case Welcome():
-                check_proof(self._secret, "worker", self._nonce, message.proof)
+                self.send(self._hello(message))
+            case Welcome() if self._handshake is not None:
+                self._handshake.check(message.proof, self._secret, "worker", message.name)
                 self.established()
                 self.welcome.set_result(message)
             case _:
                 raise unexpected(message, "Challenge or Welcome")
 
+    def _hello(self, challenge: Challenge) -> Hello:
+        assert self._transport is not None
+        address, reached = str(self._address), end_of(self._transport, "peername")
+        certificates = peer_certificate(self._transport), self.tls.certificate if self.tls is not None else b""
+        self._handshake = Handshake(challenge.nonce, self._nonce, self._front_end, address, reached, *certificates)
+        proof = self._handshake.proof(self._secret, "frontend")
+        return Hello(PROTOCOL_VERSION, self._front_end, self._nonce, proof, address, reached)
+
     def link_lost(self, reason: LinkError) -> None:
+        if self.tls is not None and self._handshake is None and isinstance(reason, LinkBroken):
+            # The worker checks this front end's certificate when TLS is already set up here.
+            reason = HandshakeRefused(self.tls.refusal(None, str(self._address)))
         if not self.welcome.done():
             self.welcome.set_exception(reason)
             self.welcome.exception()
@@ -328,21 +374,38 @@ class WorkerLink(LinkProtocol):
             self._transport.write(b"".join(outgoing))
 
 
-async def connect(address: Address, front_end: str, secret: str) -> tuple[WorkerLink, Welcome]:
+async def connect(address: Address, front_end: str, secret: str, tls: LinkTls | None = None) -> tuple[WorkerLink, Welcome]:
     """Opens a link and does the handshake. Raises LinkError when that fails, and leaves nothing open."""
-    loop = asyncio.get_running_loop()
+    if needs_protection(address, secret, tls):
+        raise HandshakeRefused(f"{address} is not used: a link over TCP needs PENSTOCK_LINK_SECRET or TLS (--link-tls-cert)")
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            if isinstance(address, UnixAddress):
-                _, link = await loop.create_unix_connection(lambda: WorkerLink(front_end, secret), address.path)
-            else:
-                _, link = await loop.create_connection(lambda: WorkerLink(front_end, secret), address.host, address.port)
+            link = await _open(address, front_end, secret, tls)
             try:
                 return link, await asyncio.shield(link.welcome)
             except BaseException:
                 link.abort()
                 raise
     except TimeoutError as error:
-        raise HandshakeRefused(f"{address} did not finish its handshake within {HANDSHAKE_TIMEOUT:g} s") from error
+        hint = " (does it expect TLS?)" if tls is None and not isinstance(address, UnixAddress) else ""
+        raise HandshakeRefused(f"{address} did not finish its handshake within {HANDSHAKE_TIMEOUT:g} s{hint}") from error
     except OSError as error:
+        if tls is not None and isinstance(error, ssl.SSLError | ConnectionAbortedError | ConnectionResetError):
+            raise HandshakeRefused(tls.refusal(error, str(address))) from None
         raise LinkBroken(f"cannot connect to {address}: {error.strerror or error}") from error
+
+
+async def _open(address: Address, front_end: str, secret: str, tls: LinkTls | None) -> WorkerLink:
+    loop = asyncio.get_running_loop()
+    if isinstance(address, UnixAddress):
+        _, link = await loop.create_unix_connection(lambda: WorkerLink(address, front_end, secret), address.path)
+        return link
+    _, link = await loop.create_connection(
+        lambda: WorkerLink(address, front_end, secret, tls),
+        address.host,
+        address.port,
+        ssl=None if tls is None else tls.context,
+        server_hostname=None if tls is None else address.host,
+        ssl_shutdown_timeout=None if tls is None else HEARTBEAT_SECONDS,
+    )
+    return link
