@@ -85,6 +85,12 @@ class Production:
     _attempt: Attempt | None = None
     _pause: asyncio.Handle | None = None
     _fruitless: int = 0
+    _shares: bool = False
+
+    def __post_init__(self) -> None:
+        if self.request.prompt:
+            self._shares = True
+            self.dispatcher.shared_prompts[self.request.prompt] += 1
 
     def try_send(self) -> bool:
         """Sends it if a worker has room for it. Returns whether it was sent; True, too, when it cannot be sent and has failed."""
@@ -109,6 +115,7 @@ class Production:
 
     def cancel(self) -> None:
         """Stops it, wherever it is. Does nothing when it has ended."""
+        self._release_prompt()
         attempt, pause = self._attempt, self._pause
         self._attempt = self._pause = None
         if attempt is not None:
@@ -120,16 +127,25 @@ class Production:
 
     def fail(self, fault: Fault) -> None:
         """Ends it with this fault."""
+        self._release_prompt()
         self.mailbox.end(fault)
+
+    def _release_prompt(self) -> None:
+        """It has ended, and needs the prompt that it shares no more."""
+        if self._shares:
+            self._shares = False
+            self.dispatcher.release_prompt(self.request.prompt)
 
     def attempt_ended(self, attempt: Attempt, error: PenstockError | None) -> None:
         """Called by an attempt. Without an error the mailbox has its terminal."""
         if attempt is not self._attempt:
             return  # cancelled
         self._attempt = None
-        if isinstance(error, GenerationFault) and not error.fault.retryable:
+        if error is None:
+            self._release_prompt()
+        elif isinstance(error, GenerationFault) and not error.fault.retryable:
             self.fail(error.fault)
-        elif error is not None:
+        else:
             # Later: the link is in the middle of a frame, or of its own end.
             self._pause = asyncio.get_running_loop().call_soon(self._guarded, partial(self._continue, attempt, error))
 
@@ -208,6 +224,8 @@ class Dispatcher:
         self._deserted: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self.migrations: Counter[str] = Counter()
+        self.shared_prompts: Counter[bytes] = Counter()
+        """How many generations that have not ended share each prompt."""
         pool.listeners.append(self)
 
     @property
@@ -233,6 +251,7 @@ class Dispatcher:
         if self._queues.get(model) or not production.try_send():
             if not self._queue(model).has_room(request, self._limits.max_queued, self.queued):
                 message = f"{self.queued:,} generations are waiting for a worker; the limit is {self._limits.max_queued:,}"
+                production.cancel()
                 raise GenerationFault(Fault("queue_full", message))
             self.enqueue(production, is_new=True)
         return production
@@ -252,6 +271,14 @@ class Dispatcher:
         queue = self._queues.get(production.model)
         if queue is not None:
             queue.discard(production)
+
+    def release_prompt(self, name: bytes) -> None:
+        """One generation fewer shares this prompt. After the last one all workers drop it."""
+        self.shared_prompts[name] -= 1
+        if not self.shared_prompts[name]:
+            del self.shared_prompts[name]
+            for member in self._pool.members:
+                member.link.drop_prompt(name)
 
     def has_only_failed(self, production: Production) -> bool:
         """Whether there are workers for it, and all of them have just failed it."""

@@ -197,7 +197,8 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     token. For `retention_seconds` after the end, other KV is evicted before its KV; a higher `priority` also keeps it longer.
     `is_seed_drawn`: no client asked for this `seed`, so an engine may use its own randomness. KV is shared only with generations of
     the same `root`; empty: one that all tenants share. Generations that wait are served in turn by `lane`, in proportion to `weight`;
-    without tenants the lane is "".
+    without tenants the lane is "". `prompt` names a prompt that several generations share: on a link it travels once, as a Prompt, and
+    `token_ids` then has only the last `offset` ids.
     """
 
     id: bytes
@@ -221,6 +222,20 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     root: bytes = b""
     lane: str = ""
     weight: int = 1
+    prompt: bytes = b""
+
+
+class Prompt(Struct, frozen=True, tag="prompt", gc=False):
+    """Front end to worker: a prompt that the Submits with this name share. It is kept until DropPrompt."""
+
+    name: bytes
+    token_ids: tuple[int, ...]
+
+
+class DropPrompt(Struct, frozen=True, tag="drop_prompt", gc=False):
+    """Front end to worker: no Submit will name this prompt any more."""
+
+    name: bytes
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
@@ -355,6 +370,8 @@ class Goodbye(Struct, frozen=True, tag="goodbye"):
 
 Message = (
     Submit
+    | Prompt
+    | DropPrompt
     | Cancel
     | CloseSession
     | SessionQuery

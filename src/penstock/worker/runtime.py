@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 
+from msgspec import structs
+
 from penstock.stream.outbox import Outbox, Outgoing
 from penstock.wire.errors import FrameMalformed, StreamError
 from penstock.wire.messages import (
@@ -15,11 +17,13 @@ from penstock.wire.messages import (
     Cancel,
     CloseSession,
     Draining,
+    DropPrompt,
     Fault,
     KvEvent,
     KvEvents,
     Message,
     ModelInfo,
+    Prompt,
     Ready,
     Segment,
     SessionQuery,
@@ -118,6 +122,8 @@ class FrontEndPort:
         self.name = name
         self.outbox = Outbox()
         self.events = WaitingEvents()
+        self.prompts: dict[bytes, tuple[int, ...]] = {}
+        """The prompts that its generations share, by name."""
         self.open_generations = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self.writable = True
@@ -141,6 +147,12 @@ class FrontEndPort:
         self.flush(stats)
         if self.open_generations and self.takes_step and self._clock() - self._last_step >= BEACON_SECONDS:
             self._send_step(stats)
+
+    def keep_prompt(self, message: Prompt | DropPrompt) -> None:
+        if isinstance(message, Prompt):
+            self.prompts[message.name] = message.token_ids
+        else:
+            self.prompts.pop(message.name, None)
 
     def announce(self, message: Message) -> None:
         self.writable = self._send(message)
@@ -234,6 +246,8 @@ class WorkerRuntime:
         match message:
             case Submit():
                 self._submit(port, message)
+            case Prompt() | DropPrompt():
+                port.keep_prompt(message)
             case Cancel():
                 for generation in message.ids:
                     self._cancel(port, generation)
@@ -260,6 +274,8 @@ class WorkerRuntime:
     def _submit(self, port: FrontEndPort, request: Submit) -> None:
         if len(request.id) != GENERATION_ID_BYTES or request.id in self._open:
             raise FrameMalformed(f"generation id {request.id.hex()} is not {GENERATION_ID_BYTES} bytes, or is in use")
+        if request.prompt:
+            request = self._with_prompt(port, request)
         slot = port.outbox.open(request.id, request.offset)
         if self._draining:
             slot.end(Fault("draining", "the worker is shutting down", retryable=True))
@@ -267,6 +283,13 @@ class WorkerRuntime:
         self._open[request.id] = port, slot
         port.open_generations += 1
         self._backend.submit(request)
+
+    def _with_prompt(self, port: FrontEndPort, request: Submit) -> Submit:
+        """The request with the prompt that it shares: one tuple for all of its generations."""
+        prompt = port.prompts.get(request.prompt)
+        if prompt is None:
+            raise FrameMalformed(f"generation {request.id.hex()} shares the prompt {request.prompt.hex()}, which was not sent")
+        return structs.replace(request, token_ids=(*prompt, *request.token_ids) if request.token_ids else prompt)
 
     def _cancel(self, port: FrontEndPort, generation: bytes) -> None:
         # It may have ended while the cancel was under way; then its terminal is under way as well.

@@ -31,6 +31,8 @@ MAX_CHOICES = 2048
 # The same as the engine's limit. Checked here, a grammar that is too large does not travel.
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_BIAS = 100
+# A shorter prompt is sent with each of its choices: its tokens take no more bytes than its name.
+MIN_SHARED_TOKENS = 32
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _NO_TOKENS: frozenset[str] = frozenset()
@@ -200,8 +202,8 @@ def make_plan(
         model=model,
         request=request,
         submits=[
-            Submit(generation_id, token_ids, room, _seed(request.seed, choice), **common)
-            for generation_id, (token_ids, room, choice) in zip(ids, choices, strict=True)
+            Submit(generation_id, token_ids, room, _seed(request.seed, choice), prompt=name, **common)
+            for generation_id, name, (token_ids, room, choice) in zip(ids, _prompt_names(choices, ids, candidates), choices, strict=True)
         ],
         response_id=response_id.hex(),
         hints=hints,
@@ -285,6 +287,14 @@ def _priority(hints: Hints, tenant: Tenant) -> int:
     """What the client claims, at most what its key allows. Lowered, not refused: some clients send one with every request."""
     most = tenant.quota.limits.max_priority
     return hints.priority if most is None else min(hints.priority, most)
+
+
+def _prompt_names(choices: Sequence[tuple[Sequence[int], int, int]], ids: Sequence[bytes], candidates: int) -> list[bytes]:
+    """The name of each choice's prompt: the id of its first choice. Empty for a prompt that is sent with each of its choices."""
+    return [
+        ids[index - choice] if candidates > 1 and len(token_ids) >= MIN_SHARED_TOKENS else b""
+        for index, (token_ids, _, choice) in enumerate(choices)
+    ]
 
 
 def _seed(seed: int | None, choice: int) -> int:

@@ -8,6 +8,8 @@ import secrets
 import ssl
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, HEARTBEAT_SECONDS, LinkProtocol, check_version, unexpected
 from penstock.cluster.links.security import Handshake, LinkTls, end_of, needs_protection, peer_certificate
 from penstock.stream.mailbox import Doorbell, Mailbox
@@ -23,12 +25,14 @@ from penstock.wire.messages import (
     CloseSession,
     Delta,
     Draining,
+    DropPrompt,
     Fault,
     Finish,
     Hello,
     Message,
     Ping,
     Pong,
+    Prompt,
     PromptReport,
     Ready,
     Segment,
@@ -113,6 +117,8 @@ class WorkerLink(LinkProtocol):
         self._unanswered = 0
         """Looks since the first Ping on the idle link, while nothing came."""
         self._generations: dict[bytes, Generation] = {}
+        # The shared prompts that the worker has.
+        self._prompts: set[bytes] = set()
         self._outgoing: list[bytes] = []
         self._gathering = False
         self._queries: dict[int, asyncio.Future[Sequence[SessionReport]]] = {}
@@ -172,9 +178,15 @@ class WorkerLink(LinkProtocol):
         """Starts a generation. Raises LinkError when the link is lost."""
         if self.lost.done():
             raise self.lost.result()
-        self._write_soon(encode_frame(request))
+        self._write_soon(encode_frame(self._without_prompt(request) if request.prompt else request))
         self._generations[request.id] = generation
         self.unbegun += 1
+
+    def drop_prompt(self, name: bytes) -> None:
+        """No generation will share this prompt any more."""
+        if name in self._prompts and not self.lost.done():
+            self._prompts.remove(name)
+            self._write_soon(encode_frame(DropPrompt(name)))
 
     def cancel(self, generation_id: bytes) -> None:
         """Stops a generation that is no longer read."""
@@ -352,6 +364,14 @@ class WorkerLink(LinkProtocol):
         if segment.terminal is not None:
             self._generations.pop(segment.id, None)
         self.cancel(segment.id)
+
+    def _without_prompt(self, request: Submit) -> Submit:
+        """The request without the prompt that it shares, which is sent before it unless the worker has it."""
+        length = len(request.token_ids) - request.offset
+        if request.prompt not in self._prompts:
+            self._write_soon(encode_frame(Prompt(request.prompt, request.token_ids[:length])))
+            self._prompts.add(request.prompt)
+        return structs.replace(request, token_ids=request.token_ids[length:])
 
     def _write_soon(self, frame: bytes) -> None:
         """The first frame of a turn of the event loop is written at once, the others of that turn in few writes."""

@@ -162,3 +162,12 @@ async def test_a_schema_as_deep_as_the_decoder_takes_it_is_no_crash() -> None:
         await parse_completion(Incoming(body, [], incoming.tenant), library)
     except RequestError as error:
         assert error.status == 400
+
+
+async def test_the_choices_of_a_long_prompt_share_it_under_one_name() -> None:
+    long, other, short = list(range(40)), list(range(1, 41)), [1, 2, 3]
+    plan = await completion(prompt=[long, other, short], n=3)
+    names = [submit.prompt for submit in plan.submits]
+    assert names == [plan.submits[0].id] * 3 + [plan.submits[3].id] * 3 + [b""] * 3
+    assert len({id(submit.token_ids) for submit in plan.submits[:3]}) == 1
+    assert [submit.prompt for submit in (await completion(prompt=long)).submits] == [b""], "one generation shares nothing"
