@@ -453,7 +453,7 @@ async def test_a_full_queue_refuses_with_the_reason(tmp_path: Path) -> None:
         with pytest.raises(GenerationFault) as caught:
             front_end.start(submit(9))
         assert fault_of(caught).code == "queue_full"
-        assert "2 generations are waiting for a worker; the limit is 2" in fault_of(caught).message
+        assert fault_of(caught).message == "the queue for a worker is full; the limit is 2"
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()

@@ -158,7 +158,7 @@ def test_too_many_generations_get_429(serve: Any) -> None:
     status, headers, body = server.post("/v1/completions", prompt="x")
     assert status == 429
     assert headers["retry-after"]
-    assert body["error"]["message"] == "the server runs 3 generations; its limit is 3"
+    assert body["error"]["message"] == "the server is full; its limit is 3 generations at once"
     stream.close()
 
 

@@ -250,7 +250,7 @@ class Dispatcher:
         production = Production(self, model, request, mailbox, turn, request.id)
         if self._queues.get(model) or not production.try_send():
             if not self._queue(model).has_room(request, self._limits.max_queued, self.queued):
-                message = f"{self.queued:,} generations are waiting for a worker; the limit is {self._limits.max_queued:,}"
+                message = f"the queue for a worker is full; the limit is {self._limits.max_queued:,}"
                 production.cancel()
                 raise GenerationFault(Fault("queue_full", message))
             self.enqueue(production, is_new=True)

@@ -248,6 +248,11 @@ class KeySettings:
     file: Path | None = setting(
         None, "file with the hashes of keys and their limits; see `penstock key new --help`", name="key_file", unit="PATH"
     )
+    share_prefixes: bool | None = setting(
+        None,
+        "let all keys share the KV of equal prefixes: this saves prefill, but `cached_tokens` and timing tell one key what others send",
+        unset="on without keys, off with keys",
+    )
     defaults: QuotaLimits = NO_LIMITS
 
     def __post_init__(self) -> None:
@@ -261,6 +266,10 @@ class KeySettings:
     @property
     def are_needed(self) -> bool:
         return bool(self.given) or self.file is not None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return not self.are_needed if self.share_prefixes is None else self.share_prefixes
 
     def check(self) -> None:
         """Raises ConfigError for limits without any key."""

@@ -31,7 +31,8 @@ class Hints(Struct, frozen=True, gc=False):
     """What a client asks for besides the answer.
 
     `affinity` is a key: the request goes where requests with this key went before. It holds no lease, and a session takes precedence.
-    `router` replaces the server's policy for this request. `wants_route`: the answer tells how its worker was chosen.
+    `router` replaces the server's policy for this request. `wants_route`: the answer tells how its worker was chosen. Requests share KV
+    only if they have the same `cache_salt`, or none.
     """
 
     session: SessionWish | None = None
@@ -40,6 +41,7 @@ class Hints(Struct, frozen=True, gc=False):
     priority: int = 0
     router: Policy | None = None
     wants_route: bool = False
+    cache_salt: str | None = None
 
 
 class WorkerView(Struct, frozen=True, gc=False):

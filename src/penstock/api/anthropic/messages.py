@@ -65,7 +65,7 @@ async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Pl
 async def count_message_tokens(incoming: Incoming, context: PromptContext) -> TokenCount:
     """Counts the tokens of a message's prompt: the sum of the three input counts in the message's usage."""
     request = _decode(incoming.body, _COUNT_DECODER)
-    common = Common(model=request.model, nvext=request.nvext, cache_control=longest_mark(request))
+    common = Common(model=request.model, nvext=request.nvext, cache_salt=request.cache_salt, cache_control=longest_mark(request))
     session = read_hints(common, incoming.headers).session
     model = context.models.find(request.model)
     # In a session, earlier answers keep the tokens that were generated.
@@ -127,6 +127,7 @@ def read_common(request: MessagesRequest) -> Common:
         top_p=request.top_p,
         top_k=request.top_k,
         nvext=request.nvext,
+        cache_salt=request.cache_salt,
         cache_control=longest_mark(request),
     )
 

@@ -11,6 +11,7 @@ from penstock.api.openai.schema import (
     MAX_TOOLS,
     UNSUPPORTED_NVEXT,
     CacheControl,
+    CacheSalt,
     FunctionName,
     NonNegative,
     Nvext,
@@ -250,6 +251,7 @@ class Prompted(Struct, forbid_unknown_fields=True, kw_only=True):
     output_format: OutputFormat | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
+    cache_salt: CacheSalt | None = None
     nvext: Nvext | None = None
     speed: Literal["standard", "fast"] | None = None
     diagnostics: dict[str, Any] | None = None

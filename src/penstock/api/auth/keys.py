@@ -30,6 +30,7 @@ from penstock.config.front_end import (
     QuotaLimits,
     key_digest,
 )
+from penstock.kv.blocks import ROOT, tenant_root
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError
 
@@ -58,6 +59,7 @@ class Tenant:
 
     `lane` is its name where it shares with others, `weight` its share there. The lane is empty if there are no others: on a server
     with one key, and on one without keys, where anybody could invent names.
+    `root` is the root of its KV blocks, which tenants have in common if they share prefixes.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Tenant:
     quota: Quota = field(repr=False)
     lane: str = ""
     weight: int = 1
+    root: bytes = field(default=ROOT, repr=False)
 
 
 def presented_key(headers: Headers) -> bytes:
@@ -175,7 +178,7 @@ class Keyring:
     def __init__(self, settings: KeySettings, tally: Tally, clock: Clock = time.monotonic) -> None:
         """Raises ConfigError when the key file cannot be read."""
         self.is_open = not settings.are_needed
-        self.nobody = Tenant(NOBODY, NOBODY, Quota(NOBODY, NO_LIMITS, tally, clock))
+        self.nobody = Tenant(NOBODY, NOBODY, Quota(NOBODY, NO_LIMITS, tally, clock), root=_root(settings, NOBODY))
         """The tenant of requests without a key."""
         self._settings = settings
         self._tally = tally
@@ -197,8 +200,9 @@ class Keyring:
         for known in self._known.get(digest[:_PREFIX_BYTES], ()):
             if hmac.compare_digest(known.key.digest, digest):
                 if known.tenant is None:
-                    lane = known.key.name if len(self._quotas) > 1 else ""
-                    known.tenant = Tenant(known.key.name, owner_of(key), known.quota, lane, known.key.weight)
+                    lane, owner = known.key.name if len(self._quotas) > 1 else "", owner_of(key)
+                    root = _root(self._settings, owner)
+                    known.tenant = Tenant(known.key.name, owner, known.quota, lane, known.key.weight, root)
                 return known.tenant
         return None
 
@@ -248,8 +252,12 @@ class Keyring:
         if tenant is None:
             if len(self._strangers) >= _MAX_STRANGERS:
                 del self._strangers[next(iter(self._strangers))]
-            tenant = self._strangers[owner] = Tenant(NOBODY, owner, self.nobody.quota)
+            tenant = self._strangers[owner] = Tenant(NOBODY, owner, self.nobody.quota, root=_root(self._settings, owner))
         return tenant
+
+
+def _root(settings: KeySettings, owner: str) -> bytes:
+    return ROOT if settings.shares_prefixes else tenant_root(owner)
 
 
 def _version(path: Path | None) -> tuple[int, ...] | None:

@@ -59,6 +59,7 @@ MAX_SECONDS = 86_400
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=128)]
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,256}$")]
 
 
@@ -136,8 +137,8 @@ class AgentHints(Struct, forbid_unknown_fields=True, frozen=True):
 class Nvext(Struct, forbid_unknown_fields=True, frozen=True):
     """NVIDIA's extension object, as Dynamo documents it, and our `retention_seconds`.
 
-    Members after `extra_fields` are ignored if they only affect routing, speed or extra information. They are errors if they would
-    change the answer, or which requests share its KV.
+    Members after `cache_salt` are ignored if they only affect routing, speed or extra information. They are errors if they would
+    change the answer.
     """
 
     session_control: SessionControl | None = None
@@ -145,6 +146,7 @@ class Nvext(Struct, forbid_unknown_fields=True, frozen=True):
     retention_seconds: Seconds | None = None
     agent_hints: AgentHints | None = None
     extra_fields: list[ExtraField] | None = None
+    cache_salt: CacheSalt | None = None
     agent_context: dict[str, Any] | None = None
     annotations: list[str] | None = None
     backend_instance_id: NonNegative | None = None
@@ -157,7 +159,6 @@ class Nvext(Struct, forbid_unknown_fields=True, frozen=True):
     greed_sampling: Literal[False] | None = None
     use_raw_prompt: Literal[False] | None = None
     token_data: None = None
-    cache_salt: None = None
 
 
 def refused_fields(kind: type[Struct], prefix: str = "") -> frozenset[str]:
@@ -203,6 +204,7 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Retention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def stops(self) -> list[str]:

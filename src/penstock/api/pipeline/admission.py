@@ -82,7 +82,7 @@ class Admission:
 
     def _full(self, lane: str) -> RequestError:
         places = self._places
-        message = f"the server runs {places.used:,} generations; its limit is {places.limit:,}"
+        message = f"the server is full; its limit is {places.limit:,} generations at once"
         if lane and places.used < places.limit:
             message += f". What is left is for keys below their share; yours runs {places.own(lane):,}"
         return RequestError(message, code="overloaded", status=429)

@@ -232,7 +232,7 @@ class DetachedRuns:
     def start(self, run: DetachedRun, work: Work, *, numbered: bool) -> None:
         """Begins an answer. Raises RequestError (429) when there is no memory for more."""
         if self.bytes >= self.limits.memory:
-            message = f"the resumable answers take {self.bytes:,} bytes; the limit is {self.limits.memory:,}"
+            message = f"the resumable answers take all of their memory, {self.limits.memory:,} bytes"
             raise RequestError(message, code="overloaded", status=429)
         self._runs[run.id] = run
         run.start(work, numbered)

@@ -80,6 +80,7 @@ def read_hints(request: Common, headers: Headers) -> Hints:
         priority=0 if nvext.agent_hints is None else nvext.agent_hints.priority or 0,
         router=_router(found),
         wants_route="route" in (nvext.extra_fields or ()),
+        cache_salt=_cache_salt(request.cache_salt, nvext.cache_salt),
     )
 
 
@@ -146,6 +147,12 @@ def _affinity(prompt_cache_key: str | None, headers: Mapping[bytes, bytes]) -> s
     if prompt_cache_key is not None:
         return _checked("prompt_cache_key", prompt_cache_key)
     return _header(headers, AFFINITY_HEADER)
+
+
+def _cache_salt(salt: str | None, other: str | None) -> str | None:
+    if salt is not None and other is not None and salt != other:
+        raise _refused("nvext.cache_salt", other, "expected the same as `cache_salt`, or only one of the two")
+    return other if salt is None else salt
 
 
 def _retention(request: Common, nvext: Nvext) -> float:

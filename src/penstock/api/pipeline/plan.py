@@ -16,6 +16,7 @@ from penstock.api.auth.keys import Tenant
 from penstock.api.models import ServedModel
 from penstock.api.openai.schema import Common, ResponseFormat, StructuredOutputs
 from penstock.api.pipeline.request import PromptContext
+from penstock.kv.blocks import salted_root
 from penstock.router.affinity import session_key
 from penstock.router.policy import Hints
 from penstock.text.formats.grammar import after_reasoning, tool_grammar
@@ -192,11 +193,8 @@ def make_plan(
         "stop_ids": tuple(request.stop_token_ids or ()),
         "logit_bias": _logit_bias(model, request.logit_bias or {}),
         "grammar": grammar,
-        "retention_seconds": hints.retention_seconds,
-        "priority": _priority(hints, tenant),
         "is_seed_drawn": request.seed is None,
-        "lane": tenant.lane,
-        "weight": tenant.weight,
+        **_of_tenant(tenant, hints),
     }
     return Plan(
         model=model,
@@ -213,6 +211,17 @@ def make_plan(
         candidates=candidates,
         grammar_field=grammar_field,
     )
+
+
+def _of_tenant(tenant: Tenant, hints: Hints) -> dict[str, Any]:
+    """What a generation may use, and with whom it shares KV."""
+    return {
+        "retention_seconds": hints.retention_seconds,
+        "priority": _priority(hints, tenant),
+        "lane": tenant.lane,
+        "weight": tenant.weight,
+        "root": tenant.root if hints.cache_salt is None else salted_root(tenant.root, hints.cache_salt),
+    }
 
 
 def check_lengths(model: ServedModel, chat: Chat) -> None:

@@ -19,6 +19,7 @@ from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.response import ClientWatch, ClientWatches, EventWriter, Response, Sink
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
+from penstock.kv.blocks import ROOT
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import Arrival, FanIn, Mailbox, Production, ReaderLeft
 from penstock.text.output import Part, joined
@@ -301,7 +302,8 @@ class _Run:
         if session is not None:
             told["session"] = session
         if self._plan.hints.wants_route:
-            told["route"] = self._turn.describe_route()
+            # A cost contains the load that others cause.
+            told["route"] = self._turn.describe_route(has_costs=self._plan.tenant.root == ROOT)
         return told or None
 
     def _usage(self) -> Usage:

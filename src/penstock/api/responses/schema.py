@@ -13,6 +13,7 @@ from penstock.api.openai.schema import (
     MAX_TOOLS,
     UNSUPPORTED_NVEXT,
     CacheControl,
+    CacheSalt,
     Common,
     ContentPart,
     FunctionName,
@@ -180,6 +181,7 @@ class ResponseRequest(Asked, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Retention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    cache_salt: CacheSalt | None = None
     # Extensions, as on the other endpoints.
     stop: Stop = None
     seed: Seed | None = None

@@ -158,9 +158,9 @@ class Turn:
             "expires_in": remaining,
         }
 
-    def describe_route(self) -> list[dict[str, object]]:
+    def describe_route(self, *, has_costs: bool) -> list[dict[str, object]]:
         """Every decision, in order. A choice that migrated has more than one."""
-        return [_described(choice, decision) for choice, decision in self.decisions]
+        return [_described(choice, decision) | ({"cost": decision.cost} if has_costs else {}) for choice, decision in self.decisions]
 
 
 def _described(choice: int, decision: Decision) -> dict[str, object]:
@@ -170,5 +170,4 @@ def _described(choice: int, decision: Decision) -> dict[str, object]:
         "reason": decision.reason,
         "diverted": decision.diverted,
         "overlap_blocks": decision.overlap,
-        "cost": decision.cost,
     }

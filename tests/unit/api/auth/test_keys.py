@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock.api.auth import keys as module
 from penstock.api.auth.keys import NOBODY, Headers, Keyring, Tenant, check_name, owner_of, parse_keys, presented_key, read_key_file
 from penstock.config.front_end import Key, KeySettings, QuotaLimits, key_digest, read_key
 from penstock.config.setting import settings_of
+from penstock.kv.blocks import ROOT
 from penstock.metrics.frontend import Tally
 from penstock.wire.errors import ConfigError, RequestError
 
@@ -127,6 +129,17 @@ def test_without_keys_everyone_comes_in_and_has_sessions_of_their_own() -> None:
     nobody.quota.admit(10**6, 10**9)
     alice.quota.admit(10**6, 10**9)
     assert alice.quota.headers() == []
+
+
+@pytest.mark.parametrize(("shares", "given", "roots"), [(None, (), 1), (None, (ALICE, BOB), 2), (True, (ALICE, BOB), 1), (False, (), 2)])
+def test_keys_share_prefixes_only_if_told_so_or_without_keys(shares: bool | None, given: Sequence[str], roots: int) -> None:
+    keyring = Keyring(KeySettings(tuple(map(read_key, given)), share_prefixes=shares), Tally())
+    tenants = [keyring.tenant_of(key.encode()) for key in (ALICE, BOB, ALICE)]
+    found = [tenant.root for tenant in tenants if tenant is not None]
+    assert len(found) == 3
+    assert len(set(found)) == roots
+    assert found[0] == found[2]
+    assert (found[0] == ROOT) == (roots == 1) == (keyring.nobody.root == ROOT)
 
 
 def test_keys_that_clients_invent_do_not_fill_the_memory() -> None:

@@ -314,10 +314,39 @@ def test_what_only_dynamo_knows_is_ignored_when_it_changes_no_answer() -> None:
     assert chat(nvext=ignored) == completion(nvext=ignored) == Hints(priority=2)
 
 
-@pytest.mark.parametrize("member", [{"greed_sampling": True}, {"use_raw_prompt": True}, {"token_data": [1]}, {"cache_salt": "s"}])
+@pytest.mark.parametrize("member", [{"greed_sampling": True}, {"use_raw_prompt": True}, {"token_data": [1]}])
 def test_what_would_change_the_answer_is_refused(member: dict[str, Any]) -> None:
     error = refused(nvext=member)
     assert (error.param, error.code) == (f"nvext.{next(iter(member))}", "unsupported_field")
+
+
+@pytest.mark.parametrize("salt", ["s", "x" * 128, "a/b@c\\d", "\U0001f512 \x01"])
+def test_cache_salt(salt: str) -> None:
+    assert (
+        chat(cache_salt=salt)
+        == chat(nvext={"cache_salt": salt})
+        == chat(cache_salt=salt, nvext={"cache_salt": salt})
+        == Hints(cache_salt=salt)
+    )
+    assert completion(cache_salt=salt) == Hints(cache_salt=salt)
+    assert chat(cache_salt=None, nvext={"cache_salt": None}) == Hints()
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 129, 5, ["s"], {}, True])
+def test_a_bad_cache_salt_is_refused(salt: object) -> None:
+    for fields, param in (({"cache_salt": salt}, "cache_salt"), ({"nvext": {"cache_salt": salt}}, "nvext.cache_salt")):
+        error = refused(**fields)
+        assert (error.param, error.code, error.status) == (param, "invalid_value", 400)
+        assert f"`{param}` is {json.dumps(salt)[:60]}" in str(error)
+        assert "expected `str" in str(error)
+
+
+def test_two_cache_salts_are_refused() -> None:
+    error = refused(cache_salt="a", nvext={"cache_salt": "b"})
+    assert (error.param, str(error)) == (
+        "nvext.cache_salt",
+        '`nvext.cache_salt` is "b": expected the same as `cache_salt`, or only one of the two',
+    )
 
 
 def test_an_element_of_what_is_not_supported_names_the_whole() -> None:
