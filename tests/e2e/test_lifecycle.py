@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -23,23 +25,29 @@ from e2e.predicted import predicted
 
 def begin_stream(server: Server, receive_buffer: int | None = None, **fields: object) -> socket.socket:
     """Sends a streaming request on a socket of its own, and reads nothing."""
+    body = json.dumps({"model": "simulator", "prompt": "x", "stream": True, **fields}).encode()
+    return begin(server, "/v1/completions", body, receive_buffer)
+
+
+def begin(server: Server, path: str, body: bytes, receive_buffer: int | None = None) -> socket.socket:
     connection = socket.socket()
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(30)
     connection.connect(("127.0.0.1", server.port))
-    body = json.dumps({"model": "simulator", "prompt": "x", "stream": True, **fields}).encode()
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    connection.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
     return connection
 
 
 def read_to_end(connection: socket.socket) -> bytes:
+    """Reads until the end of a stream, or of its connection, however that ends."""
     data = b""
-    while not data.endswith(b"\r\n0\r\n\r\n"):
-        piece = connection.recv(65536)
-        if not piece:
-            return data
-        data += piece
+    with contextlib.suppress(ConnectionResetError):
+        while not data.endswith(b"\r\n0\r\n\r\n"):
+            piece = connection.recv(65536)
+            if not piece:
+                break
+            data += piece
     return data
 
 
@@ -104,6 +112,65 @@ def test_a_reader_that_takes_nothing_is_cut_off(serve: Callable[..., Server]) ->
         assert not read_to_end(stalled).endswith(b"0\r\n\r\n"), "it looks like a whole response"
     assert server.metric("penstock_requests_total", outcome="stalled") == 1
     assert not [line for line in server.log if "Traceback" in line]
+
+
+def begin_whole(server: Server) -> socket.socket:
+    """Asks for an answer of two megabytes at once, and reads nothing."""
+    return begin_stream(server, receive_buffer=4096, stream=False, max_tokens=40_000, ignore_eos=True, n=8, seed=3)
+
+
+def is_made_and_unread(server: Server) -> bool:
+    return idle(server) and server.metric("penstock_requests_running", role="frontend") == 1
+
+
+def test_a_whole_answer_is_inside_until_it_is_taken(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "0.1")
+    with begin_whole(server) as connection:
+        wait_until(lambda: server.metric("penstock_tokens_delivered_total") == 320_000, timeout=60)
+        wait_until(lambda: is_made_and_unread(server))
+        head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
+        length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+        while len(body) < length:
+            body += connection.recv(65536)
+    assert json.loads(body)["choices"][0]["text"] == predicted(3, 40_000)
+    wait_until(lambda: server.metric("penstock_requests_running", role="frontend") == 0)
+    assert server.metric("penstock_requests_total", route="completions", outcome="ok") == 1
+
+
+def test_a_client_that_leaves_an_answer_unread_is_counted_as_gone(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "0.1")
+    with begin_whole(server):
+        wait_until(lambda: server.metric("penstock_tokens_delivered_total") == 320_000, timeout=60)
+        wait_until(lambda: is_made_and_unread(server))
+    wait_until(lambda: server.metric("penstock_requests_running", role="frontend") == 0)
+    assert server.metric("penstock_requests_total", route="completions", outcome="client_left") == 1
+    assert server.metric("penstock_clients_left_total") == 1
+
+
+def test_a_whole_answer_that_is_not_read_is_cut_off(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "0.1", "--stall-timeout", "1")
+    tokens = json.dumps({"model": "simulator", "prompt": "x" * 300_000}).encode()
+    with begin_whole(server) as made, begin(server, "/tokenize", tokens, receive_buffer=4096) as read:
+        wait_until(lambda: server.metric("penstock_readers_stalled_total") == 2, timeout=60)
+        for connection in (made, read):
+            answer = read_to_end(connection)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert not answer.endswith(b"}"), "it looks like a whole answer"
+    assert server.metric("penstock_requests_total", route="completions", outcome="stalled") == 1
+    assert server.metric("penstock_requests_total", route="tokenize", outcome="stalled") == 1
+    assert server.metric("penstock_requests_running", role="frontend") == 0
+    assert not [line for line in server.log if "Traceback" in line]
+
+
+def test_an_unread_answer_does_not_stay_in_the_buffers(serve: Callable[..., Server]) -> None:
+    """It is taken as far as the server can see, but its client's kernel has no room for it."""
+    server = serve("--stall-timeout", "0.5")
+    body = json.dumps({"model": "simulator", "prompt": "x" * 10_000}).encode()
+    with begin(server, "/tokenize", body, receive_buffer=2048) as connection:
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        front_end, client = server.child("frontend"), connection.getsockname()[1]
+        wait_until(lambda: not [each for each in front_end.net_connections() if each.raddr and each.raddr.port == client])
+    assert server.metric("penstock_requests_total", route="tokenize", outcome="ok") == 1
 
 
 def test_a_stream_that_no_worker_can_go_on_with_ends_in_an_error(serve: Callable[..., Server]) -> None:

@@ -112,7 +112,7 @@ def _make_endpoint(route: Route, services: Services) -> Endpoint:
         assert route.handler is not None, f"{route.name} has neither a handler nor a stream"
         answer = _answer_of(partial(route.handler, services))
     generates = route.is_charged and route.stream is not None
-    return Endpoint(route.metric, answer, services.admission.limits, services.metrics, route.shape, route.is_charged, generates)
+    return Endpoint(route.metric, answer, services.admission, services.metrics, route.shape, route.is_charged, generates)
 
 
 def _answer_of(handler: Callable[[Incoming], Awaitable[Any]]) -> Answer:

@@ -12,6 +12,7 @@ import socket
 from collections import deque
 
 from granian.constants import HTTPModes, Interfaces
+from granian.http import HTTP1Settings
 from granian.net import SocketHolder  # type: ignore[attr-defined]
 from granian.server.embed import Server
 from starlette.types import ASGIApp
@@ -26,10 +27,14 @@ BACKLOG = 4096
 # The kernel's send buffer of one connection. Without a bound it grows to megabytes for a slow reader, and tokens in it
 # can no longer be merged.
 SEND_BUFFER_BYTES = 128 * 1024
+# Granian's buffer of one connection: what a client does not read, and the longest head of a request.
+SERVER_BUFFER_BYTES = 64 * 1024
 # Descriptors reserved for links, logs and refusals.
 RESERVED_FILES = 64
 # Refusals start this many descriptors before granian stops accepting, because granian does that silently.
 REFUSE_EARLY = 16
+# In milliseconds, a 32-bit number.
+MAX_USER_TIMEOUT = 2**31 - 1
 GUARD_SECONDS = 0.05
 LINGER_SECONDS = 0.5
 MAX_LINGERING = 32
@@ -45,14 +50,20 @@ def raise_file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """The listening socket. Raises ConfigError when the address is not available."""
+def open_listener(host: str, port: int, unread_seconds: float = 0.0) -> socket.socket:
+    """The listening socket. Raises ConfigError when the address is not available.
+
+    Where the kernel can, it closes a connection whose client takes nothing for `unread_seconds`, even if what it does not take fits into
+    the buffers, where nobody else sees it. 0: never.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from error
-    # Accepted connections inherit both options.
+    # Accepted connections inherit these options.
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(unread_seconds * 1000), MAX_USER_TIMEOUT))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     listener.setblocking(False)
@@ -90,6 +101,7 @@ class _Granian(Server):
             app,
             interface=Interfaces.ASGINL,
             http=HTTPModes.http1,
+            http1_settings=HTTP1Settings(max_buffer_size=SERVER_BUFFER_BYTES),
             websockets=False,
             backlog=BACKLOG,
             backpressure=max_connections,

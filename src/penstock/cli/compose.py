@@ -123,7 +123,8 @@ async def _load(runtime: WorkerRuntime, stopped: asyncio.Event) -> bool:
 async def run_front_end(settings: FrontEndSettings) -> int:
     """One front end, until SIGTERM."""
     file_limit = raise_file_limit()
-    listener = open_listener(settings.host, settings.port)
+    # Twice the time: whoever holds up an answer is cut off before, and counted.
+    listener = open_listener(settings.host, settings.port, 2 * settings.limits.stall_seconds)
     host, port = listener.getsockname()[:2]
     is_exposed = not ipaddress.ip_address(host).is_loopback and not settings.keys.are_needed
     if is_exposed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -62,9 +63,12 @@ class Client:
         path, _, query = target.partition("?")
         scope = {"type": "http", "method": method, "path": unquote(path), "raw_path": path.encode(), "query_string": query.encode()}
         sent: list[Message] = []
+        messages: list[Message] = [{"type": "http.request", "body": b""}]
 
         async def receive() -> Message:
-            return {"type": "http.request", "body": b""}
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop()
 
         async def send(message: Message) -> None:
             sent.append(message)

@@ -19,8 +19,8 @@ from penstock.api.auth.keys import Headers, Tenant
 from penstock.api.errors import ErrorShape
 from penstock.api.models import Models
 from penstock.api.openai.schema import CHOICES
+from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.response import Response
-from penstock.config.front_end import Limits
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.mailbox import ReaderLeft
 from penstock.text.transcript import Transcripts
@@ -133,7 +133,7 @@ class Endpoint:
     route: str | None
     """The name of the route in the metric of requests. None: requests are not counted."""
     answer: Answer
-    limits: Limits
+    admission: Admission
     metrics: FrontEndMetrics
     errors: Callable[[], ErrorShape]
     """Makes the shape of a request's errors. Some have an id of their own."""
@@ -148,7 +148,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, errors = scope[TENANT], self.errors()
-        response = Response(send, self.metrics.tally, lambda: [*tenant.quota.headers(), *errors.headers])
+        reading = self.admission.reading
+        response = Response(send, receive, self.metrics.tally, reading, lambda: [*tenant.quota.headers(), *errors.headers])
         outcome = "failed"
         self.metrics.loop.enter()
         try:
@@ -190,7 +191,8 @@ class Endpoint:
             except RequestError:
                 await discard_body(receive)
                 raise
-        body = await read_body(scope, receive, self.limits.max_body_bytes, self.limits.stall_seconds)
+        limits = self.admission.limits
+        body = await read_body(scope, receive, limits.max_body_bytes, limits.stall_seconds)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)) if scope["query_string"] else {}
         incoming = Incoming(body, scope["headers"], scope[TENANT], scope.get("path_params", {}), query)
         return await self.answer(incoming, receive, response)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from starlette.types import Receive, Send
@@ -12,11 +13,13 @@ from starlette.types import Receive, Send
 from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import error_headers
 from penstock.metrics.frontend import Tally
-from penstock.stream.mailbox import all_done
+from penstock.stream.mailbox import ReaderLeft, all_done
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 WATCH_AFTER_SECONDS = 0.1
+# A larger whole answer is sent in pieces. The server's send waits only between pieces.
+MAX_PIECE_BYTES = 64 * 1024
 
 Render = Callable[[], tuple[bytes, str | None]]
 """Takes all that has arrived. Returns its events and, with the last of them, the outcome of the stream."""
@@ -37,20 +40,28 @@ class Sink(Protocol):
         """Sends these events in one write. The caller awaits it, then resets `sending_since`."""
 
 
+Reading = Callable[[Sink], AbstractContextManager[object]]
+"""Makes a context in which a reader that takes nothing is cut off, and for which a server that stops waits."""
+
+
 class Response:
     """Sends a whole body, or a stream of events.
 
     Sending waits while the client's socket is full; meanwhile a slow reader's events grow. `sending_since` is the time at which the
-    wait began, so that a reader that takes nothing can be found.
+    wait began, so that a reader that takes nothing can be found. What fits into the buffers of the server and the kernel, some hundred
+    kilobytes, counts as taken.
     """
 
-    __slots__ = ("_more_headers", "_send", "_tally", "sending_since", "stalled", "started")
+    __slots__ = ("_has_left", "_more_headers", "_reading", "_receive", "_send", "_tally", "sending_since", "stalled", "started")
 
-    def __init__(self, send: Send, tally: Tally, more_headers: Callable[[], HeaderList] = list) -> None:
+    def __init__(self, send: Send, receive: Receive, tally: Tally, reading: Reading, more_headers: Callable[[], HeaderList] = list) -> None:
         """`more_headers` is called when the answer starts: its values may change until then."""
         self._send = send
+        self._receive = receive
         self._tally = tally
+        self._reading = reading
         self._more_headers = more_headers
+        self._has_left = False
         self.started = False
         self.stalled = False
         self.sending_since: float | None = None
@@ -59,10 +70,32 @@ class Response:
         await self.send_whole(status, body, error_headers(status, retry_after))
 
     async def send_whole(self, status: int, body: bytes, headers: HeaderList = _JSON_HEADERS) -> None:
+        """Returns when the client has taken it. Raises ReaderLeft when the client leaves before that. Nobody else may call `receive`."""
         self.started = True
         headers = [*headers, *self._more_headers(), (b"content-length", str(len(body)).encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        if len(body) > MAX_PIECE_BYTES:
+            with self._reading(self):
+                await self._send_pieces(body)
+            body = b""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _send_pieces(self, body: bytes) -> None:
+        watch = ClientWatch(self._receive, self._leave)
+        watch.start()
+        try:
+            for start in range(0, len(body), MAX_PIECE_BYTES):
+                # A send to a client that has gone raises nothing. Not asked after the last piece: it may leave once it has that.
+                if self._has_left:
+                    raise ReaderLeft
+                self.sending_since = time.monotonic()
+                await self._send({"type": "http.response.body", "body": body[start : start + MAX_PIECE_BYTES], "more_body": True})
+        finally:
+            self.sending_since = None
+            watch.close()
+
+    def _leave(self) -> None:
+        self._has_left = True
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
         """Sends these events in one write; the first one also sends the headers."""

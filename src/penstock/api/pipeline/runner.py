@@ -70,13 +70,12 @@ class Runner:
         with self.admission.admit(generations, sink, tenant.lane, tenant.weight) as ticket:
             quota = tenant.quota
             quota.admit(generations, plan.prompt_tokens)
-            run = watch = None
+            run = None
             try:
                 on_admitted()
                 turn = Turn(self.sessions, tenant.owner, plan.hints)
-                run = _Run(plan, dialect, self.produce, turn, sink, self.tally, ticket)
-                watch = ClientWatch(receive, run.leave)
-                self.watches.add(watch)
+                run = _Run(plan, dialect, self.produce, turn, receive, sink, self.tally, ticket)
+                self.watches.add(run.watch)
                 if plan.hints.session is None and plan.hints.affinity is None:
                     return await run.run()
                 return await self._take_turn(run, plan, turn)
@@ -84,8 +83,8 @@ class Runner:
                 raise GenerationFault(error.fault, plan.grammar_field) from error
             finally:
                 quota.release(generations, plan.prompt_tokens, 0 if run is None else run.completion_tokens)
-                if watch is not None:
-                    watch.close()
+                if run is not None:
+                    run.watch.close()
 
     async def _take_turn(self, run: _Run, plan: Plan, turn: Turn) -> str:
         """Runs a session's turn, or a request that follows a key."""
@@ -103,7 +102,9 @@ class Runner:
 class _Run:
     """One plan that runs: its answer is sent streamed or whole."""
 
-    def __init__(self, plan: Plan, dialect: Dialect, produce: Produce, turn: Turn, sink: Sink, tally: Tally, ticket: Ticket) -> None:
+    def __init__(
+        self, plan: Plan, dialect: Dialect, produce: Produce, turn: Turn, receive: Receive, sink: Sink, tally: Tally, ticket: Ticket
+    ) -> None:
         self._plan = plan
         self._turn = turn
         self._dialect = dialect
@@ -123,6 +124,7 @@ class _Run:
         # Counted as tokens arrive: events may report them, and there may be thousands of choices.
         self._cached_tokens = 0
         self.completion_tokens = 0
+        self.watch = ClientWatch(receive, self._leave)
 
     @property
     def loop_label(self) -> str:
@@ -158,7 +160,7 @@ class _Run:
     def _expel(self) -> None:
         self._fan.interrupt(GenerationFault(Fault("shutting_down", "the server is shutting down")))
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """The client has gone."""
         self._fan.interrupt(ReaderLeft())
         if self._writer is not None:
@@ -220,6 +222,8 @@ class _Run:
         while (settling := self._turn.settling) is not None:
             await asyncio.wait([settling])
         answers = [self._answer(index, collected[index]) for index in self._best()]
+        # From now on the response watches its client.
+        self.watch.close()
         await self._sink.send_whole(200, self._dialect.body(answers, self._usage(), self._nvext()))
         return "ok"
 

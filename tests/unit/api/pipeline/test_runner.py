@@ -17,6 +17,7 @@ from penstock.api.auth.quota import Quota
 from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import CompletionDialect
 from penstock.api.pipeline.request import PromptContext
+from penstock.api.pipeline.response import MAX_PIECE_BYTES
 from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import Mailbox
@@ -84,6 +85,42 @@ async def test_every_generation_counts_against_the_concurrency() -> None:
     front_end.sent = sent
     front_end.gone.set()
     await connection
+    assert quota.running == 0
+
+
+async def test_a_whole_answer_keeps_its_place_until_it_is_taken() -> None:
+    front_end, quota = limited(says("x" * 100_000), concurrency=1)
+    front_end.socket_open.clear()
+    connection = asyncio.create_task(complete(front_end))
+    async with asyncio.timeout(10):
+        while not front_end.sent:
+            await asyncio.sleep(0)
+    assert (quota.running, front_end.tally.running) == (1, 1)
+    assert not front_end.admission.idle.is_set()
+    front_end.socket_open.set()
+    await connection
+    assert front_end.json["choices"][0]["text"] == "x" * 100_000
+    assert max(len(message.get("body", b"")) for message in front_end.sent) == MAX_PIECE_BYTES
+    assert front_end.tally.requests["completions", "ok"] == 1
+    assert (quota.running, front_end.tally.running) == (0, 0)
+    assert front_end.admission.idle.is_set()
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_whole_answer_has_left() -> None:
+    front_end, quota = limited(says("x" * 100_000), concurrency=1)
+    front_end.socket_open.clear()
+    connection = asyncio.create_task(complete(front_end))
+    async with asyncio.timeout(10):
+        while not front_end.sent:
+            await asyncio.sleep(0)
+    front_end.gone.set()
+    await asyncio.sleep(0)
+    # The server forgets the rest: a send to nobody returns.
+    front_end.socket_open.set()
+    await connection
+    assert front_end.tally.requests["completions", "client_left"] == 1
+    assert front_end.tally.clients_left == 1
+    assert len(front_end.body) == MAX_PIECE_BYTES
     assert quota.running == 0
 
 
