@@ -1,8 +1,10 @@
-"""Fairness between tenants: whose turn it is in a queue, and who may take the last places of a limit."""
+"""Fairness between tenants: whose turn it is in a queue, who may take the last places of a limit, and a budget that all use."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from penstock.lazy_heap import SLACK, LazyHeap
@@ -86,6 +88,12 @@ class FairQueue(Generic[Item]):
         if least is None:
             turn = self._turns.least()
             least = None if turn is None else self._lanes[turn[1]].items.least()
+        return None if least is None else least[1]
+
+    def first_of(self, lane: str) -> Item | None:
+        """The first item of this lane; None when it has none."""
+        found = self._lanes.get(lane)
+        least = None if found is None else found.items.least()
         return None if least is None else least[1]
 
     def serve(self, item: Item, cost: float) -> None:
@@ -193,3 +201,116 @@ class Places:
         else:
             del self._own[lane]
             self._weight -= self._weights.pop(lane)
+
+
+class Share:
+    """What one request has taken of a budget. Whoever makes it releases it, however the request ends."""
+
+    __slots__ = ("held", "is_under_way", "lane", "weight")
+
+    def __init__(self, lane: str = "", weight: float = 1.0) -> None:
+        self.lane = lane
+        self.weight = weight
+        self.held = 0
+        self.is_under_way = False
+        """It has taken something and does not wait for more."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    share: Share
+    amount: int
+    granted: asyncio.Future[None]
+
+
+class FairBudget:
+    """What is used for a while, such as bytes or threads. At most `total` is in use, with one exception that keeps tenants apart.
+
+    A tenant alone may use it all. A tenant with nothing under way never waits: it may overdraw the budget. So however much one tenant
+    holds, and for how long, another one can always do one thing after the other. What else does not fit waits, and is served in turn. For
+    one event loop.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self._under_way: dict[str, int] = {}
+        """The number of shares, by lane. Lanes without one are not in it."""
+        self._waiting: FairQueue[_Waiter] = FairQueue()
+        self._arrivals = 0
+
+    @property
+    def waiting(self) -> int:
+        """The number of shares that wait."""
+        return len(self._waiting)
+
+    def take(self, share: Share, amount: int) -> bool:
+        """Takes more, if it need not wait for it."""
+        if (self.used + amount > self.total or self._waiting) and self._under_way.get(share.lane, 0) > share.is_under_way:
+            return False
+        self._grant(share, amount)
+        return True
+
+    async def wait(self, share: Share, amount: int, seconds: float | None = None) -> None:
+        """Takes more when its turn comes, after `take` was refused. Raises TimeoutError; then it has taken nothing more."""
+        waiter = _Waiter(share, amount, asyncio.get_running_loop().create_future())
+        self._arrivals += 1
+        self._waiting.put(waiter, share.lane, share.weight, self._arrivals)
+        self._rest(share)
+        try:
+            async with asyncio.timeout(seconds):
+                await waiter.granted
+        except BaseException:
+            self._give_up(waiter)
+            raise
+
+    def release(self, share: Share) -> None:
+        """Gives everything back. May be called again."""
+        self.used -= share.held
+        share.held = 0
+        self._rest(share)
+        if self._waiting:
+            self._serve(share.lane)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a tenant waits of which nothing is under way, or something is kept for one that has left."""
+        self._waiting.check_integrity()
+        assert self.used >= 0
+        assert all(self._under_way.values())
+        assert {waiter.share.lane for waiter in self._waiting} <= self._under_way.keys()
+
+    def _grant(self, share: Share, amount: int) -> None:
+        self.used += amount
+        share.held += amount
+        if not share.is_under_way:
+            share.is_under_way = True
+            self._under_way[share.lane] = self._under_way.get(share.lane, 0) + 1
+
+    def _rest(self, share: Share) -> None:
+        if share.is_under_way:
+            share.is_under_way = False
+            self._under_way[share.lane] -= 1
+            if not self._under_way[share.lane]:
+                del self._under_way[share.lane]
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        if waiter.granted.cancelled():
+            self._waiting.discard(waiter)
+        else:
+            # Its caller was cancelled when it was just served.
+            self.used -= waiter.amount
+            waiter.share.held -= waiter.amount
+        self._serve(waiter.share.lane)
+
+    def _serve(self, lane: str) -> None:
+        """Serves this lane if nothing of it is under way, then all in turn, as long as the next one fits."""
+        while lane not in self._under_way and (waiter := self._waiting.first_of(lane)) is not None:
+            self._serve_one(waiter)
+        while (waiter := self._waiting.first()) is not None and self.used + waiter.amount <= self.total:
+            self._serve_one(waiter)
+
+    def _serve_one(self, waiter: _Waiter) -> None:
+        self._waiting.serve(waiter, waiter.amount)
+        if not waiter.granted.cancelled():
+            self._grant(waiter.share, waiter.amount)
+            waiter.granted.set_result(None)

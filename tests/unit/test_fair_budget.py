@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from penstock.fair_budget import FairBudget, Share
+from penstock.fairness import FairBudget, Share
 
 
 class Tenants:

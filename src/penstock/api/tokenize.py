@@ -70,7 +70,7 @@ async def tokenize(services: Services, incoming: Incoming) -> TokenizeAnswer:
     """Answers POST /tokenize."""
     request = decode_body(incoming.body, _TOKENIZE, frozenset())
     model = _model(services.context.models, request.model)
-    token_ids = await _encoded(model, request, services.context)
+    token_ids = await _encoded(model, request, services.context, incoming.tenant.lane)
     texts = [_text(model, token_id) for token_id in token_ids] if request.return_token_strs else None
     return TokenizeAnswer(count=len(token_ids), max_model_len=model.info.context_length, tokens=token_ids, token_strs=texts)
 
@@ -96,20 +96,20 @@ def _model(models: Models, name: str | None) -> ServedModel:
     raise RequestError(f"`model` is required: this server has {known}", param="model", code="missing_field")
 
 
-async def _encoded(model: ServedModel, request: TokenizeRequest, context: PromptContext) -> Sequence[int]:
+async def _encoded(model: ServedModel, request: TokenizeRequest, context: PromptContext, lane: str) -> Sequence[int]:
     if (request.prompt is None) == (request.messages is None):
         given = "neither" if request.prompt is None else "both"
         raise RequestError(f"`prompt` and `messages`: expected one of them, not {given}", param="prompt", code="missing_field")
     if request.messages is not None:
-        return await _encoded_chat(model, request, request.messages, context)
+        return await _encoded_chat(model, request, request.messages, context, lane)
     assert request.prompt is not None
     for name in _MESSAGES_ONLY:
         if getattr(request, name) is not None:
             raise RequestError(f"`{name}` needs `messages`: a `prompt` uses no chat template", param=name)
     check_text_length(model, "prompt", request.prompt)
     if request.add_special_tokens is False:
-        return await context.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt))
-    return await context.transcripts.encoder.encode_text(model.tokenizer, request.prompt)
+        return await context.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt), lane)
+    return await context.transcripts.encoder.encode_text(model.tokenizer, request.prompt, lane)
 
 
 def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
@@ -120,7 +120,9 @@ def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
     return token_ids
 
 
-async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: list[Message], context: PromptContext) -> Sequence[int]:
+async def _encoded_chat(
+    model: ServedModel, request: TokenizeRequest, messages: list[Message], context: PromptContext, lane: str
+) -> Sequence[int]:
     if request.add_special_tokens:
         message = "`add_special_tokens` is true: expected false with `messages`, because the chat template writes its own"
         raise RequestError(message, param="add_special_tokens")
@@ -136,7 +138,7 @@ async def _encoded_chat(model: ServedModel, request: TokenizeRequest, messages: 
     prompt = chat_prompt(chat)
     for index, rendered in enumerate(prompt.messages):
         check_text_length(model, f"messages[{index}]", rendered["content"])
-    return (await context.transcripts.encode_chat(None, model.info.name, model.tokenizer, prompt)).token_ids
+    return (await context.transcripts.encode_chat(None, model.info.name, model.tokenizer, prompt, lane)).token_ids
 
 
 def _check_ids(model: ServedModel, token_ids: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
 """Tokenizes long texts in threads, short ones at once.
 
 The `tokenizers` library releases the GIL, but the work around it does not: rendering templates, converting ids. So the work is cut into
-steps of a few milliseconds, and after several steps it queues again: a prompt of 100,000 tokens does not keep one of 1,000 waiting.
+steps of a few milliseconds, and after several steps it queues again: a prompt of 100,000 tokens does not keep one of 1,000 waiting. Tenants
+take turns: one that sends a thousand long prompts does not keep the prompt of another waiting.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from penstock.fairness import FairBudget, Share
 from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
 
 Result = TypeVar("Result")
@@ -29,7 +31,8 @@ TURN_SECONDS = 0.02
 WORK_SECONDS = 0.001
 REST_SECONDS = 0.000_05
 
-# The cost of rendering, in characters that could be tokenized in that time.
+# The cost of rendering, and of each text, in characters that could be tokenized in that time.
+TEXT_EFFORT = 40
 MESSAGE_EFFORT = 40
 CHARACTERS_RENDERED = 256
 VALUE_EFFORT = 4
@@ -38,34 +41,40 @@ VALUE_EFFORT = 4
 class Encoder:
     """Tokenizes for one event loop, in at most `threads` threads, which start on first use.
 
-    When a caller is cancelled, its work ends after the current turn.
+    When a caller is cancelled, its work ends after the current turn. `lane` is the tenant whose work it is.
     """
 
     def __init__(self, threads: int = THREADS) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self.turns = FairBudget(threads)
+        """A turn in a thread takes 1."""
 
-    async def encode_text(self, tokenizer: Tokenizer, text: str) -> Sequence[int]:
+    async def encode_text(self, tokenizer: Tokenizer, text: str, lane: str = "") -> Sequence[int]:
         """What the tokenizer's `encode` returns."""
-        if len(text) <= SHORT:
-            return tokenizer.encode(text)
-        return await self.run(_encode_text(tokenizer, text))
+        return (await self.encode_texts(tokenizer, [text], lane))[0]
 
-    async def encode_infill(self, tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int] | None:
+    async def encode_texts(self, tokenizer: Tokenizer, texts: Sequence[str], lane: str = "") -> Sequence[Sequence[int]]:
+        """What the tokenizer's `encode` returns for each text."""
+        if sum(map(len, texts)) + (len(texts) - 1) * TEXT_EFFORT <= SHORT:
+            return [tokenizer.encode(text) for text in texts]
+        return await self.run(_encode_texts(tokenizer, texts), lane)
+
+    async def encode_infill(self, tokenizer: Tokenizer, prefix: str, suffix: str, lane: str = "") -> Sequence[int] | None:
         """What the tokenizer's `encode_infill` returns."""
         if len(prefix) + len(suffix) <= SHORT:
             return tokenizer.encode_infill(prefix, suffix)
-        return await self._in_thread(tokenizer.encode_infill, prefix, suffix)
+        return await self._in_thread(lane, tokenizer.encode_infill, prefix, suffix)
 
-    async def render_chat(self, tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
+    async def render_chat(self, tokenizer: Tokenizer, prompt: ChatPrompt, lane: str = "") -> str:
         """What the tokenizer's `render_chat` returns. Raises RequestError as it does."""
         if _effort(prompt) <= SHORT:
             return tokenizer.render_chat(prompt)
-        return await self._in_thread(tokenizer.render_chat, prompt)
+        return await self._in_thread(lane, tokenizer.render_chat, prompt)
 
-    async def run(self, steps: Steps[Result]) -> Result:
+    async def run(self, steps: Steps[Result], lane: str = "") -> Result:
         """The result of this work, done turn by turn in any free thread."""
         while True:
-            ended: tuple[Result] | None = await self._in_thread(_take_turn, steps)
+            ended: tuple[Result] | None = await self._in_thread(lane, _take_turn, steps)
             if ended is not None:
                 return ended[0]
 
@@ -73,8 +82,14 @@ class Encoder:
         """Does not wait. Running work ends after its current turn."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+    async def _in_thread(self, lane: str, work: Callable[..., Result], *arguments: Any) -> Result:
+        turn = Share(lane)
+        try:
+            if not self.turns.take(turn, 1):
+                await self.turns.wait(turn, 1)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+        finally:
+            self.turns.release(turn)
 
 
 def at_once(steps: Steps[Result]) -> Result:
@@ -103,12 +118,16 @@ def _take_turn(steps: Steps[Result]) -> tuple[Result] | None:
     return None
 
 
-def _encode_text(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
-    token_ids: list[int] = []
-    for piece in tokenizer.encode_steps(text):
-        token_ids += piece
+def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Steps[list[list[int]]]:
+    encoded: list[list[int]] = []
+    for text in texts:
+        token_ids: list[int] = []
+        for piece in tokenizer.encode_steps(text):
+            token_ids += piece
+            yield
+        encoded.append(token_ids)
         yield
-    return token_ids
+    return encoded
 
 
 def _effort(prompt: ChatPrompt) -> int:

@@ -164,12 +164,12 @@ class Transcripts:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def encode_chat(self, key: str | None, model: str, tokenizer: Tokenizer, prompt: ChatPrompt) -> EncodedChat:
-        """The tokens of a chat. Without a key, nothing is looked up or remembered.
+    async def encode_chat(self, key: str | None, model: str, tokenizer: Tokenizer, prompt: ChatPrompt, lane: str = "") -> EncodedChat:
+        """The tokens of a chat. `lane` is the tenant whose chat it is. Without a key, nothing is looked up or remembered.
 
         Raises RequestError as the tokenizer does. Does not suspend when there is little to do.
         """
-        text = await self.encoder.render_chat(tokenizer, prompt)
+        text = await self.encoder.render_chat(tokenizer, prompt, lane)
         if key is None and len(text) <= SHORT:
             made = tuple([token_id for part in tokenizer.parts(text) for token_id in tokenizer.encode_part(part)])
             self.tokens_encoded += len(made)
@@ -181,7 +181,7 @@ class Transcripts:
         reused = sum(len(piece.packed) for piece in known) // TOKEN_BYTES
         steps = _encode(tokenizer, known, rest)
         is_short = len(rest) + reused * TOKEN_BYTES // BYTES_UNPACKED <= SHORT
-        pieces, token_ids = at_once(steps) if is_short else await self.encoder.run(steps)
+        pieces, token_ids = at_once(steps) if is_short else await self.encoder.run(steps, lane)
         self.tokens_reused += reused
         self.tokens_encoded += len(token_ids) - reused
         turn = None

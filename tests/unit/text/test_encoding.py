@@ -215,6 +215,57 @@ async def test_a_long_text_does_not_keep_others_waiting_until_it_ends() -> None:
     assert order == ["short", "long"]
 
 
+async def test_a_tenant_that_floods_does_not_keep_another_one_waiting() -> None:
+    encoder = Encoder(threads=1)
+    order: list[str] = []
+
+    def work(name: str) -> Steps[None]:
+        order.append(name)
+        threading.Event().wait(encoding.TURN_SECONDS)
+        yield
+
+    flood = [asyncio.create_task(encoder.run(work("flood"), "flood")) for _ in range(20)]
+    await asyncio.sleep(0)
+    late = [asyncio.create_task(encoder.run(work("late"), "late")) for _ in range(3)]
+    await asyncio.gather(*flood, *late)
+    assert order[:7].count("late") == 3, "one of each in turn"
+    assert (encoder.turns.used, encoder.turns.waiting) == (0, 0)
+
+
+async def test_work_that_is_cancelled_while_it_waits_leaves_its_turn_to_others() -> None:
+    encoder = Encoder(threads=1)
+    begun, gate = threading.Event(), threading.Event()
+    cancelled: list[str] = []
+
+    def block() -> Steps[None]:
+        begun.set()
+        gate.wait()
+        yield
+
+    def work() -> Steps[None]:
+        cancelled.append("it ran")
+        yield
+
+    running = asyncio.create_task(encoder.run(block(), "a"))
+    await asyncio.to_thread(begun.wait)
+    waiting = asyncio.create_task(encoder.run(work(), "a"))
+    await asyncio.sleep(0)
+    assert encoder.turns.waiting == 1
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gate.set()
+    await running
+    assert (encoder.turns.used, encoder.turns.waiting, cancelled) == (0, 0, [])
+
+
+async def test_many_short_texts_are_as_much_work_as_a_long_one() -> None:
+    tokenizer = Watched()
+    texts = ["hello", ""] * 500
+    assert await Encoder().encode_texts(tokenizer, texts) == [WordTokenizer().encode(text) for text in texts]
+    assert threading.get_ident() not in tokenizer.threads
+
+
 async def test_an_error_reaches_the_caller_and_the_thread_survives() -> None:
     encoder = Encoder(threads=1)
 

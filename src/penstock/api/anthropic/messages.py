@@ -70,7 +70,7 @@ async def count_message_tokens(incoming: Incoming, context: PromptContext) -> To
     model = context.models.find(request.model)
     # In a session, earlier answers keep the tokens that were generated.
     key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
-    return TokenCount(await count_tokens(model, read_chat(request), context, key))
+    return TokenCount(await count_tokens(model, read_chat(request), incoming.tenant, context, key))
 
 
 def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:

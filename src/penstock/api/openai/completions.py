@@ -11,7 +11,17 @@ from penstock.api.models import ServedModel
 from penstock.api.openai.schema import UNSUPPORTED_COMPLETION, CompletionRequest
 from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.plan import Plan, check_text_length, check_token_ids, make_plan, wanted_grammar
+from penstock.api.pipeline.plan import (
+    MAX_CHOICES,
+    Plan,
+    check_choices,
+    check_prompt_length,
+    check_size,
+    check_text_length,
+    check_token_ids,
+    make_plan,
+    wanted_grammar,
+)
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import Part
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -26,11 +36,13 @@ async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[
     request = decode_body(incoming.body, _DECODER, UNSUPPORTED_COMPLETION)
     hints = read_hints(request, incoming.headers)
     model = context.models.find(request.model)
-    prompts = await _encoded(model, request, context)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if not max_tokens and not request.echo:
         raise RequestError("`max_tokens` is 0: expected at least 1 unless `echo` is true", param="max_tokens")
     field, grammar = wanted_grammar(request.structured_outputs, None)
+    given, candidates = _prompts(model, request.prompt), _candidates(request)
+    check_choices(len(given), candidates or request.n or 1)
+    prompts = await _encoded(model, request, given, context, incoming.tenant.lane)
     plan = make_plan(
         model,
         request,
@@ -40,7 +52,7 @@ async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         prompt_logprobs=bool(request.echo) and request.logprobs is not None,
-        candidates=_candidates(request),
+        candidates=candidates,
         grammar=grammar,
         grammar_field=field,
     )
@@ -98,41 +110,59 @@ def _text(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
-def _prompts(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
-    """Each prompt with the name of its field. A list of numbers is one prompt; a list of strings or lists is several prompts."""
-    if isinstance(prompt, str) or (prompt and all(type(element) is int for element in prompt)):
+def _prompts(model: ServedModel, prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
+    """Each prompt with the name of its field. A list of numbers is one prompt; a list of strings or lists is several prompts.
+
+    What is too many or too long is refused before it is looked at.
+    """
+    if isinstance(prompt, str):
+        check_text_length(model, "prompt", prompt)
         return [("prompt", prompt)]
     if not prompt:
         raise RequestError("`prompt` is []: expected at least one prompt", param="prompt", code="empty_prompt")
+    if type(prompt[0]) is int:
+        check_prompt_length(model, "prompt", prompt)
+        if _are_ids(prompt):
+            return [("prompt", prompt)]
+    else:
+        check_size("prompt", len(prompt), MAX_CHOICES, "prompts")
     for index, element in enumerate(prompt):
-        ids = isinstance(element, list) and all(type(token) is int for token in element)
+        field = f"prompt[{index}]"
+        if isinstance(element, str):
+            check_text_length(model, field, element)
+        elif isinstance(element, list):
+            check_prompt_length(model, field, element)
+        ids = isinstance(element, list) and _are_ids(element)
         single = type(element) is int and index == 0  # then another element is the odd one
         if not (isinstance(element, str) or ids or single) or type(element) is not type(prompt[0]):
-            field = f"prompt[{index}]"
             message = f"`{field}` is {_short(element)}: expected all strings, all token ids or all lists of token ids"
             raise RequestError(message, param=field)
     return [(f"prompt[{index}]", element) for index, element in enumerate(prompt)]
 
 
-async def _encoded(model: ServedModel, request: CompletionRequest, context: PromptContext) -> list[tuple[str, Sequence[int]]]:
-    prompts = _prompts(request.prompt)
+def _are_ids(values: list[Any]) -> bool:
+    return set(map(type, values)) <= {int}
+
+
+async def _encoded(
+    model: ServedModel, request: CompletionRequest, prompts: list[tuple[str, str | list[int]]], context: PromptContext, lane: str
+) -> list[tuple[str, Sequence[int]]]:
+    encoder = context.transcripts.encoder
     if request.suffix is None:
-        return [(field, await _tokens(model, field, prompt, context)) for field, prompt in prompts]
+        texts = [prompt for _, prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await encoder.encode_texts(model.tokenizer, texts, lane))
+        return [(field, next(encoded) if isinstance(prompt, str) else _checked(model, field, prompt)) for field, prompt in prompts]
     if len(prompts) > 1 or not isinstance(request.prompt, str):
         raise RequestError("`suffix` needs `prompt` to be one string", param="suffix")
-    check_text_length(model, "prompt", request.prompt)
     check_text_length(model, "suffix", request.suffix)
-    token_ids = await context.transcripts.encoder.encode_infill(model.tokenizer, request.prompt, request.suffix)
+    token_ids = await encoder.encode_infill(model.tokenizer, request.prompt, request.suffix, lane)
     if token_ids is None:
         message = f"`suffix` is not supported by {model.info.name}: its vocabulary has no tokens to fill in the middle; leave it out"
         raise RequestError(message, param="suffix", code="unsupported_field")
     return [("prompt", token_ids)]
 
 
-async def _tokens(model: ServedModel, field: str, prompt: str | list[int], context: PromptContext) -> Sequence[int]:
-    if isinstance(prompt, str):
-        check_text_length(model, field, prompt)
-        return await context.transcripts.encoder.encode_text(model.tokenizer, prompt)
+def _checked(model: ServedModel, field: str, prompt: list[int]) -> list[int]:
     check_token_ids(field, prompt, model.info.vocab_size)
     return prompt
 

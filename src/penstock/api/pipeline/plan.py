@@ -113,7 +113,7 @@ async def plan_chat(request: Common, chat: Chat, hints: Hints, tenant: Tenant, c
     tools = _callable_tools(chat)
     name = model.info.name
     key = None if hints.session is None else session_key(tenant.owner, name, hints.session.id)
-    encoded = await context.transcripts.encode_chat(key, name, model.tokenizer, chat.prompt)
+    encoded = await context.transcripts.encode_chat(key, name, model.tokenizer, chat.prompt, tenant.lane)
     reasoning_format = model.info.reasoning_parser
     tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
     is_inside = reasoning_format is not None and opens_reasoning(reasoning_format, encoded.ending)
@@ -148,10 +148,11 @@ async def plan_chat(request: Common, chat: Chat, hints: Hints, tenant: Tenant, c
     )
 
 
-async def count_tokens(model: ServedModel, chat: Chat, context: PromptContext, key: str | None = None) -> int:
+async def count_tokens(model: ServedModel, chat: Chat, tenant: Tenant, context: PromptContext, key: str | None = None) -> int:
     """How many tokens the chat's prompt has: in the session with this key, if there is one."""
     check_lengths(model, chat)
-    return len((await context.transcripts.encode_chat(key, model.info.name, model.tokenizer, chat.prompt)).token_ids)
+    encoded = await context.transcripts.encode_chat(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane)
+    return len(encoded.token_ids)
 
 
 def make_plan(
@@ -172,8 +173,6 @@ def make_plan(
     """`prompts` holds the field name of each prompt, for the errors, and its tokens. Raises RequestError that names the field."""
     n = request.n or 1
     candidates = candidates or n
-    if len(prompts) * candidates > MAX_CHOICES:
-        raise RequestError(f"{len(prompts)} prompts × `n` {candidates} make more than {MAX_CHOICES} choices", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
     check_token_ids("stop_token_ids", request.stop_token_ids or (), model.info.vocab_size)
@@ -224,6 +223,19 @@ def _of_tenant(tenant: Tenant, hints: Hints) -> dict[str, Any]:
     }
 
 
+def check_size(field: str, size: int, limit: int, what: str) -> None:
+    """Raises RequestError for a field with more elements than its limit."""
+    if size > limit:
+        message = f"`{field}` has {size:,} {what}: expected at most {limit:,}"
+        raise RequestError(message, param=field, code="too_long", limit=re.sub(r"\[.*?\]", "", field))
+
+
+def check_choices(prompts: int, candidates: int) -> None:
+    if prompts * candidates > MAX_CHOICES:
+        message = f"{prompts} prompts × `n` {candidates} make more than {MAX_CHOICES} choices"
+        raise RequestError(message, param="n", limit="choices")
+
+
 def check_lengths(model: ServedModel, chat: Chat) -> None:
     """Refuses a chat with a message that cannot fit."""
     for field, message in zip(chat.fields, chat.prompt.messages, strict=True):
@@ -235,6 +247,12 @@ def check_text_length(model: ServedModel, field: str, text: str) -> None:
     least = len(text) // model.tokenizer.max_token_bytes
     if least >= model.info.context_length:
         raise _too_long(model, field, f"at least {least:,}", None)
+
+
+def check_prompt_length(model: ServedModel, field: str, token_ids: Sequence[int]) -> None:
+    """Refuses more tokens than the context has, without looking at them."""
+    if len(token_ids) >= model.info.context_length:
+        raise _too_long(model, field, f"{len(token_ids):,}", None)
 
 
 def described_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -283,7 +301,7 @@ def _room(model: ServedModel, field: str, token_ids: Sequence[int], max_tokens: 
 def _too_long(model: ServedModel, field: str, tokens: str, max_tokens: int | None) -> RequestError:
     asked = f"; with {max_tokens:,} to generate that does not fit" if max_tokens else "; that does not fit"
     message = f"`{field}` has {tokens} tokens{asked} the model's context of {model.info.context_length:,} tokens"
-    return RequestError(message, param=field, code="context_length_exceeded")
+    return RequestError(message, param=field, code="context_length_exceeded", limit="context_length")
 
 
 def _random_ids(count: int) -> list[bytes]:
@@ -325,6 +343,8 @@ def _sampling(request: Common) -> Sampling:
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises RequestError for a token that the model does not have."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
             name = f"{field}[{index}]"

@@ -85,7 +85,8 @@ class ResponseParser:
         asked = decode_body(incoming.body, _COUNT_DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
         context = await read_context(asked, incoming.owner, self.store)
         model = self.prompts.models.find(asked.model)
-        return await count_tokens(model, _base_chat(asked, context, read_tools(asked.tools, asked.tool_choice)), self.prompts)
+        chat = _base_chat(asked, context, read_tools(asked.tools, asked.tool_choice))
+        return await count_tokens(model, chat, incoming.tenant, self.prompts)
 
     def _is_kept(self, request: ResponseRequest) -> bool:
         if request.stream_options is not None and not request.stream:

@@ -6,12 +6,14 @@ import re
 
 import pytest
 
-from front_end import FrontEnd, says
+from front_end import FrontEnd, request, says
 from penstock.api.app import ROUTES
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring
 from penstock.api.auth.quota import Quota
+from penstock.api.openai.completions import parse_completion
 from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
+from penstock.wire.errors import RequestError
 
 KEY = "psk-test"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -64,6 +66,27 @@ async def test_a_body_is_not_decoded_when_no_generation_may_run_or_no_token_is_l
     assert (front_end.status, "concurrency" in front_end.body.decode()) == (429, True)
     await front_end.send("POST", "/tokenize", NO_JSON, BEARER)
     assert front_end.status == 400, "it needs no generation"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"prompt": [""] * 2049}, "prompt", "`prompt` has 2,049 prompts: expected at most 2,048"),
+        ({"prompt": [[]] * 2049}, "prompt", "`prompt` has 2,049 prompts: expected at most 2,048"),
+        ({"prompt": [""] * 100, "n": 128}, "n", "100 prompts × `n` 128 make more than 2048 choices"),
+        ({"prompt": [""] * 100, "best_of": 128}, "n", "100 prompts × `n` 128 make more than 2048 choices"),
+        ({"prompt": [-1] * 1000}, "prompt", "`prompt` has 1,000 tokens; that does not fit the model's context of 1,000 tokens"),
+        ({"prompt": [[1], [-1] * 1000]}, "prompt[1]", "`prompt[1]` has 1,000 tokens; that does not fit"),
+        ({"prompt": "", "max_tokens": 0}, "max_tokens", "`max_tokens` is 0"),
+    ],
+)
+async def test_the_shape_is_checked_before_anything_is_tokenized(fields: dict[str, object], param: str, says: str) -> None:
+    """Each of these has a prompt that is wrong, too, which is found when it is tokenized or looked at."""
+    incoming, context = await request({"model": "m", **fields})
+    with pytest.raises(RequestError) as caught:
+        await parse_completion(incoming, context)
+    assert caught.value.param == param
+    assert says in caught.value.message
 
 
 async def test_a_refused_body_is_taken_from_the_client_and_dropped() -> None:
