@@ -19,8 +19,10 @@ from penstock.api.anthropic.conversation import Conversation
 from penstock.api.anthropic.schema import Message, MessagesRequest, Role
 from penstock.backends.http.sse import EventReader
 from penstock.engine.checkpoints.checkpoint import find_default_model
+from penstock.stream.slot import Slot
 from penstock.text.formats.make import make_parser
 from penstock.text.tokenizers.source import pack_tokenizer
+from penstock.wire.messages import Delta
 
 TIMES = 16
 MAX_RATIO = 24.0
@@ -100,6 +102,19 @@ def read_events(pieces: list[bytes], expected: int) -> None:
     assert sum(len(reader.feed(piece)) for piece in pieces) == expected
 
 
+def leave_tokens(times: int) -> Callable[[], None]:
+    """Tokens that nobody takes: they are merged where they wait."""
+    deltas = [Delta(offset, (offset,)) for offset in range(times * 10_000)]
+
+    def put() -> None:
+        slot = Slot()
+        for delta in deltas:
+            slot.put(delta)
+        slot.take()
+
+    return put
+
+
 CASES: Mapping[str, Case] = {
     **{name: partial(parse_answer, *answer) for name, answer in ANSWERS.items()},
     "messages of the user": partial(join_messages, "user"),
@@ -107,6 +122,7 @@ CASES: Mapping[str, Case] = {
     "messages of the system": partial(join_messages, "system"),
     "an event in pieces": read_event_in_pieces,
     "events at once": read_events_at_once,
+    "tokens that nobody takes": leave_tokens,
 }
 
 

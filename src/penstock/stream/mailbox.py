@@ -131,7 +131,7 @@ class FanIn:
     """Runs one producer per choice, all at the same time, from `start` to `close`. It has no task of its own.
 
     `receive` returns what has arrived, interleaved between choices and in order within each. It may be cancelled and called again
-    without loss. A producer that raises gives its choice a fault.
+    without loss. A producer that raises PenstockError gives its choice a fault. Any other error stops all that were started.
     """
 
     def __init__(self, producers: Sequence[Producer], loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -142,13 +142,27 @@ class FanIn:
         self._interruption: PenstockError | None = None
 
     def start(self) -> None:
-        for producer, mailbox in zip(self._producers, self._mailboxes, strict=True):
-            self._productions.append(_start(producer, mailbox))
+        try:
+            for producer, mailbox in zip(self._producers, self._mailboxes, strict=True):
+                self._productions.append(_start(producer, mailbox))
+        except BaseException as error:
+            if (another := self._stop_all()) is not None:
+                error.add_note(f"while the others were stopped: {another!r}")
+            raise
 
     def close(self) -> None:
-        """Stops what still runs. Nothing arrives any more."""
+        """Stops what still runs. Nothing arrives any more. An error while one is stopped is raised when all are stopped."""
+        if (error := self._stop_all()) is not None:
+            raise error
+
+    def _stop_all(self) -> Exception | None:
+        error: Exception | None = None
         for index in range(len(self._productions)):
-            self.drop(index)
+            try:
+                self.drop(index)
+            except Exception as raised:  # noqa: BLE001, the callers raise it
+                error = raised
+        return error
 
     @property
     def late_puts(self) -> int:

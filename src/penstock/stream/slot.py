@@ -8,8 +8,8 @@ from itertools import chain
 from penstock.wire.errors import GapError, OverlapError, PutAfterTerminal, UnmergeableError
 from penstock.wire.messages import Delta, PromptReport, Terminal, TokenLogprob
 
-# Pending deltas are merged when they are taken. At this many they are merged in place, so that a slow reader costs the memory of its
-# tokens and not of many small objects.
+# Pending deltas are merged when they are taken. At this many the newest are merged in place, so that a slow reader costs the memory of
+# its tokens and not of many small objects.
 COMPACT_AT = 64
 
 
@@ -17,8 +17,9 @@ class Slot:
     """The pending delta and terminal of one generation.
 
     `put` and `end` never block and never drop; they return whether the slot was empty. A delta with a gap or overlap raises GapError
-    or OverlapError; anything after the terminal raises PutAfterTerminal. After an error the slot is unchanged. The terminal is taken
-    with the last pending tokens or after them, never instead of them.
+    or OverlapError, one that cannot be merged with what waits UnmergeableError; anything after the terminal raises PutAfterTerminal.
+    After an error the slot is unchanged. What was put can be taken: `take` does not raise. The terminal is taken with the last
+    pending tokens or after them, never instead of them.
     """
 
     __slots__ = ("_pending", "_terminal", "_terminal_taken", "next_offset")
@@ -45,13 +46,17 @@ class Slot:
             raise PutAfterTerminal(f"a delta at offset {delta.offset} came after {self._terminal}")
         if delta.offset != self.next_offset:
             check_contiguous(self.next_offset, delta)
-        self.next_offset += len(delta.token_ids)
         pending = self._pending
-        pending.append(delta)
-        if len(pending) == 1:
+        if not pending:
+            pending.append(delta)
+            self.next_offset += len(delta.token_ids)
             return True
+        if delta.prompt is not None or (delta.logprobs is None) is not (pending[0].logprobs is None):
+            merge([pending[-1], delta])  # raises what is wrong
+        pending.append(delta)
+        self.next_offset += len(delta.token_ids)
         if len(pending) >= COMPACT_AT:
-            self._pending = [merge(pending)]
+            compact(pending)
         return False
 
     def end(self, terminal: Terminal) -> bool:
@@ -104,6 +109,20 @@ def merge(deltas: Sequence[Delta]) -> Delta:
             check_contiguous(expected, delta)
         expected += len(delta.token_ids)
     return Delta(*[rule(deltas) for rule in MERGE_RULES.values()])  # type: ignore[arg-type]
+
+
+def compact(deltas: list[Delta]) -> None:
+    """Merges the newest of these consecutive deltas, in place.
+
+    A delta is left alone if it has more than twice the tokens of all that follow it. So each token is merged a logarithmic number of
+    times, however many puts nobody takes, and few deltas are left.
+    """
+    start = len(deltas) - 1
+    tokens = len(deltas[start].token_ids)
+    while start and len(deltas[start - 1].token_ids) <= 2 * tokens:
+        start -= 1
+        tokens += len(deltas[start].token_ids)
+    deltas[start:] = [merge(deltas[start:])]
 
 
 def split(delta: Delta, count: int) -> tuple[Delta, Delta]:

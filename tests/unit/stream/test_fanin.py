@@ -102,16 +102,36 @@ async def test_a_producer_that_refuses_to_start_gives_its_choice_a_fault(error: 
     assert other.cancels == 1
 
 
-async def test_leaving_stops_everything_that_was_started_even_when_the_start_breaks_off() -> None:
-    def broken(_: Mailbox) -> Script:
+class Stubborn(Script):
+    """Cannot be cancelled: an error of ours."""
+
+    def cancel(self) -> None:
+        super().cancel()
         raise ZeroDivisionError
 
-    first = Script()
-    fan = FanIn([first, broken])
-    with pytest.raises(ZeroDivisionError):
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit])
+async def test_a_start_that_breaks_off_stops_all_that_was_started(error: type[BaseException]) -> None:
+    def broken(_: Mailbox) -> Script:
+        raise error
+
+    first, second, never = Stubborn(), Script(), Script()
+    fan = FanIn([first, second, broken, never])
+    with pytest.raises(error):
         fan.start()
-    fan.close()
-    assert first.cancels == 1
+    assert [script.cancels for script in (first, second, never)] == [1, 1, 0]
+    assert never.mailbox is None
+    second.put(1)
+    assert fan.late_puts == 1, "nobody reads it any more"
+
+
+async def test_an_error_while_one_is_stopped_stops_the_others_too() -> None:
+    scripts = [Script(), Stubborn(), Script(), Stubborn(), Script()]
+    fan = FanIn(scripts)
+    fan.start()
+    with pytest.raises(ZeroDivisionError):
+        fan.close()
+    assert [script.cancels for script in scripts] == [1] * 5
 
 
 async def test_the_client_leaving_wakes_a_waiting_reader() -> None:

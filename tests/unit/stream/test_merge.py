@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from penstock.stream.slot import MERGE_RULES, merge, split
+from penstock.stream.slot import MERGE_RULES, Slot, merge, split
 from penstock.wire.errors import GapError, OverlapError, UnmergeableError
 from penstock.wire.messages import Delta, PromptReport, TokenLogprob
 
@@ -94,3 +96,51 @@ def test_a_second_report_on_the_prompt_raises() -> None:
 def test_splitting_beyond_its_tokens_raises(count: int) -> None:
     with pytest.raises(ValueError, match="cannot split"):
         split(Delta(0, (1, 2)), count)
+
+
+def _deltas(kinds: list[tuple[int, bool, bool]]) -> list[Delta]:
+    """Consecutive deltas: how many tokens each has, whether it has logprobs, and whether it reports the prompt."""
+    made: list[Delta] = []
+    offset = 0
+    for tokens, has_logprobs, reports in kinds:
+        logprobs = tuple([logprob(1)] * tokens) if has_logprobs else None
+        made.append(Delta(offset, tuple(range(offset, offset + tokens)), logprobs, PromptReport(1) if reports else None))
+        offset += tokens
+    return made
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), min_size=1, max_size=200), st.integers(1, 50))
+def test_what_a_slot_accepted_can_always_be_taken(kinds: list[tuple[int, bool, bool]], tokens: int) -> None:
+    slot = Slot()
+    taken: list[int] = []
+    for delta in _deltas(kinds):
+        before = slot.next_offset
+        try:
+            slot.put(Delta(before, delta.token_ids, delta.logprobs, delta.prompt))
+        except UnmergeableError:
+            assert slot.next_offset == before
+    while not slot.is_empty:
+        part, _ = slot.take(tokens)
+        assert part is not None
+        taken += part.token_ids
+    assert len(taken) == slot.next_offset
+
+
+@pytest.mark.parametrize("puts", [1_000, 100_000])
+def test_tokens_that_nobody_takes_are_merged_only_a_few_times(puts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = 0
+    rule = MERGE_RULES["token_ids"]
+
+    def count(deltas: Sequence[Delta]) -> object:
+        nonlocal merged
+        merged += sum(len(delta.token_ids) for delta in deltas)
+        return rule(deltas)
+
+    monkeypatch.setitem(MERGE_RULES, "token_ids", count)
+    slot = Slot()
+    for offset in range(puts):
+        slot.put(Delta(offset, (offset,)))
+    delta, _ = slot.take()
+    assert delta is not None
+    assert delta.token_ids == tuple(range(puts))
+    assert merged <= puts * puts.bit_length()

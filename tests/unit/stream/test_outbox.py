@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.stream.outbox import Outbox
-from penstock.wire.messages import Delta, Finish, Segment
+from penstock.wire.errors import UnmergeableError
+from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Segment, TokenLogprob
 
 
 @given(
@@ -63,3 +65,26 @@ def test_a_generation_may_start_in_the_middle() -> None:
     outbox = Outbox()
     outbox.open(b"1", 40).put(Delta(40, (7,)))
     assert outbox.drain() == [Segment(b"1", Delta(40, (7,)))]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Delta(1, (9,)),  # the one before has logprobs
+        Delta(1, (9,), (TokenLogprob(-1.0),), PromptReport(3)),
+    ],
+)
+def test_a_delta_that_cannot_be_merged_is_refused_when_it_is_put(wrong: Delta) -> None:
+    """It breaks its own generation. The drain that follows has all others."""
+    outbox = Outbox()
+    slots = [outbox.open(bytes([number])) for number in range(5)]
+    for slot in slots:
+        slot.put(Delta(0, (7,), (TokenLogprob(-1.0),)))
+    with pytest.raises(UnmergeableError):
+        slots[1].put(wrong)
+    assert slots[1].next_offset == 1, "an error leaves the slot as it was"
+    slots[1].end(Fault("stream_breach", "broken"))
+    drained = outbox.drain()
+    assert [segment.id for segment in drained] == [slot.generation for slot in slots]
+    assert [segment.terminal for segment in drained if segment.terminal] == [Fault("stream_breach", "broken")]
+    assert all(segment.delta == Delta(0, (7,), (TokenLogprob(-1.0),)) for segment in drained)

@@ -30,6 +30,7 @@ from penstock.wire.messages import (
     SnapshotRequest,
     Step,
     Submit,
+    TokenLogprob,
     Welcome,
     WorkerStats,
 )
@@ -233,6 +234,25 @@ async def test_an_engine_that_skips_a_token_gets_a_fault_and_hurts_no_other() ->
     assert ended[0].terminal.code == "stream_breach"
     assert backend.cancelled == [FIRST]
     assert sum(len(s.delta.token_ids) for s in wire.segments() if s.id == SECOND and s.delta) == 2
+
+
+async def test_an_engine_that_forgets_logprobs_gets_a_fault_and_hurts_no_other() -> None:
+    """The two deltas cannot be merged while the front end is busy. All others of that frame arrive."""
+    runtime, backend, wire, port = await make()
+    third = b"3" * 16
+    say(runtime, port, begin(FIRST), begin(SECOND), begin(third))
+    port.ready = False
+    logprobs = (TokenLogprob(-1.0),)
+    backend.step(*[Segment(each, Delta(0, (1,), logprobs)) for each in (SECOND, FIRST, third)])
+    backend.step(Segment(SECOND, Delta(1, (2,), logprobs)), Segment(FIRST, Delta(1, (2,))), Segment(third, Delta(1, (2,), logprobs)))
+    say(runtime, port, Ready())
+    by_id = {segment.id: segment for segment in wire.segments()}
+    assert by_id[FIRST].delta == Delta(0, (1,), logprobs)
+    terminal = by_id[FIRST].terminal
+    assert isinstance(terminal, Fault)
+    assert terminal.code == "stream_breach"
+    assert all(by_id[each] == Segment(each, Delta(0, (1, 2), logprobs * 2)) for each in (SECOND, third))
+    assert backend.cancelled == [FIRST]
 
 
 async def test_draining_refuses_new_work_and_finishes_the_old() -> None:
