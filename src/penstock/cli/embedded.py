@@ -31,6 +31,7 @@ try:
     from penstock.backends.embedded import EmbeddedBackend
     from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
     from penstock.engine.engine import Engine
+    from penstock.engine.memory import release_unused
     from penstock.engine.model import Model
     from penstock.engine.shape import ModelShape, covered_length
     from penstock.grammar.grammar import GrammarCompiler
@@ -119,7 +120,8 @@ def _pages_in(memory: int, shape: ModelShape, dtype: torch.dtype) -> int:
 
 
 def kv_memory_left(settings: EmbeddedSettings, device: torch.device) -> int:
-    """Bytes for KV on a GPU that has the weights already."""
+    """Bytes for KV on a GPU that has the weights already. What torch keeps of the memory that loading took is given back first."""
+    release_unused(device)
     free, total = torch.cuda.mem_get_info(device)
     if settings.gpu_memory_utilization is None:
         return int(free * GPU_KV_SHARE)
@@ -140,4 +142,8 @@ def _device(settings: EmbeddedSettings) -> torch.device:
         raise ConfigError(
             f"--gpu-memory-utilization is {settings.gpu_memory_utilization:g}, but the model runs on a CPU: use --kv-memory GIB instead"
         )
+    if settings.reproducible and name != "cpu":
+        raise ConfigError("--reproducible is set, but the model runs on a GPU, which rounds by batch: use --device cpu, or leave it out")
+    if settings.reproducible and not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        raise ConfigError("--reproducible is set, but this build of torch has no MKL: leave it out")
     return torch.device(name)

@@ -36,7 +36,10 @@ def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> tu
     match settings.engine:
         case "embedded":
             if settings.embedded.reproducible:
-                _ask_for_equal_rounding()
+                # Before the matrix library is loaded.
+                rounding = os.environ.setdefault("MKL_CBWR", equal_rounding(_cpu_info()))
+                if not rounding.endswith(",STRICT"):
+                    raise ConfigError(f"MKL_CBWR is {rounding!r}, but --reproducible needs AVX2,STRICT or AVX512,STRICT: unset it")
             # torch is heavy, and an extra.
             from penstock.cli.embedded import make_embedded
 
@@ -47,10 +50,19 @@ def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> tu
             return make_external(settings, on_failure)
 
 
-def _ask_for_equal_rounding() -> None:
-    """Tells the matrix library, before it is loaded, to round a row the same way whatever rows are computed with it."""
-    instructions = "AVX512" if " avx512f " in Path("/proc/cpuinfo").read_text(encoding="utf-8") else "AVX2"
-    os.environ.setdefault("MKL_CBWR", f"{instructions},STRICT")
+def equal_rounding(cpu_info: str) -> str:
+    """What tells MKL to round a row the same way whatever rows are computed with it. Raises ConfigError where MKL does not promise that."""
+    flags = f" {cpu_info.partition('flags')[2].partition(chr(10))[0]} "
+    if "GenuineIntel" not in cpu_info or " avx2 " not in flags:
+        name = re.search(r"model name\s*: (.+)", cpu_info)
+        found = f"this is {name[1]}" if name else "this one is unknown"
+        raise ConfigError(f"--reproducible works on Intel CPUs with AVX2 or AVX-512 only, and {found}: leave it out")
+    return "AVX512,STRICT" if " avx512f " in flags else "AVX2,STRICT"
+
+
+def _cpu_info() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _make_simulator(settings: WorkerSettings) -> tuple[Backend, PackedTokenizer]:

@@ -105,7 +105,8 @@ class EmbeddedSettings(SessionSettings):
         unset=f"{CPU_TOKEN_BUDGET} on a CPU, {GPU_TOKEN_BUDGET} on a GPU",
     )
     reproducible: bool = setting(
-        False, "round the same way for any batch, so that sampled answers never depend on other requests (Intel CPUs; slower)"
+        False,
+        "round the same way for any batch, so that sampled answers never depend on other requests (Intel CPUs with AVX2; slower)",
     )
 
 

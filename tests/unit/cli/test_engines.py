@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import cast
@@ -16,15 +17,17 @@ from chat_model import chat_model
 from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
 from penstock.cli.compose import worker_arguments
 from penstock.cli.doctor import REPORTS, describe
-from penstock.cli.embedded import kv_memory_left
-from penstock.cli.engines import find_model, make_backend, make_external, make_feed, model_name
+from penstock.cli.embedded import kv_memory_left, load_engine
+from penstock.cli.engines import equal_rounding, find_model, make_backend, make_external, make_feed, model_name
 from penstock.cli.main import load, main
 from penstock.config.commands import WorkerSettings
 from penstock.config.engines import EmbeddedSettings, EngineSettings
 from penstock.engine.checkpoints.checkpoint import find_default_model
+from penstock.engine.shape import ModelShape
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
 from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.wire.errors import ConfigError
+from tiny_models import make_model, reference
 
 
 def worker(*arguments: str) -> WorkerSettings:
@@ -218,6 +221,76 @@ def test_the_kv_of_a_gpu_gets_what_the_weights_leave(share: float | None, left: 
     """Here, the GPU has 1,100 bytes, and the weights take 100 of them."""
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (1000, 1100))
     assert kv_memory_left(EmbeddedSettings(gpu_memory_utilization=share), torch.device("cuda")) == left
+
+
+class EmptyMachine:
+    """A GPU of 1,000 kB. torch holds 900 of them after loading, most of it unused until it is given back."""
+
+    def __init__(self, shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shape = shape
+        self.end_ids = frozenset[int]()
+        self.did: list[str] = []
+        self.free = 1_000_000
+        monkeypatch.setattr("torch.cuda.empty_cache", self.give_back)
+        monkeypatch.setattr("torch.cuda.mem_get_info", self.measure)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from reference("llama").state_dict().items()
+        self.did.append("loaded")
+        self.free = 100_000
+
+    def give_back(self) -> None:
+        self.did.append("gave back")
+        self.free = 800_000
+
+    def measure(self, _: object) -> tuple[int, int]:
+        self.did.append("measured")
+        return self.free, 1_000_000
+
+
+def test_the_kv_is_sized_when_loading_has_given_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is torch's `meta`, which has shapes but no memory."""
+    machine = EmptyMachine(make_model("llama").shape, monkeypatch)
+    tokenizer = pack_tokenizer(None).load()
+    engine = load_engine(machine, tokenizer, 512, EmbeddedSettings(), torch.device("meta"))
+    try:
+        assert machine.did == ["loaded", "gave back", "measured"]
+        page_bytes = 2 * 3 * 16 * 2 * 16 * 2
+        assert engine.stats().kv_blocks_total == int(800_000 * 0.85) // page_bytes
+    finally:
+        engine.close()
+
+
+INTEL = "vendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: fpu {} sha_ni\n"
+
+
+@pytest.mark.parametrize(("flags", "rounding"), [("avx2 avx512f", "AVX512,STRICT"), ("avx avx2", "AVX2,STRICT")])
+def test_equal_rounding_is_asked_for_by_what_the_cpu_has(flags: str, rounding: str) -> None:
+    assert equal_rounding(INTEL.format(flags)) == rounding
+
+
+@pytest.mark.parametrize(
+    ("cpu", "said"),
+    [
+        ("vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nflags\t\t: avx2 avx512f sse\n", "and this is AMD EPYC: leave it out"),
+        (INTEL.format("avx"), r"and this is Intel\(R\) Xeon\(R\): leave it out"),
+        ("", "and this one is unknown: leave it out"),
+    ],
+)
+def test_reproducible_is_refused_where_nothing_promises_it(cpu: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--reproducible works on Intel CPUs with AVX2 or AVX-512 only, {said}$"):
+        equal_rounding(cpu)
+
+
+def test_reproducible_is_refused_beside_another_rounding_and_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.engines.equal_rounding", lambda _: "AVX2,STRICT")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    with pytest.raises(ConfigError, match=r"^MKL_CBWR is 'COMPATIBLE', but --reproducible needs AVX2,STRICT or AVX512,STRICT: unset it$"):
+        make_backend(worker("--reproducible"), lambda: None)
+    monkeypatch.setenv("MKL_CBWR", "AVX2,STRICT")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"^--reproducible is set, but the model runs on a GPU, which rounds by batch: use --device cpu"):
+        make_backend(worker("--reproducible"), lambda: None)
 
 
 @pytest.mark.parametrize("command", ["doctor", "worker --engine http --model {model} --listen unix:/tmp/never"])
