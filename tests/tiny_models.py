@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from penstock.config.engines import EngineConfig
+from penstock.engine.attention import KVStore
 from penstock.engine.checkpoints.checkpoint import open_checkpoint
 from penstock.engine.engine import Engine
-from penstock.engine.model import Model
+from penstock.engine.model import Batch, Model
 from penstock.wire.messages import Delta, Sampling, Submit, Terminal
 
 VOCABULARY = 300
@@ -78,6 +80,22 @@ def make_model(family: str, context_length: int = CONTEXT) -> Model:
         reference(family).save_pretrained(directory)
         checkpoint = open_checkpoint(Path(directory))
         return Model(checkpoint.shape, checkpoint.tensors(), context_length, torch.float32, torch.device("cpu"))
+
+
+class WatchedModel(Model):
+    """The real model. `watch` sees each step's batch before it is computed, and may change it or raise; `wide` are its rows of logits."""
+
+    def __init__(self, watch: Callable[[Batch], Batch | None], model: Model | None = None) -> None:
+        vars(self).update(vars(make_model("llama") if model is None else model))
+        self.watch = watch
+        self.wide: list[int] = []
+
+    def forward(self, batch: Batch, store: KVStore) -> Tensor:
+        return super().forward(self.watch(batch) or batch, store)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.wide.append(len(hidden))
+        return super().logits(hidden)
 
 
 def generate(model: Any, prompt: Sequence[int], count: int) -> list[int]:

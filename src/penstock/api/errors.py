@@ -28,6 +28,7 @@ _STATUS_OF_FAULT = {
     "draining": 503,
     "worker_lost": 503,
     "engine_failed": 503,
+    "out_of_memory": 503,
     "engine_aborted": 503,
     "engine_lost": 503,
     "grammar_queue": 503,

@@ -21,6 +21,10 @@ Masks = dict[int | None, Tensor]
 
 # Tokens that are summed at once where rounding must not depend on the length of a sequence.
 EXACT_PIECE = 128
+# Scores of a prompt's piece that may be in memory at once: 256 MB in float32. More are computed in pieces of rows.
+MAX_SCORES = 2**26
+# The largest head of torch's flash attention.
+MAX_FLASH_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -101,18 +105,42 @@ def attend(queries: Tensor, store: KVStore, layer: int, plan: AttentionPlan, win
 
 
 def _attend_prompt(queries: Tensor, keys: Tensor, values: Tensor, part: PromptPart, window: int | None) -> Tensor:
-    heads, rows = queries.shape[1], part.stop - part.start
-    queries = queries.transpose(0, 1).unsqueeze(0)
-    keys, values = _gather(keys, part.pages[None]), _gather(values, part.pages[None])
+    rows, heads, size = queries.shape
+    keys, values = _gather(keys, part.pages[None])[:, :, : part.context], _gather(values, part.pages[None])[:, :, : part.context]
+    if queries.is_cuda and queries.dtype != torch.float32 and size % 8 == 0 and size <= MAX_FLASH_SIZE:
+        return attend_causally(queries, keys, values, window).reshape(rows, -1)
+    if queries.is_cuda:
+        # The kernel for other types needs a key per query: with fewer keys torch would keep all scores in memory.
+        keys, values = (each.repeat_interleave(heads // each.shape[1], 1) for each in (keys, values))
     has_groups = heads != keys.shape[1]
+    queries = queries.transpose(0, 1).unsqueeze(0)
     if rows == part.context and window is None:
         # A whole prompt: torch knows the causal mask and skips what is hidden.
-        keys, values = keys[:, :, :rows], values[:, :, :rows]
         seen = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=has_groups)
-    else:
-        mask = _prompt_mask(part, window, keys)
-        seen = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=has_groups)
-    return seen.squeeze(0).transpose(0, 1).reshape(rows, -1)
+        return seen.squeeze(0).transpose(0, 1).reshape(rows, -1)
+    parts: list[Tensor] = []
+    for piece in _pieces(part, heads):
+        seen_from, seen_to = _visible_range(part, piece, window)
+        mask = _prompt_mask(part, piece, range(seen_from, seen_to), window, keys)
+        visible = slice(seen_from, seen_to)
+        some = queries[:, :, piece.start : piece.stop]
+        parts.append(scaled_dot_product_attention(some, keys[:, :, visible], values[:, :, visible], attn_mask=mask, enable_gqa=has_groups))
+    return torch.cat(parts, 2).squeeze(0).transpose(0, 1).reshape(rows, -1)
+
+
+def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Attention on a GPU of queries [rows, heads, head size] that are the last rows of keys and values [1, KV heads, tokens, head size].
+
+    Flash attention counts the causal mask from the last key, knows windows and shared keys, and never has the scores in memory. torch's
+    `scaled_dot_product_attention` has no way to ask for this: with a mask it falls back to plain products.
+    """
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    left = None if window is None else window - 1
+    seen = torch.ops.aten._flash_attention_forward(
+        queries[None], keys, values, None, None, len(queries), keys.shape[1], 0.0, True, False, window_size_left=left, window_size_right=0
+    )
+    attended: Tensor = seen[0]
+    return attended
 
 
 def _attend_decode(queries: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, window: int | None) -> Tensor:
@@ -130,10 +158,13 @@ def _attend_prompt_exactly(queries: Tensor, keys: Tensor, values: Tensor, part: 
     keys, values = _gather(keys, part.pages[None]), _gather(values, part.pages[None])
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
-    queries = queries.view(rows, kv_heads, groups, size).transpose(0, 1).reshape(1, kv_heads, rows * groups, size)
-    mask = _prompt_mask(part, window, keys).repeat_interleave(groups, 0)
-    seen = _attend_plainly(queries, keys, values, mask)
-    return seen.view(kv_heads, rows, groups * size).transpose(0, 1).reshape(rows, -1)
+    queries = queries.view(rows, kv_heads, groups, size).transpose(0, 1)
+    parts: list[Tensor] = []
+    for piece in _pieces(part, heads):
+        mask = _prompt_mask(part, piece, range(keys.shape[2]), window, keys).repeat_interleave(groups, 0)
+        some = queries[:, piece.start : piece.stop].reshape(1, kv_heads, len(piece) * groups, size)
+        parts.append(_attend_plainly(some, keys, values, mask).view(kv_heads, len(piece), groups * size))
+    return torch.cat(parts, 1).transpose(0, 1).reshape(rows, -1)
 
 
 def _attend_decode_exactly(queries: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, window: int | None) -> Tensor:
@@ -167,25 +198,41 @@ def _gather(cache: Tensor, pages: Tensor) -> Tensor:
     return gathered.view(pages.shape[0], -1, *cache.shape[2:]).transpose(1, 2)
 
 
-def _prompt_mask(part: PromptPart, window: int | None, keys: Tensor) -> Tensor:
-    """Row i is the token at `context - rows + i`."""
+def _pieces(part: PromptPart, heads: int) -> list[range]:
+    """The rows of a prompt, so many at once that their scores stay below MAX_SCORES."""
+    rows = part.stop - part.start
+    most = max(1, MAX_SCORES // (heads * part.context))
+    return [range(first, min(first + most, rows)) for first in range(0, rows, most)]
+
+
+def _visible_range(part: PromptPart, piece: range, window: int | None) -> tuple[int, int]:
+    """From the first to behind the last token that these rows see."""
+    before = part.context - (part.stop - part.start)
+    return 0 if window is None else max(0, before + piece.start - window + 1), before + piece.stop
+
+
+def _prompt_mask(part: PromptPart, piece: range, others: range, window: int | None, keys: Tensor) -> Tensor:
+    """Row i is the token at `context - rows + i`. Kept for all layers only where it is one piece."""
     mask = part.masks.get(window)
     if mask is None:
-        own = torch.arange(part.context - (part.stop - part.start), part.context, device=keys.device)
-        mask = part.masks[window] = _visible_to(own[:, None], window, keys)
+        before = part.context - (part.stop - part.start)
+        own = torch.arange(before + piece.start, before + piece.stop, device=keys.device)
+        mask = _visible_to(own[:, None], others, window, keys)
+        if len(piece) == part.stop - part.start:
+            part.masks[window] = mask
     return mask
 
 
 def _decode_mask(group: DecodeGroup, window: int | None, keys: Tensor) -> Tensor:
     mask = group.masks.get(window)
     if mask is None:
-        mask = group.masks[window] = _visible_to(group.lengths[:, None, None, None] - 1, window, keys)
+        mask = group.masks[window] = _visible_to(group.lengths[:, None, None, None] - 1, range(keys.shape[2]), window, keys)
     return mask
 
 
-def _visible_to(own: Tensor, window: int | None, keys: Tensor) -> Tensor:
-    """The mask for tokens at these positions: zero where they see, minus infinity elsewhere."""
-    others = torch.arange(keys.shape[2], device=keys.device)
+def _visible_to(own: Tensor, among: range, window: int | None, keys: Tensor) -> Tensor:
+    """The mask for tokens at the positions `own`: zero where they see one `among` these, minus infinity elsewhere."""
+    others = torch.arange(among.start, among.stop, device=keys.device)
     hidden = others > own
     if window is not None:
         hidden |= others <= own - window

@@ -32,8 +32,8 @@ class BatchBuilder:
         prompts = [item for item in work if item.length > 1]
         return [*prompts, *sorted((item for item in work if item.length == 1), key=lambda item: item.sequence.computed)]
 
-    def build(self, work: Items[Work[S]], wanted: Items[int]) -> Batch:
-        """`work` comes from `order`; `wanted` are the rows whose logits are needed."""
+    def build(self, work: Items[Work[S]]) -> Batch:
+        """`work` comes from `order`."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -48,7 +48,7 @@ class BatchBuilder:
                 prompts.append(PromptPart(len(slots) - count, len(slots), start + count, self._tensor(held)))
         decodes = self._groups([item for item in work if item.length == 1], len(slots))
         plan = AttentionPlan(self._tensor(slots), tuple(prompts), tuple(decodes))
-        return Batch(self._tensor(token_ids), self._tensor(positions), self._tensor(wanted), plan)
+        return Batch(self._tensor(token_ids), self._tensor(positions), plan)
 
     def _slots(self, pages: Items[int], start: int, count: int) -> Iterable[int]:
         size = self._page_size

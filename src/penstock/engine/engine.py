@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Iterable
 
+import msgspec
 import torch
 
 from penstock.config.engines import EngineConfig
 from penstock.engine.attention import KVStore
 from penstock.engine.batch import BatchBuilder
+from penstock.engine.memory import StepBudget, is_out_of_memory, release_unused, smaller
 from penstock.engine.model import Model
-from penstock.engine.sampler import NO_TOKEN, MaskPool, Sampler, apply_mask, prompt_logprobs
+from penstock.engine.sampler import NO_TOKEN, MaskPool, Sampled, Sampler, apply_mask, prompt_logprobs
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import SampledSequence
 from penstock.grammar.compile_queue import CompileQueue, CompileRequest, wait_for_any
@@ -36,6 +40,11 @@ from penstock.worker.backend import validate_submit
 
 # How long a step with nothing to compute waits for a grammar that is being compiled.
 COMPILE_WAIT_SECONDS = 0.02
+# Prompt logprobs need a row of logits per token, each as wide as the vocabulary: those of 8,192 rows would take gigabytes.
+MAX_LOGPROB_ROWS = 256
+NOT_NUMBERS = Fault("invalid_logits", "the model's logits for the next token are not numbers")
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -67,6 +76,8 @@ class Engine:
         self._sampler = Sampler(self._end_ids)
         self._masks = MaskPool(self._vocab_size)
         self._refused: list[Segment] = []
+        self._budget = StepBudget(config.token_budget, config.page_size)
+        self._memory_failures = 0
 
     @property
     def has_work(self) -> bool:
@@ -114,7 +125,7 @@ class Engine:
         return self._cache.snapshot()
 
     def stats(self) -> WorkerStats:
-        return self._scheduler.stats(queued_elsewhere=len(self._compiling))
+        return msgspec.structs.replace(self._scheduler.stats(len(self._compiling)), memory_failures=self._memory_failures)
 
     def close(self) -> None:
         self._masks.close()
@@ -140,7 +151,8 @@ class Engine:
         work = self._builder.order(self._schedule(now))
         self._store.wipe(self._cache.take_fresh())
         if work:
-            segments += self._compute(work)
+            segments += self._run(work)
+            self._budget.succeeded()
         return segments
 
     def _validate(self, request: Submit) -> Fault | None:
@@ -153,7 +165,7 @@ class Engine:
     def _schedule(self, now: float) -> list[Work[SampledSequence]]:
         work = self._scheduler.schedule_decodes(now)
         # Prompts progress, if slowly, even when more sequences decode than the budget has tokens.
-        budget = max(self._config.token_budget - len(work), self._cache.page_size)
+        budget = max(self._budget.tokens - len(work), self._cache.page_size)
         return work + self._scheduler.schedule_prompts(budget, now)
 
     def _take_compiled(self, now: float) -> None:
@@ -173,47 +185,74 @@ class Engine:
                 self._scheduler.end_turn(sequence, now)
                 self._refused.append(Segment(generation, None, fault))
 
+    def _run(self, work: list[Work[SampledSequence]]) -> list[Segment]:
+        """Computes this work, in smaller steps where memory runs out."""
+        try:
+            return self._compute(work)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        # Not before the error is gone: its frames hold the tensors of the step.
+        rows = sum(item.length for item in work)
+        log.warning("out of memory in a step of %d tokens, which is tried again in smaller ones: %s", rows, reason)
+        self._memory_failures += 1
+        self._budget.failed(rows)
+        release_unused(self._model.device)
+        parts = smaller(work, self._cache.page_size)
+        if not parts:
+            why = "the worker has too little memory to compute this request, even alone and in the smallest step"
+            return [self._fail(work[0].sequence, Fault("out_of_memory", why, retryable=True))]
+        return [segment for part in parts for segment in self._run(part)]
+
     def _compute(self, work: list[Work[SampledSequence]]) -> list[Segment]:
-        wanted: list[int] = []
-        drawn: list[tuple[SampledSequence, int]] = []  # who gets a token, and from which of the wanted rows
-        reports: list[tuple[Work[SampledSequence], int]] = []  # whose prompt logprobs are asked for, and its first wanted row
-        row = 0
-        for item in work:
-            sequence, count = item
-            row += count
-            if sequence.prompt_logprobs is not None and not sequence.is_reported:
-                reports.append((item, len(wanted)))
-                wanted += range(row - count, row)
-            elif sequence.to_compute == count:
-                wanted.append(row - 1)
-            if sequence.to_compute == count:
-                drawn.append((sequence, len(wanted) - 1))
+        """One step. Nothing but unused pages changes until all of it is computed, so a step that fails can be tried again."""
+        ends = list(itertools.accumulate(item.length for item in work))
+        drawn = [(item.sequence, end - 1) for item, end in zip(work, ends, strict=True) if item.sequence.to_compute == item.length]
         restricted = [(sequence.matcher, index) for index, (sequence, _) in enumerate(drawn) if sequence.matcher is not None]
         # The masks are filled in threads while the model computes.
         self._masks.begin(restricted)
-        logits = self._model.logits(self._builder.build(work, wanted), self._store)[:, : self._vocab_size]
-        for item, start in reports:
-            self._report_prompt(item, logits[start : start + item.length])
-        for item in work:
-            self._scheduler.computed(item)
-        if not drawn:
-            return []
+        hidden = self._model.forward(self._builder.build(work), self._store)
+        # What is not a number in a row's keys or values, in any layer, is in its last state, too.
+        are_finite = hidden.sum(-1, dtype=torch.float32).isfinite()
+        reports = [self._prompt_logprobs(item, hidden[end - item.length : end]) for item, end in zip(work, ends, strict=True)]
 
         def restrict(chosen: torch.Tensor) -> None:
             apply_mask(chosen, [index for _, index in restricted], self._masks.masks())
 
-        rows = logits if len(drawn) == len(wanted) else logits[torch.tensor([place for _, place in drawn], device=logits.device)]
-        tokens, logprobs = self._sampler.sample(rows, [sequence for sequence, _ in drawn], restrict)
+        sampled = Sampled([], [])
+        if drawn:
+            rows = hidden if len(drawn) == len(hidden) else hidden[torch.tensor([row for _, row in drawn], device=hidden.device)]
+            logits = self._model.logits(rows)[:, : self._vocab_size]
+            sampled = self._sampler.sample(logits, [sequence for sequence, _ in drawn], restrict)
+        # Asked for last: drawing has waited for the device already.
+        broken = set() if are_finite.all() else _broken(work, are_finite.tolist())
+        segments = [self._fail(sequence, NOT_NUMBERS) for sequence in broken]
+        for item, report in zip(work, reports, strict=True):
+            if item.sequence not in broken:
+                item.sequence.add_prompt_logprobs(report)
+                self._scheduler.computed(item)
         now = self._clock()
-        made = zip(drawn, tokens, logprobs, strict=True)
-        return [self._advance(sequence, token, logprob, now) for (sequence, _), token, logprob in made]
+        made = zip(drawn, *sampled, strict=True)
+        return segments + [self._advance(sequence, token, logprob, now) for (sequence, _), token, logprob in made if sequence not in broken]
 
-    def _report_prompt(self, work: Work[SampledSequence], logits: torch.Tensor) -> None:
-        """The logprobs of the prompt's tokens after the first, each from the row before it."""
+    def _prompt_logprobs(self, work: Work[SampledSequence], hidden: torch.Tensor) -> list[TokenLogprob]:
+        """If they are asked for: the logprobs of the prompt's tokens after the first, each from the row before it."""
         sequence, count = work
-        assert sequence.prompt_logprobs is not None
+        if sequence.prompt_logprobs is None or sequence.is_reported:
+            return []
         known = sequence.tokens[sequence.computed + 1 : sequence.computed + count + 1]
-        sequence.prompt_logprobs += prompt_logprobs(logits[: len(known)], known, sequence.request.logprobs or 0)
+        found: list[TokenLogprob] = []
+        for start in range(0, len(known), MAX_LOGPROB_ROWS):
+            some = known[start : start + MAX_LOGPROB_ROWS]
+            logits = self._model.logits(hidden[start : start + len(some)])[:, : self._vocab_size]
+            found += prompt_logprobs(logits, some, sequence.request.logprobs or 0)
+        return found
+
+    def _fail(self, sequence: SampledSequence, fault: Fault) -> Segment:
+        """Ends a running sequence. What this step has computed of it is dropped."""
+        self._scheduler.finish(sequence, self._clock())
+        return Segment(sequence.request.id, None, fault)
 
     def _advance(self, sequence: SampledSequence, token: int, logprob: TokenLogprob | None, now: float) -> Segment:
         """Adds a token to a sequence. Returns its segment, with a terminal if it is the last."""
@@ -224,8 +263,7 @@ class Engine:
             self._scheduler.finish(sequence, now)
             return Segment(request.id, Delta(position, (), None, report), Finish("length"))
         if token == NO_TOKEN:
-            self._scheduler.finish(sequence, now)
-            return Segment(request.id, None, Fault("invalid_logits", "the model's logits for the next token are not numbers"))
+            return self._fail(sequence, NOT_NUMBERS)
         sequence.append(token)
         terminal = self._terminal(sequence, token)
         if terminal is not None:
@@ -261,3 +299,9 @@ def _set_matcher(sequence: SampledSequence, compiled: GrammarMatcher) -> Fault |
     except GrammarError as error:
         return Fault("invalid_grammar", str(error))
     return None
+
+
+def _broken(work: Iterable[Work[SampledSequence]], are_finite: list[bool]) -> set[SampledSequence]:
+    """The sequences with a row that is not finite."""
+    rows = iter(are_finite)
+    return {sequence for sequence, count in work if not all(list(itertools.islice(rows, count)))}

@@ -19,11 +19,10 @@ Parts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: a row for each token that it computes. `wanted` are the rows whose logits are needed."""
+    """One step: a row for each token that it computes."""
 
     token_ids: Tensor
     positions: Tensor
-    wanted: Tensor
     attention: AttentionPlan
 
 
@@ -53,13 +52,13 @@ class Model:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        found = _Weights(weights, dtype, device)
-        embedding = found.matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)
-        self._layers = [_layer(found, shape, f"model.layers.{index}.") for index in range(shape.layers)]
-        self._norm = found.take("model.norm.weight", shape.hidden_size)
-        self._head = embedding if shape.tied_embeddings else found.matrix("lm_head.weight", shape.vocab_size, shape.hidden_size)
+        places = _Places(dtype, device)
+        embedding = places.matrix("model.embed_tokens", shape.vocab_size, shape.hidden_size)
+        self._layers = [_layer(places, shape, f"model.layers.{index}.") for index in range(shape.layers)]
+        self._norm = places.vector("model.norm.weight", shape.hidden_size)
+        self._head = embedding if shape.tied_embeddings else places.matrix("lm_head", shape.vocab_size, shape.hidden_size)
         self._embedding = embedding.t()
-        found.check_all_taken()
+        places.fill(weights)
         frequencies, self._rope_scale = rotary_frequencies(shape, context_length)
         self._frequencies = frequencies.to(device)
 
@@ -70,13 +69,17 @@ class Model:
         return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, self._norm, self._head])
 
     @torch.inference_mode()
-    def logits(self, batch: Batch, store: KVStore) -> Tensor:
-        """The logits of the wanted rows, in float32. Writes the keys and values of all rows to the store."""
+    def forward(self, batch: Batch, store: KVStore) -> Tensor:
+        """The last hidden state of each row. Writes the keys and values of all rows to the store."""
         hidden = self._embedding.index_select(0, batch.token_ids)
         rotation = self._rotation(batch.positions)
         for index, layer in enumerate(self._layers):
             hidden = self._through(index, layer, hidden, rotation, batch, store)
-        hidden = hidden.index_select(0, batch.wanted)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of these hidden states, in float32. Each row is as wide as the vocabulary: ask for few at once."""
         return torch.mm(self._normed(hidden, self._norm), self._head).float()
 
     def _through(self, index: int, layer: Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch, store: KVStore) -> Tensor:
@@ -113,61 +116,82 @@ def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return heads * cosines + torch.cat((-second, first), -1) * sines
 
 
-class _Weights:
-    """Checkpoint tensors by name. Each is taken once, and its shape is checked."""
+class _Places:
+    """Where each tensor of a checkpoint goes. All memory is there first, and each tensor is copied to its place when it is read.
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> None:
-        self._tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights}
+    So loading takes little more memory than the model: joining tensors that were loaded before would leave as much again unused.
+    """
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        tensor = self._tensors.pop(name, None)
-        if tensor is None:
-            raise ConfigError(f"the model has no weight {name!r}, which its configuration needs")
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"the weight {name!r} has shape {tuple(tensor.shape)}; the model's configuration says {shape}")
-        return tensor
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
 
-    def check_all_taken(self) -> None:
-        """An unused weight would mean that a part of the model is ignored."""
-        if self._tensors:
-            names = ", ".join(sorted(self._tensors)[:3])
-            raise ConfigError(f"the model has {len(self._tensors)} weights that its configuration does not need, such as {names}")
+    def vector(self, name: str, size: int) -> Tensor:
+        return self.vectors({name: 1}, size).view(size)
+
+    def vectors(self, counts: dict[str, int], size: int) -> Tensor:
+        """One row for each, as often as its count says."""
+        joined = self._empty(sum(counts.values()), size)
+        for (name, _), place in zip(counts.items(), torch.split(joined, list(counts.values())), strict=True):
+            self._places[name] = place, (size,)
+        return joined
+
+    def bias(self, parts: Parts) -> Tensor:
+        joined = self._empty(sum(size for _, size in parts))
+        for (name, size), place in zip(parts, torch.split(joined, [size for _, size in parts]), strict=True):
+            self._places[f"{name}.bias"] = place, (size,)
+        return joined
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        return _input_first(self.take(name, rows, columns))
+        return self.joined(((name, rows),), columns)
 
-    def joined_matrix(self, prefix: str, parts: Parts, columns: int) -> Tensor:
-        return _input_first(torch.cat([self.take(f"{prefix}{part}.weight", size, columns) for part, size in parts]))
+    def joined(self, parts: Parts, columns: int) -> Tensor:
+        """As [in, out]. On a CPU also in memory: batches of 8 to 16 rows are then up to twice as fast."""
+        rows = sum(size for _, size in parts)
+        matrix = self._empty(columns, rows) if self._device.type == "cpu" else self._empty(rows, columns).t()
+        for (name, size), place in zip(parts, torch.split(matrix.t(), [size for _, size in parts]), strict=True):
+            self._places[f"{name}.weight"] = place, (size, columns)
+        return matrix
 
-    def joined_bias(self, prefix: str, parts: Parts) -> Tensor:
-        return torch.cat([self.take(f"{prefix}{part}.bias", size) for part, size in parts])
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Each tensor must be there once. One without a place would mean that a part of the model is ignored."""
+        unknown: list[str] = []
+        for name, tensor in weights:
+            if name not in self._places:
+                unknown.append(name)
+                continue
+            place, shape = self._places.pop(name)
+            if tuple(tensor.shape) != shape:
+                raise ConfigError(f"the weight {name!r} has shape {tuple(tensor.shape)}; the model's configuration says {shape}")
+            place.copy_(tensor)
+        if self._places:
+            raise ConfigError(f"the model has no weight {next(iter(self._places))!r}, which its configuration needs")
+        if unknown:
+            names = ", ".join(sorted(unknown)[:3])
+            raise ConfigError(f"the model has {len(unknown)} weights that its configuration does not need, such as {names}")
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
-def _input_first(matrix: Tensor) -> Tensor:
-    """Turns [out, in] into [in, out]. On a CPU also in memory: batches of 8 to 16 rows are then up to twice as fast."""
-    return matrix.t().contiguous() if matrix.device.type == "cpu" else matrix.t()
-
-
-def _layer(found: _Weights, shape: ModelShape, prefix: str) -> Layer:
+def _layer(places: _Places, shape: ModelShape, prefix: str) -> Layer:
     hidden, wide = shape.hidden_size, shape.intermediate_size
     query_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    qkv = (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size))
-    gate_up = (("gate_proj", wide), ("up_proj", wide))
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    qk_norm = None
-    if shape.qk_norm:
-        query_norm, key_norm = (found.take(f"{attention}{name}_norm.weight", shape.head_dim) for name in ("q", "k"))
-        qk_norm = torch.cat((query_norm.expand(shape.heads, -1), key_norm.expand(shape.kv_heads, -1)))
+    qkv = ((attention + "q_proj", query_size), (attention + "k_proj", kv_size), (attention + "v_proj", kv_size))
+    gate_up = ((mlp + "gate_proj", wide), (mlp + "up_proj", wide))
+    qk_norm = {attention + "q_norm.weight": shape.heads, attention + "k_norm.weight": shape.kv_heads}
     return Layer(
-        input_norm=found.take(prefix + "input_layernorm.weight", hidden),
-        qkv=found.joined_matrix(attention, qkv, hidden),
-        qkv_bias=found.joined_bias(attention, qkv) if shape.qkv_bias else None,
-        qk_norm=qk_norm,
-        output=found.matrix(attention + "o_proj.weight", hidden, query_size),
-        output_bias=found.take(attention + "o_proj.bias", hidden) if shape.output_bias else None,
-        mlp_norm=found.take(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=found.joined_matrix(mlp, gate_up, hidden),
-        gate_up_bias=found.joined_bias(mlp, gate_up) if shape.mlp_bias else None,
-        down=found.matrix(mlp + "down_proj.weight", hidden, wide),
-        down_bias=found.take(mlp + "down_proj.bias", hidden) if shape.mlp_bias else None,
+        input_norm=places.vector(prefix + "input_layernorm.weight", hidden),
+        qkv=places.joined(qkv, hidden),
+        qkv_bias=places.bias(qkv) if shape.qkv_bias else None,
+        qk_norm=places.vectors(qk_norm, shape.head_dim) if shape.qk_norm else None,
+        output=places.matrix(attention + "o_proj", hidden, query_size),
+        output_bias=places.bias(((attention + "o_proj", hidden),)) if shape.output_bias else None,
+        mlp_norm=places.vector(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=places.joined(gate_up, hidden),
+        gate_up_bias=places.bias(gate_up) if shape.mlp_bias else None,
+        down=places.matrix(mlp + "down_proj", hidden, wide),
+        down_bias=places.bias(((mlp + "down_proj", hidden),)) if shape.mlp_bias else None,
     )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
+from collections.abc import Iterable
 
 from penstock.engine.scheduler import Sequence
 from penstock.grammar.grammar import GrammarMatcher
 from penstock.kv.sessions import Session
 from penstock.wire.messages import SessionState, Submit, TokenLogprob
-
-# Prompt logprobs need the logits of every row, each as wide as the vocabulary: those of 8,192 rows would take gigabytes.
-MAX_LOGPROB_ROWS = 512
 
 
 class SampledSequence(Sequence):
@@ -39,9 +36,9 @@ class SampledSequence(Sequence):
         """Cached KV has no logits."""
         return self.prompt_logprobs is not None and not self.is_reported
 
-    @property
-    def max_piece(self) -> int:
-        return sys.maxsize if self.prompt_logprobs is None else MAX_LOGPROB_ROWS
+    def add_prompt_logprobs(self, found: Iterable[TokenLogprob]) -> None:
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += found
 
     def forget_pages(self) -> None:
         super().forget_pages()

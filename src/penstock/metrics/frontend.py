@@ -169,6 +169,8 @@ DECLARATIONS = (
         "KV blocks that a worker evicted to make room."),
     Declaration("counter", "penstock_preemptions", ("name",), lambda _, reading: _of_workers(reading, "preemptions"),
         "Generations that a worker stopped to make room for older ones, and computed again later."),
+    Declaration("counter", "penstock_memory_failures", ("name",), lambda _, reading: _of_workers(reading, "memory_failures"),
+        "Steps of a worker that ran out of memory and were computed in smaller ones."),
     # The token path.
     Declaration("counter", "penstock_requests", ("route", "outcome"), lambda tally, _: tally.requests,
         "Requests that have ended, by route and outcome."),

@@ -344,10 +344,9 @@ def test_scores_that_are_not_numbers_end_one_generation_and_hurt_no_other(max_to
         collected = run(engine, [make_submit(0, damaged, max_tokens), make_submit(1, healthy, 10)])
     finally:
         model._embedding = embedding
-    if max_tokens:
-        fault = collected.terminals[generation_id(0)]
-        assert isinstance(fault, Fault)
-        assert fault.code == "invalid_logits"
+    fault = collected.terminals[generation_id(0)]
+    assert isinstance(fault, Fault), "also where only the prompt is wanted"
+    assert fault.code == "invalid_logits"
     assert collected.tokens[generation_id(1)] == reference_tokens("llama", healthy, 10)
     later = [make_submit(number, random_prompt(number, 100), 20) for number in range(3, 8)]
     collected = run(engine, later)
