@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
@@ -34,6 +34,7 @@ from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Submit
 WORDS = WordTokenizer()
 MODEL = ModelInfo("m", "by hand", "words", WORDS.vocab_size, 1000, 16)
 
+Result = TypeVar("Result")
 Produce = Callable[[Submit, Mailbox], Awaitable[None]]
 
 
@@ -59,6 +60,35 @@ async def request(body: dict[str, Any], model: ModelInfo = MODEL) -> tuple[Incom
     await models.prepare(model)
     tenant = Keyring(KeySettings(), Tally()).nobody
     return Incoming(json.dumps(body).encode(), [], tenant), PromptContext(models, Transcripts(0))
+
+
+def at_once(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of work that waits for nothing but its next turn."""
+    try:
+        while True:
+            work.send(None)
+    except StopIteration as ended:
+        return cast(Result, ended.value)
+
+
+class Turns:
+    """Counts how often the event loop gets a turn while this is entered as a context."""
+
+    async def __aenter__(self) -> Self:
+        self.count = 0
+        self._task = asyncio.create_task(self._run())
+        await asyncio.sleep(0)
+        self.count = 0
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
 
 
 class FrontEnd:

@@ -61,6 +61,9 @@ class DetokenizeAnswer(Struct):
     prompt: str
 
 
+MESSAGE_BYTES = 64
+"""A message is as much to read as this many bytes of a body."""
+
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 _MESSAGES_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
@@ -68,20 +71,18 @@ _MESSAGES_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "c
 
 async def tokenize(services: Services, incoming: Incoming) -> TokenizeAnswer:
     """Answers POST /tokenize."""
-    request = decode_body(incoming.body, _TOKENIZE, frozenset())
+    request = await decode_body(incoming.body, _TOKENIZE, frozenset())
     model = _model(services.context.models, request.model)
     token_ids = await _encoded(model, request, services.context, incoming.tenant.lane)
-    texts = [_text(model, token_id) for token_id in token_ids] if request.return_token_strs else None
+    texts = await services.context.read(incoming, _texts, model, token_ids) if request.return_token_strs else None
     return TokenizeAnswer(count=len(token_ids), max_model_len=model.info.context_length, tokens=token_ids, token_strs=texts)
 
 
 async def detokenize(services: Services, incoming: Incoming) -> DetokenizeAnswer:
     """Answers POST /detokenize."""
-    request = decode_body(incoming.body, _DETOKENIZE, frozenset())
+    request = await decode_body(incoming.body, _DETOKENIZE, frozenset())
     model = _model(services.context.models, request.model)
-    _check_ids(model, request.tokens)
-    detokenizer = model.tokenizer.detokenizer(frozenset(), False)
-    return DetokenizeAnswer(detokenizer.feed(request.tokens) + detokenizer.finish())
+    return DetokenizeAnswer(await services.context.read(incoming, _decoded, model, request.tokens))
 
 
 def _model(models: Models, name: str | None) -> ServedModel:
@@ -135,7 +136,7 @@ async def _encoded_chat(
         chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    prompt = chat_prompt(chat)
+    prompt = await context.transcripts.encoder.read(lane, len(messages) * MESSAGE_BYTES, chat_prompt, chat)
     for index, rendered in enumerate(prompt.messages):
         check_text_length(model, f"messages[{index}]", rendered["content"])
     return (await context.transcripts.encode_chat(None, model.info.name, model.tokenizer, prompt, lane)).token_ids
@@ -148,5 +149,11 @@ def _check_ids(model: ServedModel, token_ids: Sequence[int]) -> None:
     check_token_ids("tokens", token_ids, model.tokenizer.vocab_size)
 
 
-def _text(model: ServedModel, token_id: int) -> str:
-    return model.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+def _decoded(model: ServedModel, token_ids: Sequence[int]) -> str:
+    _check_ids(model, token_ids)
+    detokenizer = model.tokenizer.detokenizer(frozenset(), False)
+    return detokenizer.feed(token_ids) + detokenizer.finish()
+
+
+def _texts(model: ServedModel, token_ids: Sequence[int]) -> list[str]:
+    return [model.tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in token_ids]

@@ -25,6 +25,9 @@ THREADS = 2
 SHORT = 4096
 """At most this many characters are tokenized at once: about 1 ms. A thread would add 0.1 ms."""
 
+MAX_AT_ONCE_BYTES = 32 * 1024
+"""What is read from a longer body is read in a thread. Reading this much takes up to 10 ms."""
+
 TURN_SECONDS = 0.02
 
 # A thread sleeps REST_SECONDS after WORK_SECONDS of work, so that the event loop gets the GIL.
@@ -70,6 +73,12 @@ class Encoder:
         if _effort(prompt) <= SHORT:
             return tokenizer.render_chat(prompt)
         return await self._in_thread(lane, tokenizer.render_chat, prompt)
+
+    async def read(self, lane: str, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
+        """The result of this call, which reads a decoded body of `size` bytes: at once, or in a thread if the body is long."""
+        if size <= MAX_AT_ONCE_BYTES:
+            return work(*arguments)
+        return await self._in_thread(lane, work, *arguments)
 
     async def run(self, steps: Steps[Result], lane: str = "") -> Result:
         """The result of this work, done turn by turn in any free thread."""
@@ -133,6 +142,8 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Steps[list[list
 def _effort(prompt: ChatPrompt) -> int:
     """A lower bound for the cost of rendering, in characters. Stops counting above SHORT."""
     effort = len(prompt.messages) * MESSAGE_EFFORT
+    if effort > SHORT:
+        return effort
     for message in prompt.messages:
         effort += (len(message["content"]) + len(message.get("reasoning_content", ""))) // CHARACTERS_RENDERED
         if calls := message.get("tool_calls"):

@@ -33,6 +33,10 @@ PART_BYTES = 400
 SESSION_BYTES = 1000
 
 
+Memo = dict[str, bytes]
+"""The packed tokens of parts, for several tries with one chat."""
+
+
 class _Part:
     """A piece of rendered text that is tokenized on its own, with its packed tokens. Its children are the known pieces after it."""
 
@@ -164,8 +168,12 @@ class Transcripts:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def encode_chat(self, key: str | None, model: str, tokenizer: Tokenizer, prompt: ChatPrompt, lane: str = "") -> EncodedChat:
+    async def encode_chat(
+        self, key: str | None, model: str, tokenizer: Tokenizer, prompt: ChatPrompt, lane: str = "", memo: Memo | None = None
+    ) -> EncodedChat:
         """The tokens of a chat. `lane` is the tenant whose chat it is. Without a key, nothing is looked up or remembered.
+
+        Parts in the memo are not tokenized again, the others are put there.
 
         Raises RequestError as the tokenizer does. Does not suspend when there is little to do.
         """
@@ -179,11 +187,11 @@ class Transcripts:
         known = [_Piece(part.text, part.packed) for part in path]
         rest = text[sum(len(piece.text) for piece in known) :]
         reused = sum(len(piece.packed) for piece in known) // TOKEN_BYTES
-        steps = _encode(tokenizer, known, rest)
+        steps = _encode(tokenizer, known, rest, memo)
         is_short = len(rest) + reused * TOKEN_BYTES // BYTES_UNPACKED <= SHORT
-        pieces, token_ids = at_once(steps) if is_short else await self.encoder.run(steps, lane)
-        self.tokens_reused += reused
-        self.tokens_encoded += len(token_ids) - reused
+        pieces, token_ids, encoded = at_once(steps) if is_short else await self.encoder.run(steps, lane)
+        self.tokens_reused += len(token_ids) - encoded
+        self.tokens_encoded += encoded
         turn = None
         # The session may have been forgotten or evicted meanwhile.
         if key is not None and session is not None and self._sessions.get(key) is session:
@@ -254,23 +262,32 @@ class Transcripts:
             self.forget(next(iter(self._sessions)))
 
 
-def _encode(tokenizer: Tokenizer, known: Sequence[_Piece], text: str) -> Steps[tuple[list[_Piece], tuple[int, ...]]]:
-    """The pieces of this text, and the tokens of the known pieces followed by its own."""
+def _encode(
+    tokenizer: Tokenizer, known: Sequence[_Piece], text: str, memo: Memo | None
+) -> Steps[tuple[list[_Piece], tuple[int, ...], int]]:
+    """The pieces of this text, the tokens of the known pieces followed by its own, and how many of these were not in the memo."""
     pieces = []
+    encoded = 0
     for part in tokenizer.parts(text):
-        packed = []
-        for made in tokenizer.encode_part_steps(part):
-            packed.append(_pack(made))
-            yield
-        pieces.append(_Piece(part, b"".join(packed)))
+        packed = None if memo is None else memo.get(part)
+        if packed is None:
+            made = []
+            for token_ids in tokenizer.encode_part_steps(part):
+                made.append(_pack(token_ids))
+                yield
+            packed = b"".join(made)
+            encoded += len(packed) // TOKEN_BYTES
+            if memo is not None:
+                memo[part] = packed
+        pieces.append(_Piece(part, packed))
     together = b"".join([piece.packed for piece in (*known, *pieces)])
     if len(together) <= STEP_BYTES:
-        return pieces, _unpack(together)
-    token_ids: list[int] = []
+        return pieces, _unpack(together), encoded
+    unpacked: list[int] = []
     for start in range(0, len(together), STEP_BYTES):
-        token_ids += _unpack(together[start : start + STEP_BYTES])
+        unpacked += _unpack(together[start : start + STEP_BYTES])
         yield
-    return pieces, tuple(token_ids)
+    return pieces, tuple(unpacked), encoded
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:

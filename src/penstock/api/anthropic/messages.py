@@ -47,11 +47,11 @@ _TEMPLATE_EFFORT = {"low": "low", "medium": "medium", "high": "high", "xhigh": "
 
 async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Plan, MessagesDialect]:
     """Raises RequestError that names the field."""
-    request = _decode(incoming.body, _MESSAGES_DECODER)
+    request = await _decode(incoming.body, _MESSAGES_DECODER)
     check_thinking(request, incoming.headers)
-    common = read_common(request)
+    common = await context.read(incoming, read_common, request)
     hints = read_hints(common, incoming.headers)
-    chat = msgspec.structs.replace(read_chat(request), max_tokens=request.max_tokens, clips=True)
+    chat = msgspec.structs.replace(await context.read(incoming, read_chat, request), max_tokens=request.max_tokens, clips=True)
     plan = await plan_chat(common, chat, hints, incoming.tenant, context)
     dialect = MessagesDialect(
         plan,
@@ -64,18 +64,19 @@ async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Pl
 
 async def count_message_tokens(incoming: Incoming, context: PromptContext) -> TokenCount:
     """Counts the tokens of a message's prompt: the sum of the three input counts in the message's usage."""
-    request = _decode(incoming.body, _COUNT_DECODER)
-    common = Common(model=request.model, nvext=request.nvext, cache_salt=request.cache_salt, cache_control=longest_mark(request))
+    request = await _decode(incoming.body, _COUNT_DECODER)
+    mark = await context.read(incoming, longest_mark, request)
+    common = Common(model=request.model, nvext=request.nvext, cache_salt=request.cache_salt, cache_control=mark)
     session = read_hints(common, incoming.headers).session
     model = context.models.find(request.model)
     # In a session, earlier answers keep the tokens that were generated.
     key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
-    return TokenCount(await count_tokens(model, read_chat(request), incoming.tenant, context, key))
+    return TokenCount(await count_tokens(model, await context.read(incoming, read_chat, request), incoming.tenant, context, key))
 
 
-def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+async def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
-        return decode_body(body, decoder, UNSUPPORTED, CHOICES)
+        return await decode_body(body, decoder, UNSUPPORTED, CHOICES)
     except RequestError as error:
         if error.param is not None and error.param.startswith("tools["):
             _refuse_hosted(msgspec.json.decode(body).get("tools"))

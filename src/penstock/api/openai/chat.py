@@ -11,6 +11,7 @@ import msgspec
 from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, Message, NamedToolChoice, Tool
 from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect, token_logprobs
 from penstock.api.pipeline.hints import prompt_text, read_hints
+from penstock.api.pipeline.json_cost import is_slow
 from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, described_tool, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import CallArguments, CallBegin, CallBroken, Part, Reasoning
@@ -22,9 +23,10 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
 async def parse_chat(incoming: Incoming, context: PromptContext) -> tuple[Plan, ChatDialect]:
-    request = decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT)
-    hints = read_hints(request, incoming.headers)
-    plan = await plan_chat(request, _chat(request), hints, incoming.tenant, context)
+    request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT)
+    hints = await context.read(incoming, read_hints, request, incoming.headers)
+    chat = await context.read(incoming, _chat, request)
+    plan = await plan_chat(request, chat, hints, incoming.tenant, context)
     return plan, ChatDialect(plan)
 
 
@@ -169,9 +171,9 @@ def _for_template(index: int, message: Message) -> ChatMessage:
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
-    """A call as chat templates expect it: with its arguments as an object, if they are one."""
+    """A call as chat templates expect it: with its arguments as an object, if they are one and can be decoded in time."""
     try:
-        decoded = msgspec.json.decode(arguments)
+        decoded = None if is_slow(arguments) else msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         decoded = None
     value: dict[str, Any] | str = decoded if isinstance(decoded, dict) else arguments

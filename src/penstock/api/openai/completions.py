@@ -33,7 +33,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[Plan, CompletionDialect]:
-    request = decode_body(incoming.body, _DECODER, UNSUPPORTED_COMPLETION)
+    request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_COMPLETION)
     hints = read_hints(request, incoming.headers)
     model = context.models.find(request.model)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens

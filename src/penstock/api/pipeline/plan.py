@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 from penstock.api.auth.keys import Tenant
 from penstock.api.models import ServedModel
 from penstock.api.openai.schema import Common, ResponseFormat, StructuredOutputs
+from penstock.api.pipeline.json_cost import is_slow, too_complex
 from penstock.api.pipeline.request import PromptContext
 from penstock.kv.blocks import salted_root
 from penstock.router.affinity import session_key
@@ -24,7 +25,7 @@ from penstock.text.formats.make import make_parser, opens_reasoning, visible_tok
 from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT
 from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
-from penstock.text.transcript import EncodedChat
+from penstock.text.transcript import EncodedChat, Memo
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
 
@@ -106,14 +107,16 @@ class Plan(Struct, frozen=True, kw_only=True, gc=False):
         return [submit.token_ids for submit in self.submits[:: self.candidates] for _ in range(self.n)]
 
 
-async def plan_chat(request: Common, chat: Chat, hints: Hints, tenant: Tenant, context: PromptContext) -> Plan:
-    """Raises RequestError that names the field."""
+async def plan_chat(
+    request: Common, chat: Chat, hints: Hints, tenant: Tenant, context: PromptContext, memo: Memo | None = None, is_trial: bool = False
+) -> Plan:
+    """Raises RequestError that names the field. `memo` is for several tries with one chat; the session remembers nothing of a trial."""
     model = context.models.find(request.model)
     check_lengths(model, chat)
     tools = _callable_tools(chat)
     name = model.info.name
-    key = None if hints.session is None else session_key(tenant.owner, name, hints.session.id)
-    encoded = await context.transcripts.encode_chat(key, name, model.tokenizer, chat.prompt, tenant.lane)
+    key = None if hints.session is None or is_trial else session_key(tenant.owner, name, hints.session.id)
+    encoded = await context.transcripts.encode_chat(key, name, model.tokenizer, chat.prompt, tenant.lane, memo)
     reasoning_format = model.info.reasoning_parser
     tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
     is_inside = reasoning_format is not None and opens_reasoning(reasoning_format, encoded.ending)
@@ -379,7 +382,11 @@ def wanted_grammar(structured: StructuredOutputs | None, response_format: Respon
 
 def _check_grammar_size(field: str | None, grammar: Grammar | None) -> None:
     if grammar is not None and len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
-        raise RequestError(f"`{field}` is over the limit of {MAX_GRAMMAR_BYTES:,} bytes", param=field, code="grammar_too_large")
+        raise _too_large_grammar(field)
+
+
+def _too_large_grammar(field: str | None) -> RequestError:
+    return RequestError(f"`{field}` is over the limit of {MAX_GRAMMAR_BYTES:,} bytes", param=field, code="grammar_too_large")
 
 
 def _formatted(response_format: ResponseFormat) -> Grammar | None:
@@ -410,6 +417,10 @@ def _schema_source(schema: dict[str, Any] | str) -> str:
     if not isinstance(schema, str):
         return _as_json(schema)
     name = "structured_outputs.json"
+    if len(schema) > MAX_GRAMMAR_BYTES:
+        raise _too_large_grammar(name)
+    if is_slow(schema):
+        raise too_complex(f"`{name}`")
     try:
         content = msgspec.json.decode(schema)
     except (msgspec.DecodeError, RecursionError) as error:

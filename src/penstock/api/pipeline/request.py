@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -20,6 +21,7 @@ from penstock.api.errors import ErrorShape
 from penstock.api.models import Models
 from penstock.api.openai.schema import CHOICES
 from penstock.api.pipeline.admission import Admission
+from penstock.api.pipeline.json_cost import MIN_BYTES, check_cost
 from penstock.api.pipeline.response import Response
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.mailbox import ReaderLeft
@@ -34,6 +36,7 @@ _LOCATED = re.compile(r"(?P<problem>.*) - at `(?P<path>\$.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MAX_SHOWN = 80
+_NOT_JSON = (UnicodeDecodeError, msgspec.DecodeError, RecursionError)
 
 
 class Incoming(Struct, frozen=True, gc=False):
@@ -57,6 +60,10 @@ class PromptContext:
 
     models: Models
     transcripts: Transcripts
+
+    async def read(self, incoming: Incoming, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of this call, which reads what the body was decoded to: beside the event loop if the body is long."""
+        return await self.transcripts.encoder.read(incoming.tenant.lane, len(incoming.body), work, *arguments)
 
 
 Answer = Callable[[Incoming, Receive, Response], Awaitable[str]]
@@ -198,20 +205,45 @@ class Endpoint:
         return await self.answer(incoming, receive, response)
 
 
-def decode_body(
+async def decode_body(
     body: bytes, decoder: msgspec.json.Decoder[T], unsupported: frozenset[str], choices: Mapping[str, Sequence[str]] = CHOICES
 ) -> T:
-    """The request. Raises RequestError that names the field, its value and what is expected: `choices` has that, by the field's path."""
+    """The request. Raises RequestError that names the field, its value and what is expected: `choices` has that, by the field's path.
+
+    Decoding cannot be interrupted, so a body that would take too long is refused.
+    """
+    if len(body) > MIN_BYTES:
+        await check_cost(body)
     try:
-        try:
-            return decoder.decode(body)
-        except msgspec.ValidationError as error:
-            # The text after the wrong field was not read yet. If it is not JSON, that is the error.
-            raise _explain(str(error), msgspec.json.decode(body), unsupported, choices) from error
-    except UnicodeDecodeError as error:
-        raise RequestError("the body has a string that is not valid UTF-8", code="invalid_utf8") from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        wrong = error
+    except _NOT_JSON as error:
+        raise _not_json(error) from error
+    # Others go on between these steps: each may take as long as the first.
+    await asyncio.sleep(0)
+    content = _content(body)
+    await asyncio.sleep(0)
+    raise _explain(str(wrong), content, unsupported, choices) from wrong
+
+
+def explain_wrong(body: bytes, wrong: msgspec.ValidationError, choices: Mapping[str, Sequence[str]]) -> RequestError:
+    """The error of a short body that a decoder has refused."""
+    return _explain(str(wrong), _content(body), frozenset(), choices)
+
+
+def _content(body: bytes) -> Any:
+    """The values of a body with a wrong field. The text after that field was not read yet; if it is not JSON, that is the error."""
+    try:
+        return msgspec.json.decode(body)
+    except _NOT_JSON as error:
+        raise _not_json(error) from error
+
+
+def _not_json(error: Exception) -> RequestError:
+    if isinstance(error, UnicodeDecodeError):
+        return RequestError("the body has a string that is not valid UTF-8", code="invalid_utf8")
+    return RequestError(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
 def _explain(problem: str, content: Any, unsupported: frozenset[str], choices: Mapping[str, Sequence[str]]) -> RequestError:
@@ -249,8 +281,15 @@ def _value_at(value: Any, param: str) -> str:
         except (KeyError, IndexError, TypeError):
             # A path with wildcards (`[...]`) ends at the container.
             break
-    text = msgspec.json.encode(value).decode()
+    text = msgspec.json.encode(_beginning(value)).decode()
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+def _beginning(value: Any) -> Any:
+    """Enough of a value to show it: encoding all of it may take long."""
+    if isinstance(value, dict):
+        return dict(islice(value.items(), _MAX_SHOWN))
+    return value[: _MAX_SHOWN + 1] if isinstance(value, str | list) else value
 
 
 def check_query(query: Mapping[str, str], known: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from penstock.api.openai.chat import tool_call
 from penstock.api.openai.schema import ContentPart
 from penstock.api.pipeline.plan import NO_PARAMETERS, ToolChoice, described_tool
-from penstock.api.pipeline.request import decode_body
+from penstock.api.pipeline.request import explain_wrong
 from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS, AllowedTools, CustomTool, FunctionTool, NamedChoice
 from penstock.text.tokenizers.tokenizer import ChatMessage
 from penstock.wire.errors import RequestError
@@ -60,13 +60,11 @@ def read_struct(field: str, value: dict[str, Any], kind: type[StructType]) -> St
     """Converts the value. Raises RequestError that names the field of the request."""
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        try:
-            return decode_body(msgspec.json.encode(value), msgspec.json.Decoder(kind), frozenset(), ITEM_CHOICES)
-        except RequestError as error:
-            param = field if error.param is None else f"{field}.{error.param}"
-            message = error.message.replace(f"`{error.param}`", f"`{param}`", 1)
-            raise RequestError(message, param=param, code=error.code) from error
+    except msgspec.ValidationError as wrong:
+        error = explain_wrong(msgspec.json.encode(value), wrong, ITEM_CHOICES)
+        param = field if error.param is None else f"{field}.{error.param}"
+        message = error.message.replace(f"`{error.param}`", f"`{param}`", 1)
+        raise RequestError(message, param=param, code=error.code) from wrong
 
 
 def check_depth(field: str, value: object) -> None:

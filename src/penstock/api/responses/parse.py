@@ -6,6 +6,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -31,6 +33,7 @@ from penstock.api.responses.schema import (
 from penstock.api.responses.store import SqliteStore
 from penstock.router.policy import Hints, SessionWish
 from penstock.text.tokenizers.tokenizer import ChatPrompt
+from penstock.text.transcript import Memo
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
 
@@ -42,6 +45,13 @@ _SHARED = tuple(
     for name in Common.__struct_fields__
     if name in ResponseRequest.__struct_fields__ and name not in ("stream", "stream_options", "service_tier")
 )
+
+
+ITEM_BYTES = 64
+"""A stored item is as much to read as this many bytes of a body."""
+
+Read = Callable[..., Awaitable[Any]]
+"""Calls a function that reads a part of the request: at once, or in a thread if the request is long."""
 
 
 @dataclass(frozen=True)
@@ -64,29 +74,36 @@ class ResponseParser:
 
     async def parse(self, incoming: Incoming) -> ParsedResponse:
         """Raises RequestError that names the field, its value and what is expected."""
-        request = decode_body(incoming.body, _DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
+        request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
         is_kept = self._is_kept(request)
-        context = await read_context(request, incoming.owner, self.store)
-        tools = read_tools(request.tools, request.tool_choice)
+        context, read = await self._read_context(request, incoming)
+        tools = await read(read_tools, request.tools, request.tool_choice)
         response_id = f"resp_{secrets.token_hex(24)}"
-        common = _common(request)
+        common = await read(_common, request)
         hints = _tied(read_hints(common, incoming.headers), context, response_id if is_kept else None)
+        memo: Memo | None = {} if request.truncation == "auto" else None
 
-        async def plan(chat: Chat) -> Plan:
-            return await plan_chat(common, chat, hints, incoming.tenant, self.prompts)
+        async def plan(chat: Chat, is_trial: bool) -> Plan:
+            return await plan_chat(common, chat, hints, incoming.tenant, self.prompts, memo, is_trial)
 
-        made = await _fitted(_chat(request, context, tools), request.truncation == "auto", plan)
+        made = await _fitted(await read(_chat, request, context, tools), request.truncation == "auto", plan)
         kept = _kept(request, context, response_id, incoming.owner) if is_kept else None
         dialect = ResponseDialect(_response_object(response_id, request, tools, is_kept), made.model.tokenizer.token_bytes, tools.custom)
         return ParsedResponse(made, dialect, kept, bool(request.stream), bool(request.background))
 
     async def count(self, incoming: Incoming) -> int:
         """The number of tokens of the prompt."""
-        asked = decode_body(incoming.body, _COUNT_DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
-        context = await read_context(asked, incoming.owner, self.store)
+        asked = await decode_body(incoming.body, _COUNT_DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
+        context, read = await self._read_context(asked, incoming)
         model = self.prompts.models.find(asked.model)
-        chat = _base_chat(asked, context, read_tools(asked.tools, asked.tool_choice))
-        return await count_tokens(model, chat, incoming.tenant, self.prompts)
+        tools = await read(read_tools, asked.tools, asked.tool_choice)
+        return await count_tokens(model, await read(_base_chat, asked, context, tools), incoming.tenant, self.prompts)
+
+    async def _read_context(self, asked: Asked, incoming: Incoming) -> tuple[Context, Read]:
+        """The context, and what reads more of it beside the event loop if there is much."""
+        context = await read_context(asked, incoming.owner, self.store, partial(self.prompts.read, incoming))
+        size = len(incoming.body) + len(context.before) * ITEM_BYTES
+        return context, partial(self.prompts.transcripts.encoder.read, incoming.tenant.lane, size)
 
     def _is_kept(self, request: ResponseRequest) -> bool:
         if request.stream_options is not None and not request.stream:
@@ -128,22 +145,27 @@ def _kept(request: ResponseRequest, context: Context, response_id: str, owner: s
     )
 
 
-async def _fitted(chat: Chat, may_drop: bool, plan: Callable[[Chat], Awaitable[Plan]]) -> Plan:
+async def _fitted(chat: Chat, may_drop: bool, plan: Callable[[Chat, bool], Awaitable[Plan]]) -> Plan:
     """The plan of the chat. With `may_drop`, as many of its oldest messages are dropped as necessary."""
-    whole = await _planned(chat, plan, must_fit=not may_drop)
+    if not may_drop:
+        return await plan(chat, False)
+    whole = await _planned(chat, plan, is_trial=False)
     if whole is not None:
         return whole
     left_out = cuts(chat.prompt.messages, chat.fields)
-    fitting: Plan | None = None
     low, high = 0, len(left_out)
     while low < high:
         middle = (low + high) // 2
-        tried = await _planned(_without(chat, left_out[middle]), plan, must_fit=False)
-        if tried is None:
+        if await _planned(_without(chat, left_out[middle]), plan, is_trial=True) is None:
             low = middle + 1
         else:
-            fitting, high = tried, middle
-    return fitting or await plan(chat)
+            high = middle
+    # In a session, answers keep the tokens that were generated: these can be a few more than in the trial.
+    for cut in left_out[low:]:
+        fitting = await _planned(_without(chat, cut), plan, is_trial=False)
+        if fitting is not None:
+            return fitting
+    return await plan(chat, False)
 
 
 def _without(chat: Chat, left_out: slice) -> Chat:
@@ -152,12 +174,12 @@ def _without(chat: Chat, left_out: slice) -> Chat:
     return structs.replace(chat, prompt=structs.replace(chat.prompt, messages=messages), fields=fields)
 
 
-async def _planned(chat: Chat, plan: Callable[[Chat], Awaitable[Plan]], must_fit: bool) -> Plan | None:
-    """None when the chat is too long, unless it must fit."""
+async def _planned(chat: Chat, plan: Callable[[Chat, bool], Awaitable[Plan]], is_trial: bool) -> Plan | None:
+    """None when the chat is too long."""
     try:
-        return await plan(chat)
+        return await plan(chat, is_trial)
     except RequestError as error:
-        if must_fit or error.code != "context_length_exceeded":
+        if error.code != "context_length_exceeded":
             raise
         return None
 
@@ -273,12 +295,12 @@ class Context:
         return [*[self.before_field] * len(self.before), *(f"input[{index}]" for index in range(len(self.input)))]
 
 
-async def read_context(asked: Asked, owner: str, store: SqliteStore | None) -> Context:
+async def read_context(asked: Asked, owner: str, store: SqliteStore | None, read: Read) -> Context:
     """Raises RequestError: 404 for a response, conversation or item that the owner does not have."""
     if asked.previous_response_id is not None and asked.conversation is not None:
         message = "`previous_response_id` and `conversation` cannot be combined"
         raise RequestError(message, param="previous_response_id", code="mutually_exclusive")
-    given = [] if asked.input is None else read_items("input", asked.input)
+    given = [] if asked.input is None else await read(read_items, "input", asked.input)
     added = await _resolved(given, owner, store)
     if asked.previous_response_id is not None:
         context = await _chain(asked.previous_response_id, added, owner, store)
@@ -291,7 +313,7 @@ async def read_context(asked: Asked, owner: str, store: SqliteStore | None) -> C
     if len(context.items) > MAX_ITEMS:
         message = f"`input` and the earlier turns have {len(context.items):,} items: the limit is {MAX_ITEMS:,}"
         raise RequestError(message, param="input", code="too_long")
-    check_outputs(context.items, context.fields)
+    await read(check_outputs, context.items, context.fields)
     return context
 
 

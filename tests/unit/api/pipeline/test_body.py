@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from front_end import at_once
 from penstock.api.openai.schema import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, ChatRequest, CompletionRequest
 from penstock.api.pipeline.request import decode_body, read_body
 from penstock.wire.errors import RequestError
@@ -27,7 +28,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.di
 def decode(body: bytes, kind: int) -> None:
     decoder, unsupported = KINDS[kind]
     try:
-        decode_body(body, decoder, unsupported)
+        at_once(decode_body(body, decoder, unsupported))
     except RequestError as error:
         assert error.message
         assert error.status == 400

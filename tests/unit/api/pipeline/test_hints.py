@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from front_end import at_once
 from penstock.api.openai.schema import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -43,12 +44,12 @@ def encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
 
 def chat(headers: dict[str, str] | None = None, content: object = "Hello", **fields: Any) -> Hints:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], **fields}).encode()
-    return read_hints(decode_body(body, CHAT, UNSUPPORTED_CHAT), encoded(headers or {}))
+    return read_hints(at_once(decode_body(body, CHAT, UNSUPPORTED_CHAT)), encoded(headers or {}))
 
 
 def completion(headers: dict[str, str] | None = None, **fields: Any) -> Hints:
     body = json.dumps({"model": "m", "prompt": "Hello", **fields}).encode()
-    return read_hints(decode_body(body, COMPLETION, UNSUPPORTED_COMPLETION), encoded(headers or {}))
+    return read_hints(at_once(decode_body(body, COMPLETION, UNSUPPORTED_COMPLETION)), encoded(headers or {}))
 
 
 def refused(headers: dict[str, str] | None = None, content: object = "Hello", **fields: Any) -> RequestError:
@@ -175,7 +176,7 @@ def test_a_malformed_header_is_named(name: str, value: str) -> None:
 
 
 def test_a_header_that_is_no_text() -> None:
-    request = decode_body(b'{"model": "m", "prompt": "x"}', COMPLETION, UNSUPPORTED_COMPLETION)
+    request = at_once(decode_body(b'{"model": "m", "prompt": "x"}', COMPLETION, UNSUPPORTED_COMPLETION))
     with pytest.raises(RequestError, match="x-session-id"):
         read_hints(request, [(b"x-session-id", b"\xff")])
 
@@ -375,7 +376,7 @@ NAMES = st.sampled_from([name for names in SESSION_HEADERS for name in names if 
 
 @given(st.dictionaries(NAMES, st.binary(max_size=300), max_size=4))
 def test_any_headers_are_hints_or_a_refusal(headers: dict[bytes, bytes]) -> None:
-    request = decode_body(b'{"model": "m", "prompt": "x"}', COMPLETION, UNSUPPORTED_COMPLETION)
+    request = at_once(decode_body(b'{"model": "m", "prompt": "x"}', COMPLETION, UNSUPPORTED_COMPLETION))
     try:
         hints = read_hints(request, headers.items())
     except RequestError as error:

@@ -1,0 +1,68 @@
+"""Requests with thousands of messages are read beside the event loop, and a chat that is cut to fit is tokenized once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from front_end import MODEL, WORDS, Turns, request
+from penstock.api.anthropic.messages import count_message_tokens, parse_messages
+from penstock.api.openai.chat import parse_chat
+from penstock.api.pipeline.request import Incoming
+from penstock.api.responses.parse import ResponseParser
+from penstock.text.encoding import MAX_AT_ONCE_BYTES, Encoder
+from penstock.wire.errors import RequestError
+
+# The last message is wrong, so each is refused as soon as it has been read.
+CHAT = [*[{"role": "user", "content": "x"}] * 4000, {"role": "tool", "content": "x"}]
+BLOCKS = [*[{"role": "user", "content": "x"}] * 4000, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]
+ITEMS = [*[{"role": "user", "content": "x"}] * 4000, {"type": "function_call_output", "call_id": "c", "output": "x"}]
+
+
+async def parse_response(incoming: Incoming, context: Any) -> object:
+    return await ResponseParser(context, None).parse(incoming)
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields", "wrong"),
+    [
+        (parse_chat, {"messages": CHAT}, "messages[4000].tool_call_id"),
+        (parse_messages, {"messages": BLOCKS, "max_tokens": 1}, "messages[4000].content[0].tool_use_id"),
+        (count_message_tokens, {"messages": BLOCKS}, "messages[4000].content[0].tool_use_id"),
+        (parse_response, {"input": ITEMS}, "input[4000].call_id"),
+    ],
+)
+async def test_others_go_on_while_thousands_of_messages_are_read(
+    parse: Callable[..., Coroutine[Any, Any, object]], fields: dict[str, Any], wrong: str
+) -> None:
+    incoming, context = await request({"model": "m", **fields})
+    looked = len(incoming.body) // (64 * 1024) + 1
+    async with Turns() as turns:
+        with pytest.raises(RequestError) as caught:
+            await parse(incoming, context)
+        assert caught.value.param == wrong
+        assert turns.count > looked + 1, "a turn for each piece that is looked at, and more while a thread reads"
+
+
+async def test_a_short_request_is_read_at_once() -> None:
+    encoder = Encoder()
+    assert await encoder.read("", MAX_AT_ONCE_BYTES, threading.get_ident) == threading.get_ident()
+    assert await encoder.read("", MAX_AT_ONCE_BYTES + 1, threading.get_ident) != threading.get_ident()
+    encoder.close()
+
+
+async def test_a_chat_that_is_cut_to_fit_is_tokenized_once() -> None:
+    model = structs.replace(MODEL, context_length=4000)
+    items = [{"role": "user", "content": f"{index} " + "word " * 50} for index in range(400)]
+    incoming, context = await request({"model": "m", "input": items, "truncation": "auto", "max_output_tokens": 100}, model)
+    parsed = await ResponseParser(context, None).parse(incoming)
+    whole = sum(len(WORDS.encode(item["content"])) for item in items)
+    assert 3500 < len(parsed.plan.submits[0].token_ids) <= 3900
+    assert context.transcripts.tokens_encoded < 1.2 * whole
+    text = WORDS.decode(parsed.plan.submits[0].token_ids)
+    assert text.count("word") % 50 == 0, "only whole messages are dropped"
+    assert f"{len(items) - 1} word" in text
