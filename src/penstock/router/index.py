@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
 
 MAX_BLOCKS = 1_000_000
+# Predictions that one lookup ends: a few milliseconds. There may be a million.
+MAX_ENDED = 4096
 # Events that are kept while a feed waits for a snapshot.
 MAX_KEPT_EVENTS = 4096
 
@@ -185,11 +187,17 @@ class PrefixIndex:
             mask ^= lowest
 
     def _end_predictions(self, now: float) -> None:
+        """Ends at most MAX_ENDED predictions; the next lookup continues."""
         self._next_end = math.inf
+        left = MAX_ENDED
         for holding in self._holdings.values():
             predicted = holding.predicted
             while predicted:
                 name, end = next(iter(predicted.items()))
+                if not left:
+                    self._next_end = -math.inf
+                    return
+                left -= 1
                 if end > now:
                     self._next_end = min(self._next_end, end)
                     break

@@ -15,6 +15,9 @@ from penstock.router.index import KvFeed, PrefixIndex
 from penstock.router.policy import Decision, Preference, RouteRequest, WorkerView, choose
 from penstock.wire.messages import KvEvents, ModelInfo, Snapshot, WorkerStats
 
+REPEAT_SECONDS = 0.5
+"""A prompt that is sent to the same worker again within this time is not predicted again."""
+
 
 class Candidate(Struct, frozen=True, gc=False):
     """A worker that could take the generation. The fields mean the same as in `WorkerView`."""
@@ -50,6 +53,9 @@ class Router:
         self._clock = clock
         self._draw = draw
         self._workers: dict[str, _Worker] = {}
+        self._last_names: Sequence[bytes] = ()
+        self._last_workers: set[str] = set()
+        self._last_predicted = 0.0
         # A round-robin counter per model.
         self._turns: Counter[str] = Counter()
 
@@ -65,6 +71,7 @@ class Router:
         """Forgets the worker. Unknown workers are ignored."""
         if self._workers.pop(worker, None) is not None:
             self.index.leave(worker)
+            self._last_workers.discard(worker)
 
     def receive(self, worker: str, events: KvEvents) -> bool:
         """Takes a worker's events. Returns True when the caller must ask for a snapshot."""
@@ -124,9 +131,20 @@ class Router:
             return WorkerLoad().begin(0)
         # An engine with KV events confirms predictions soon, so blocks that it has need no new prediction.
         expected = names[decision.overlap :] if known.feed is not None else names
-        if expected:
-            self.index.predict(decision.worker, expected, self._clock() if now is None else now)
+        now = self._clock() if now is None else now
+        if expected and not self._is_repeated(decision.worker, names, now):
+            self.index.predict(decision.worker, expected, now)
         return known.load.begin(max(0, blocks - decision.overlap))
+
+    def _is_repeated(self, worker: str, names: Sequence[bytes], now: float) -> bool:
+        """Whether these blocks were predicted there a moment ago. A long prompt may have a hundred choices."""
+        if names is not self._last_names or now - self._last_predicted > REPEAT_SECONDS:
+            self._last_names, self._last_predicted, self._last_workers = names, now, {worker}
+            return False
+        if worker in self._last_workers:
+            return True
+        self._last_workers.add(worker)
+        return False
 
     def load_of(self, worker: str) -> float:
         """The worker's load in blocks, for metrics; 0 for an unknown worker."""

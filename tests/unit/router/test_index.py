@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.index import PrefixIndex
+from penstock.router.index import MAX_ENDED, PrefixIndex
 
 WORKERS = ["a", "b", "c"]
 SECONDS = {"a": 5.0, "b": 5.0, "c": 20.0}
@@ -142,6 +142,18 @@ def test_a_prediction_ends_after_its_time(index: PrefixIndex) -> None:
     assert index.overlaps(NAMES, 14.9) == {"a": 2}
     assert index.overlaps(NAMES, 15.0) == {}
     assert index.held("a") == (0, 0)
+
+
+def test_a_lookup_ends_only_so_many_predictions() -> None:
+    index = PrefixIndex()
+    index.join("a", 5.0)
+    names = [number.to_bytes(4) for number in range(3 * MAX_ENDED)]
+    index.predict("a", names, now=0)
+    for left in (2, 1, 0):
+        index.overlaps(names, now=100)
+        assert index.held("a") == (0, left * MAX_ENDED)
+        index.check_integrity()
+    assert index.overlaps(names, now=100) == {}
 
 
 def test_a_repeated_prediction_lasts_longer(index: PrefixIndex) -> None:

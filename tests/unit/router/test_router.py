@@ -136,6 +136,18 @@ def test_predictions_last_longer_for_engines_without_events(router: Router, cloc
     assert router.index.overlaps(chain("two", 10), clock.now) == {}
 
 
+def test_the_choices_of_a_prompt_are_predicted_once_per_worker(router: Router, clock: Clock) -> None:
+    router.join("a", model(capabilities=()))
+    names = chain("long", 100)
+    decision, _ = place(router, names, 100, [Candidate("a"), Candidate("a")])
+    router.index.removed("a", names)
+    router.sent(decision, decision.names, 100)
+    assert router.index.held("a") == (0, 0), "the second choice repeats nothing"
+    clock.now += 1
+    router.sent(decision, decision.names, 100)
+    assert router.index.held("a") == (0, 100)
+
+
 def test_nothing_is_hashed_without_need(router: Router) -> None:
     decision = router.choose(CANDIDATES[:1], never, 40)
     assert decision is not None

@@ -28,6 +28,9 @@ from penstock.wire.messages import Fault, Submit, Terminal
 
 log = logging.getLogger(__name__)
 
+MAX_TOKENS_AT_ONCE = 8192
+"""Blocks of longer prompts are named in pieces, before the router needs them. It does not with one worker."""
+
 Parse = Callable[[Incoming, PromptContext], Awaitable[tuple[Plan, Dialect]]]
 """Reads a request. Raises RequestError that names the field."""
 
@@ -140,9 +143,13 @@ class _Run:
 
         Raises ReaderLeft when the client goes away, GenerationFault when a generation fails before the answer has begun.
         """
+        plan = self._plan
         try:
-            self._fan.start()
             self._ticket.on_expel = self._expel
+            if plan.prompt_tokens > MAX_TOKENS_AT_ONCE and len(self._turn.sessions.pool.usable(plan.model.info.name)) > 1:
+                prompts = [submit.token_ids for submit in plan.submits[:: plan.candidates]]
+                await self._turn.name_blocks(prompts, plan.model.info.block_size, plan.submits[0].root)
+            self._fan.start()
             return await (self._stream() if self._plan.request.stream else self._collect())
         finally:
             self._fan.close()
