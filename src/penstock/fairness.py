@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -49,6 +50,8 @@ class FairQueue(Generic[Item]):
         self._turns: LazyHeap[str, float] = LazyHeap()
         self._urgent: LazyHeap[Item, float] = LazyHeap()
         self._served = 0.0
+        # More lanes than this are looked through for those to forget.
+        self._max_lanes = SLACK
         self.weight = 0.0
         """Of all lanes with items."""
 
@@ -101,10 +104,15 @@ class FairQueue(Generic[Item]):
         name = self._lane_of.get(item)
         if name is not None:
             lane = self._lanes[name]
-            self._served = lane.tag
+            if self._turns.least() == (lane.tag, name):
+                self._served = lane.tag
             lane.tag += cost / lane.weight
             self._turns.put(name, lane.tag)
         self.discard(item)
+
+    def hurry(self, lane: str) -> None:
+        """The next turn is this lane's, which has items. It pays as for any other."""
+        self._turns.put(lane, -math.inf)
 
     def discard(self, item: Item) -> bool:
         """Removes an item; its lane pays nothing. Returns whether it was there."""
@@ -122,18 +130,21 @@ class FairQueue(Generic[Item]):
                 self._forget_lanes()
         return True
 
+    @property
+    def lanes(self) -> LazyHeap[str, float]:
+        """Those with items that are not urgent."""
+        return self._turns
+
     def count(self, lane: str) -> int:
         """Items of this lane that wait."""
         found = self._lanes.get(lane)
         return 0 if found is None else len(found.items)
 
     def _forget_lanes(self) -> None:
-        """A lane without items is forgotten when its tag is not ahead any more. When nothing waits, all start anew."""
-        if not self._turns:
-            self._lanes.clear()
-            self._served = self.weight = 0.0
-        elif len(self._lanes) > 2 * len(self._turns) + SLACK:
+        """A lane without items is forgotten when its tag is not ahead any more."""
+        if len(self._lanes) > self._max_lanes:
             self._lanes = {name: lane for name, lane in self._lanes.items() if lane.items or lane.tag > self._served}
+            self._max_lanes = 2 * len(self._lanes) + SLACK
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every item is in its lane, lanes with items have a turn, and memory is bounded."""
@@ -141,8 +152,7 @@ class FairQueue(Generic[Item]):
         for heap in (self._urgent, *(lane.items for lane in self._lanes.values())):
             heap.check_integrity()
         assert set(self._turns) == {name for name, lane in self._lanes.items() if lane.items}
-        behind = [lane for lane in self._lanes.values() if not lane.items and lane.tag <= self._served]
-        assert len(behind) <= 2 * len(self._turns) + SLACK
+        assert len(self._lanes) <= self._max_lanes + len(self._turns)
         found = [(item, name) for name, lane in self._lanes.items() for item in lane.items]
         assert dict(found) | dict.fromkeys(self._urgent) == self._lane_of
         assert len(found) + len(self._urgent) == len(self._lane_of)

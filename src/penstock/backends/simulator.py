@@ -233,6 +233,7 @@ class Simulator:
         self._now = self._clock()
         self._sessions.expire(self._now)
         self._cache.take_fresh()
+        self._scheduler.make_way()
         return self._scheduler.schedule_prompts(self._config.prefill_budget, self._now)
 
     def _prefill(self, work: list[Work[_Sequence]]) -> None:

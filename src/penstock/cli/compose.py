@@ -167,7 +167,7 @@ async def _open_front_end(
     stack.callback(encoder.close)
     transcripts = Transcripts(settings.transcript_memory, encoder)
     cluster = await _open_cluster(settings, models, transcripts, stack)
-    responses = await _open_response_store(settings.responses, stack)
+    responses = await _open_response_store(settings.responses, settings.keys.are_needed, stack)
     metrics.observe(partial(_read_cluster, cluster, transcripts, responses))
     context = PromptContext(models, transcripts)
     detached = DetachedRuns(settings.resume, admission)
@@ -230,13 +230,13 @@ async def _serve_until(stopped: asyncio.Event, front_end: FrontEnd, announcement
     return serving.exception() is None
 
 
-async def _open_response_store(settings: StoreSettings, stack: contextlib.AsyncExitStack) -> SqliteStore | None:
+async def _open_response_store(settings: StoreSettings, by_owner: bool, stack: contextlib.AsyncExitStack) -> SqliteStore | None:
     """Where responses are kept, open until the stack is left. None: they are not kept."""
     path = settings.location(os.environ)
     if path is None:
         return None
     try:
-        return await stack.enter_async_context(SqliteStore(path, settings.limits))
+        return await stack.enter_async_context(SqliteStore(path, settings.limits, by_owner=by_owner))
     except ConfigError as error:
         if settings.path is not None:
             raise
@@ -276,6 +276,7 @@ def _read_cluster(cluster: Cluster, transcripts: Transcripts, responses: SqliteS
         store_is_available=cluster.store.is_available,
         tasks=len(asyncio.all_tasks()),
         responses_stored=0 if responses is None else responses.stored,
+        responses_evicted={} if responses is None else responses.evicted,
         response_store_bytes=0 if responses is None else responses.size,
     )
 

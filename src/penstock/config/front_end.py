@@ -145,7 +145,7 @@ class StoreLimits:
     )
     bytes: int = setting(
         1024 * MIB,
-        "largest size of the file; when it is full, the oldest responses and conversations are deleted",
+        "largest size of the file; when it is full, the key that has the most loses its oldest responses and conversations",
         name="response_store_size",
         unit="MIB",
         minimum=1,

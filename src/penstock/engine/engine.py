@@ -163,6 +163,7 @@ class Engine:
         return fault
 
     def _schedule(self, now: float) -> list[Work[SampledSequence]]:
+        self._scheduler.make_way()
         work = self._scheduler.schedule_decodes(now)
         # Prompts progress, if slowly, even when more sequences decode than the budget has tokens.
         budget = max(self._budget.tokens - len(work), self._cache.page_size)

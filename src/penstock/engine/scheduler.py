@@ -6,6 +6,9 @@ Generations that have started come first, the oldest before the newest. Each one
 of the token budget is for prompts, in pieces. A generation starts when there are enough pages for its whole prompt. When pages run out,
 the newest generation gives its pages back and is computed again later. So the oldest always progresses, and none waits forever.
 
+Tenants that wait are served in turn, by weight and by what their generations cost. If others fill the batch, a tenant still gets a few
+places at once: the newest generations of the tenant with the most places wait instead.
+
 If a running generation computes the block that a waiting one needs next, the waiting one follows this leader, to share its pages later.
 It stays in the queue until the leader has computed all that they share, or has stopped.
 """
@@ -13,11 +16,13 @@ It stays in the queue until the leader has computed all that they share, or has 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from penstock.fairness import RESERVED_PART, FairQueue, cost_of
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Key, Lease, Node
 from penstock.kv.sessions import Session, Sessions
@@ -44,8 +49,9 @@ class Sequence:
     # Set when it first starts, and reported with its first token. A preemption does not change it.
     cached_tokens: int | None = None
     is_reported: bool = False
-    # Its place in the queue, and what it waits for.
+    # Its place in the queue, whether it goes before all tenants, and what it waits for.
     place: int = 0
+    is_urgent: bool = False
     leader: Sequence | None = None
     # The block of its prompt that it computes now, and those who wait for it, by the number of blocks they share with it.
     computing: tuple[Node, Key] | None = None
@@ -106,7 +112,8 @@ class Scheduler(Generic[S]):
         self._max_batch = max_batch
         self._running: dict[bytes, S] = {}  # both of the above, oldest first
         self._waiting: dict[bytes, S] = {}
-        self._ready: LazyHeap[S, int] = LazyHeap()  # those waiting that follow nobody, by place
+        self._ready: FairQueue[S] = FairQueue()  # those waiting that follow nobody
+        self._places: dict[str, int] = {}  # how many run, by lane
         self._first_place = self._last_place = 0
         self._leaders: dict[tuple[Node, Key], S] = {}  # by the block that they compute
         self._preemptions = 0
@@ -177,20 +184,39 @@ class Scheduler(Generic[S]):
             if not budget:
                 break
             budget -= _add_piece(work, sequence, budget)
-        while budget and len(self._running) < self._max_batch and (least := self._ready.least()) is not None:
-            sequence = least[1]
+        while budget and len(self._running) < self._max_batch and (first := self._ready.first()) is not None:
+            sequence = first
             skips_cache = sequence.skips_cache
             path = [] if skips_cache else self.cache.match(sequence.request.root, sequence.tokens)
             block = self._next_block(sequence, path)
             leader = None if block is None or skips_cache else self._leaders.get(block)
             if leader is not None:
                 self._follow(sequence, leader, len(path))
-            elif self._start(sequence, path, block, now):
-                budget -= _add_piece(work, sequence, budget)
-            else:
+                self._ready.discard(sequence)
+                continue
+            is_new = sequence.cached_tokens is None
+            if not self._start(sequence, path, block, now):
                 break
-            self._ready.pop()
+            self._ready.serve(sequence, cost_of(sequence.to_compute, sequence.request.max_tokens if is_new else 0))
+            budget -= _add_piece(work, sequence, budget)
         return work
+
+    def make_way(self) -> None:
+        """Call it first in a step. Frees one place of a full batch for a tenant that waits and has too few.
+
+        The tenant with the most places leaves an eighth of the batch to all others together, and at least one place to each.
+        """
+        places = self._places
+        if len(self._running) < self._max_batch or not self._ready.lanes:
+            return
+        poorest = min(self._ready.lanes, key=lambda lane: places.get(lane, 0))
+        richest = max(places, key=places.__getitem__)
+        others = len(places.keys() | set(self._ready.lanes)) - 1
+        least = max(1, self._max_batch // RESERVED_PART // max(1, others))
+        if places.get(poorest, 0) < min(least, places[richest] - 1):
+            newest = next(sequence for sequence in reversed(self._running.values()) if sequence.request.lane == richest)
+            self._preempt(newest, is_urgent=False)
+            self._ready.hurry(poorest)
 
     def computed(self, work: Work[S]) -> None:
         """These tokens have KV now: full blocks can be shared from now on."""
@@ -209,7 +235,7 @@ class Scheduler(Generic[S]):
         """Gives a running sequence more pages, and preempts the newest ones for it. Returns False if it was preempted itself."""
         while not self.cache.can_allocate(count):
             newest = next(reversed(self._running.values()))
-            self._preempt(newest)
+            self._preempt(newest, is_urgent=True)
             if newest is sequence:
                 return False
         if count > 0:
@@ -244,6 +270,8 @@ class Scheduler(Generic[S]):
         """Raises AssertionError unless pages, sessions and the queue are consistent: see `KVCache.check_integrity`."""
         running = list(self._running.values())
         assert self._running.keys() == self.prefilling.keys() | self.decoding.keys()
+        assert self._places == Counter(sequence.request.lane for sequence in running)
+        self._ready.check_integrity()
         self.cache.check_integrity([each.path for each in running], [each.tail for each in running], self.sessions.leases)
         sequences: list[Sequence] = [*running, *self._waiting.values(), *waiting_elsewhere]
         for session in self.sessions:
@@ -254,10 +282,17 @@ class Scheduler(Generic[S]):
             assert leader is None or (leader in self.prefilling.values() and leader.followers and sequence in leader.followers)
         assert all(leader in running and leader.computing == block for block, leader in self._leaders.items())
 
-    def _wait(self, sequence: S, place: int) -> None:
-        sequence.place = place
+    def _wait(self, sequence: S, place: int, *, is_urgent: bool = False) -> None:
+        sequence.place, sequence.is_urgent = place, is_urgent
         self._waiting[sequence.request.id] = sequence
-        self._ready.put(sequence, place)
+        self._make_ready(sequence)
+
+    def _make_ready(self, sequence: S) -> None:
+        request = sequence.request
+        if sequence.is_urgent:
+            self._ready.put_first(sequence, sequence.place)
+        else:
+            self._ready.put(sequence, request.lane, request.weight, sequence.place)
 
     def _start(self, sequence: S, path: list[Node], block: tuple[Node, Key] | None, now: float) -> bool:
         """Takes the pages for all tokens of a waiting sequence, if one page per running sequence is left."""
@@ -274,21 +309,27 @@ class Scheduler(Generic[S]):
         generation = sequence.request.id
         del self._waiting[generation]
         self._running[generation] = self.prefilling[generation] = sequence
+        lane = sequence.request.lane
+        self._places[lane] = self._places.get(lane, 0) + 1
         if block is not None:
             sequence.computing = block
             self._leaders.setdefault(block, sequence)
         return True
 
-    def _preempt(self, sequence: S) -> None:
+    def _preempt(self, sequence: S, *, is_urgent: bool) -> None:
+        """It waits again, before all others of its tenant; if it is urgent, before all others."""
         self._stop(sequence)
         self._preemptions += 1
         self._first_place -= 1
-        self._wait(sequence, self._first_place)
+        self._wait(sequence, self._first_place, is_urgent=is_urgent)
 
     def _stop(self, sequence: S, retention_seconds: float = 0.0, now: float = 0.0) -> None:
         """A running sequence gives its pages back. Full blocks stay cached."""
-        generation = sequence.request.id
+        generation, lane = sequence.request.id, sequence.request.lane
         del self._running[generation]
+        self._places[lane] -= 1
+        if not self._places[lane]:
+            del self._places[lane]
         if self.decoding.pop(generation, None) is None:
             del self.prefilling[generation]
         sequence.catch_up()
@@ -343,8 +384,7 @@ class Scheduler(Generic[S]):
     def _wake_followers(self, leader: S, computed_blocks: int) -> None:
         while leader.followers is not None and (follower := leader.followers.pop_due(computed_blocks)) is not None:
             follower.leader = None
-            waiting = self._waiting[follower.request.id]
-            self._ready.put(waiting, waiting.place)
+            self._make_ready(self._waiting[follower.request.id])
 
 
 def _add_piece(work: list[Work[S]], sequence: S, budget: int) -> int:

@@ -85,6 +85,7 @@ class ClusterReading:
     store_is_available: bool = True
     tasks: int = 0
     responses_stored: int = 0
+    responses_evicted: Mapping[str, int] = field(default_factory=dict)
     response_store_bytes: int = 0
 
 
@@ -228,6 +229,8 @@ DECLARATIONS = (
     # Stored responses.
     Declaration("counter", "penstock_responses_stored", (), lambda _, reading: reading.responses_stored,
         "Responses that this front end stored."),
+    Declaration("counter", "penstock_responses_evicted", ("reason",), lambda _, reading: reading.responses_evicted,
+        "Responses and conversations that this front end deleted. expired: by age; full: to make room."),
     Declaration("counter", "penstock_streams_resumed", (), lambda tally, _: tally.streams_resumed,
         "Streams that a client continued to read after a disconnect."),
     Declaration("gauge", "penstock_response_store_bytes", (), lambda _, reading: reading.response_store_bytes,

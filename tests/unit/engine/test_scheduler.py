@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Items
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,8 +58,8 @@ class Steps:
         self.budget = budget
         self.ended: list[int] = []
 
-    def add(self, number: int, prompt: Items[int], max_tokens: int = 1, kind: type[Sequence] = Sequence, root: bytes = b"") -> Sequence:
-        sequence = kind(Submit(number.to_bytes(16), tuple(prompt), max_tokens, seed=0, root=root))
+    def add(self, number: int, prompt: Items[int], max_tokens: int = 1, kind: type[Sequence] = Sequence, **fields: Any) -> Sequence:
+        sequence = kind(Submit(number.to_bytes(16), tuple(prompt), max_tokens, seed=0, **fields))
         self.scheduler.add(sequence)
         return sequence
 
@@ -66,6 +68,7 @@ class Steps:
 
     def step(self, *, is_checked: bool = True) -> dict[int, int]:
         """One step. Returns how many tokens of each sequence it computes."""
+        self.scheduler.make_way()
         work: list[Work[Sequence]] = self.scheduler.schedule_decodes(0.0)
         work += self.scheduler.schedule_prompts(max(self.budget - len(work), 1), 0.0)
         for item in work:
@@ -231,3 +234,95 @@ def test_everything_ends_whatever_happens(data: st.DataObject) -> None:
     assert len(steps.ended) == len(set(steps.ended))
     assert set(steps.ended) <= expected
     assert steps.cache.used == 0
+
+
+def prompt_of(number: int, length: int = SIZE) -> list[int]:
+    return [number * 100 + index for index in range(length)]
+
+
+def lanes_of(numbers: Items[int]) -> str:
+    """Sequences from 1000 on belong to the tenant b, the others to a."""
+    return "".join("b" if number >= 1000 else "a" for number in numbers)
+
+
+def test_tenants_that_wait_start_in_turn() -> None:
+    steps = Steps(max_batch=1)
+    for number in range(50):
+        steps.add(number, prompt_of(number), lane="a")
+    for number in range(1000, 1004):
+        steps.add(number, prompt_of(number), lane="b")
+    for _ in range(12):
+        steps.step()
+    assert lanes_of(steps.ended) == "abababab" + "aaaa"
+
+
+def test_a_tenant_of_three_times_the_weight_starts_three_times_as_often() -> None:
+    steps = Steps(max_batch=1)
+    for number in range(50):
+        steps.add(number, prompt_of(number), lane="a", weight=3)
+        steps.add(1000 + number, prompt_of(1000 + number), lane="b")
+    for _ in range(40):
+        steps.step()
+    assert Counter(lanes_of(steps.ended)) == {"a": 30, "b": 10}
+
+
+def test_long_prompts_cost_their_tenant_more_turns() -> None:
+    steps = Steps(max_batch=1)
+    for number in range(50):
+        steps.add(number, prompt_of(number, 31), lane="a")
+        steps.add(1000 + number, prompt_of(1000 + number, 7), lane="b")
+    for _ in range(50):
+        steps.step()
+    assert Counter(lanes_of(steps.ended)) == {"a": 10, "b": 40}
+
+
+def test_a_late_tenant_gets_a_place_though_another_fills_the_batch() -> None:
+    steps = Steps(max_batch=16)
+    flood = [steps.add(number, prompt_of(number), max_tokens=1000, lane="a") for number in range(40)]
+    for _ in range(5):
+        steps.step()
+    for number in range(1000, 1005):
+        steps.add(number, prompt_of(number), max_tokens=3, lane="b")
+    for _ in range(30):
+        steps.step()
+        running = Counter(sequence.request.lane for sequence in (*steps.scheduler.decoding.values(), *steps.scheduler.prefilling.values()))
+        assert running["a"] >= 14, "an eighth of the batch"
+    assert lanes_of(steps.ended) == "bbbbb"
+    assert all(sequence.request.id in steps.scheduler.decoding for sequence in flood[:14]), "the newest make way"
+    assert steps.scheduler.stats().preemptions == 2
+    assert steps.scheduler.stats().running == 16
+
+
+def test_tenants_without_a_place_each_get_one_and_then_nobody_makes_way() -> None:
+    steps = Steps(max_batch=4)
+    for number in range(20):
+        steps.add(number, prompt_of(number), max_tokens=1000, lane="a")
+    steps.step()
+    for number in range(1000, 1010):
+        steps.add(number, prompt_of(number), max_tokens=1000, lane=f"b{number % 2}")
+    for _ in range(50):
+        steps.step()
+    assert steps.scheduler.stats().preemptions == 2
+    running = Counter(sequence.request.lane for sequence in steps.scheduler.decoding.values())
+    assert running == {"a": 2, "b0": 1, "b1": 1}
+
+
+def test_what_made_way_continues_before_its_tenant_s_other_generations() -> None:
+    steps = Steps(max_batch=2)
+    for number in range(4):
+        steps.add(number, prompt_of(number), max_tokens=8, lane="a")
+    steps.step()
+    steps.add(1000, prompt_of(1000), max_tokens=2, lane="b")
+    while steps.scheduler.has_work:
+        steps.step()
+    assert steps.ended == [1000, 0, 1, 2, 3]
+
+
+def test_without_tenants_nobody_makes_way() -> None:
+    steps = Steps(max_batch=2)
+    for number in range(6):
+        steps.add(number, prompt_of(number), max_tokens=4)
+    while steps.scheduler.has_work:
+        steps.step()
+    assert steps.ended == [0, 1, 2, 3, 4, 5]
+    assert steps.scheduler.stats().preemptions == 0

@@ -29,6 +29,7 @@ READING = ClusterReading(
     index_blocks={"a": 9},
     session_events={"opened": 4},
     transcript_tokens={"reused": 5},
+    responses_evicted={"full": 2},
 )
 
 
@@ -40,6 +41,7 @@ def rendered() -> str:
         (tally.key_tokens, ("alice", "prompt")),
         (tally.quota_refusals, ("alice", "concurrency")),
         (tally.failed_authentications, ("missing",)),
+        (tally.limits_reached, ("max_body_bytes",)),
     ]:
         counter[labels] += 1
     metrics = FrontEndMetrics(tally)

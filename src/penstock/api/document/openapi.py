@@ -28,6 +28,7 @@ _ERRORS = {
     413: "The body is too large.",
     429: "Too many requests: try again later.",
     503: "No worker is available: try again later.",
+    507: "The store is full.",
     529: "The server is overloaded or has no worker: try again later.",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "Try again after this many seconds.", "schema": {"type": "integer", "minimum": 1}}}

@@ -71,6 +71,7 @@ _STREAM = (
     Parameter("starting_after", "query", "The number of the last event received.", {"type": "string", "pattern": "^[0-9]{1,15}$"}),
 )
 _CONFLICTS = (*READS, 409)
+_WRITES = (*READS, 507)
 _MEMBERS, _MEMBER = "/{id}/items", "/{id}/items/{item_id}"
 
 
@@ -160,6 +161,7 @@ RESPONSE_ROUTES = (
         "create",
         answer=answers.Conversation,
         body=ConversationCreate,
+        errors=_WRITES,
         example={"items": [_EXAMPLE_ITEM], **_EXAMPLE_METADATA},
         elements=_ITEMS,
     ),
@@ -188,6 +190,7 @@ RESPONSE_ROUTES = (
         "add_items",
         answer=answers.ItemList,
         body=ConversationItems,
+        errors=_WRITES,
         example={"items": [_EXAMPLE_ITEM]},
         elements=_ITEMS,
     ),

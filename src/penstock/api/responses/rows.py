@@ -234,29 +234,68 @@ def check_room(connection: sqlite3.Connection, conversation_id: str, added: int)
         raise _too_long("conversation", f"{count + added:,} items", f"{MAX_ITEMS:,}")
 
 
-def purge(connection: sqlite3.Connection, oldest: float) -> None:
-    """Deletes a batch of what is older than this, except unfinished responses."""
+def purge(connection: sqlite3.Connection, oldest: float) -> int:
+    """Deletes a batch of what is older than this, except unfinished responses. Returns how many."""
     query = "SELECT id FROM responses WHERE created < ? AND runner IS NULL ORDER BY created LIMIT ?"
-    _delete(connection, "responses", connection.execute(query, (oldest, _PURGE_BATCH)).fetchall())
+    responses = connection.execute(query, (oldest, _PURGE_BATCH)).fetchall()
+    _delete(connection, "responses", responses)
     query = "SELECT id FROM conversations WHERE used < ? ORDER BY used LIMIT ?"
-    _delete(connection, "conversations", connection.execute(query, (oldest, _PURGE_BATCH)).fetchall())
+    conversations = connection.execute(query, (oldest, _PURGE_BATCH)).fetchall()
+    _delete(connection, "conversations", conversations)
+    return len(responses) + len(conversations)
 
 
-def make_room(connection: sqlite3.Connection, max_bytes: int, kept: str) -> None:
-    """Deletes the oldest until at most `max_bytes` are used. Keeps `kept` and unfinished responses."""
-    query = """
-        SELECT id, 'responses', created AS age FROM responses WHERE runner IS NULL AND id != ?
-        UNION ALL SELECT id, 'conversations', used FROM conversations WHERE id != ?
-        ORDER BY age LIMIT 16
+def make_room(connection: sqlite3.Connection, max_bytes: int, kept: str, *, by_owner: bool) -> int:
+    """Deletes until at most `max_bytes` are used. Keeps `kept` and unfinished responses. Returns how many were deleted.
+
+    With `by_owner`, the owner who has the most loses its oldest, again and again. So who has no more than its share, the bytes divided by
+    the owners, loses nothing because of another. Else the oldest of all go.
     """
+    deleted = 0
     while used_bytes(connection) > max_bytes:
-        oldest = connection.execute(query, (kept, kept)).fetchall()
-        if not oldest:
-            return
-        for row_id, table, _ in oldest:
-            _delete(connection, table, [(row_id,)])
-            if used_bytes(connection) <= max_bytes:
-                return
+        found = _oldest_of_the_largest(connection, kept) if by_owner else _oldest(connection, kept)
+        if found is None:
+            break
+        _delete(connection, found[1], [(found[0],)])
+        deleted += 1
+    return deleted
+
+
+def share_of_owners(connection: sqlite3.Connection) -> float:
+    """What each owner would have if all had the same."""
+    return float(connection.execute("SELECT IFNULL(AVG(bytes), 0) FROM owners").fetchone()[0])
+
+
+def bytes_of(connection: sqlite3.Connection, owner: str) -> int:
+    row = connection.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _oldest_of_the_largest(connection: sqlite3.Connection, kept: str) -> tuple[str, str] | None:
+    """If the largest owner has nothing that can be deleted, the next one comes, down to those at their share."""
+    share = 0.0
+    for owner, size in connection.execute("SELECT owner, bytes FROM owners ORDER BY bytes DESC"):
+        if size < share:
+            break
+        found = _oldest(connection, kept, owner)
+        if found is not None:
+            return found
+        share = share or share_of_owners(connection)
+    return None
+
+
+def _oldest(connection: sqlite3.Connection, kept: str, owner: str | None = None) -> tuple[str, str] | None:
+    """The id and the table of the oldest that may be deleted: of this owner, or of all."""
+    condition = "" if owner is None else "AND owner = :owner"
+    query = f"""
+        SELECT * FROM (SELECT id, 'responses', created AS age FROM responses WHERE runner IS NULL AND id != :kept {condition}
+                       ORDER BY created LIMIT 1)
+        UNION ALL
+        SELECT * FROM (SELECT id, 'conversations', used FROM conversations WHERE id != :kept {condition} ORDER BY used LIMIT 1)
+        ORDER BY age LIMIT 1
+    """  # noqa: S608, a constant
+    row = connection.execute(query, {"kept": kept, "owner": owner}).fetchone()
+    return None if row is None else (row[0], row[1])
 
 
 def _delete(connection: sqlite3.Connection, table: str, ids: Sequence[tuple[str]]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,20 +35,27 @@ class SqliteStore:
     After a write has returned, every later read sees it, even after a crash of the process. Every method raises RequestError (503) when
     the file fails. A method returns None, or False, where the owner has no such response, conversation or item.
 
-    When the file is full, the oldest are deleted; unfinished responses stay. If the process that makes a response dies, the response is
-    failed; this is stored when it is next read.
+    When the file is full, the owner who has the most loses its oldest; unfinished responses stay. Without `by_owner` the oldest of all
+    go: where no keys are needed, anybody could invent owners. A conversation that does not fit even so is refused (507).
+
+    If the process that makes a response dies, the response is failed; this is stored when it is next read.
     """
 
-    def __init__(self, path: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time, *, by_owner: bool = True
+    ) -> None:
         self._path = path
         self._limits = limits or StoreLimits()
         self._clock = clock
+        self._by_owner = by_owner
         self._database = Database(path)
         self._liveness: Liveness | None = None
         self.size = 0
         """In bytes."""
         self.stored = 0
         """Responses that this process has finished."""
+        self.evicted: Counter[str] = Counter()
+        """Responses and conversations that this process deleted, by reason."""
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError when the file cannot be used."""
@@ -109,7 +117,7 @@ class SqliteStore:
             values = (conversation_id, owner, now, now, msgspec.json.encode(metadata))
             connection.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", values)
             rows.insert_items(connection, owner, conversation_id, "member", items)
-            self._keep_bounds(connection, conversation_id)
+            self._keep_bounds(connection, conversation_id, owner)
             return Conversation(id=conversation_id, created_at=int(now), metadata=metadata)
 
         return await self._database.run(create)
@@ -150,7 +158,7 @@ class SqliteStore:
             rows.touch_conversation(connection, owner, conversation_id, self._clock())
             rows.check_room(connection, conversation_id, len(items))
             added = rows.insert_items(connection, owner, conversation_id, "member", items)
-            self._keep_bounds(connection, conversation_id)
+            self._keep_bounds(connection, conversation_id, owner)
             return added
 
         return await self._with(self._conversation, owner, conversation_id, add)
@@ -228,7 +236,16 @@ class SqliteStore:
         row = connection.execute(query, (conversation_id, owner, self._oldest)).fetchone()
         return None if row is None else Conversation(id=conversation_id, created_at=int(row[0]), metadata=msgspec.json.decode(row[1]))
 
-    def _keep_bounds(self, connection: sqlite3.Connection, kept: str) -> None:
-        rows.purge(connection, self._oldest)
-        rows.make_room(connection, self._limits.bytes, kept)
-        self.size = used_bytes(connection)
+    def _keep_bounds(self, connection: sqlite3.Connection, kept: str, writer: str | None = None) -> None:
+        """Deletes what is too old or too much. With a writer, raises RequestError (507) when what it has is still too much."""
+        expired = rows.purge(connection, self._oldest)
+        full = rows.make_room(connection, self._limits.bytes, kept, by_owner=self._by_owner)
+        size = used_bytes(connection)
+        if writer is not None and size > self._limits.bytes:
+            own, share = rows.bytes_of(connection, writer), rows.share_of_owners(connection)
+            if own >= share or not self._by_owner:
+                # The write is undone, and with it what was deleted for it.
+                message = f"the store is full: you have {own:,} bytes in it, it holds {self._limits.bytes:,} in all; delete conversations"
+                raise RequestError(message, code="store_full", status=507)
+        self.size = size
+        self.evicted.update(expired=expired, full=full)

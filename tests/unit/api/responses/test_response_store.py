@@ -283,6 +283,100 @@ async def test_the_oldest_are_deleted_when_the_store_is_full(tmp_path: Path) -> 
     assert (tmp_path / "r.db").stat().st_size < 5 * limit
 
 
+async def test_who_fills_the_store_loses_its_own_oldest(tmp_path: Path) -> None:
+    limit = 2**20
+    async with SqliteStore(tmp_path / "r.db", StoreLimits(bytes=limit), Clock()) as store:
+        conversation = (await store.create_conversation("bob", {}, [said("b" * 1000)])).id
+        for number in range(5):
+            await store.put(asked(f"b{number}", "x" * 20_000, "bob"), answered("y" * 20_000))
+        for number in range(100):
+            await store.put(asked(f"r{number}", "x" * 20_000), answered("y" * 20_000))
+            await store.create_conversation("ann", {}, [said("z" * 10_000)])
+            assert store.size <= limit
+        assert [number for number in range(5) if await store.get("bob", f"b{number}") is None] == []
+        assert len(await store.conversation_items("bob", conversation) or ()) == 1
+        kept = [number for number in range(100) if await store.get("ann", f"r{number}") is not None]
+        assert kept == list(range(100 - len(kept), 100))
+        assert len(kept) >= 5
+        assert store.evicted["full"] == 200 - 2 * len(kept)
+    assert_sizes(tmp_path)
+
+
+async def test_both_above_their_share_have_the_same_in_the_end(tmp_path: Path) -> None:
+    limit = 2**20
+    async with SqliteStore(tmp_path / "r.db", StoreLimits(bytes=limit), Clock()) as store:
+        for number in range(60):
+            await store.put(asked(f"a{number}", "x" * 20_000), answered("y"))
+        for number in range(60):
+            await store.put(asked(f"b{number}", "x" * 20_000, "bob"), answered("y"))
+        kept = {owner: [n for n in range(60) if await store.get(owner, f"{owner[0]}{n}") is not None] for owner in ("ann", "bob")}
+        assert abs(len(kept["ann"]) - len(kept["bob"])) <= 1
+        assert all(numbers == list(range(60 - len(numbers), 60)) for numbers in kept.values()), "the newest of each"
+
+
+async def test_where_owners_can_be_invented_the_oldest_of_all_go(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db", StoreLimits(bytes=2**20), Clock(), by_owner=False) as store:
+        for number in range(60):
+            await store.put(asked(f"r{number}", "x" * 20_000, f"owner {number % 7}"), answered("y" * 20_000))
+        kept = [number for number in range(60) if await store.get(f"owner {number % 7}", f"r{number}") is not None]
+        assert kept == list(range(60 - len(kept), 60))
+
+
+async def test_a_conversation_that_fills_the_store_alone_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db", StoreLimits(bytes=2**20), Clock()) as store:
+        await store.put(asked("b", "x" * 10_000, "bob"), answered("y"))
+        await store.put(asked("a", "x" * 10_000), answered("y"))
+        conversation = (await store.create_conversation("ann", {}, [])).id
+        await store.add_items("ann", conversation, [said("x" * 300_000)])
+        for write in (
+            lambda: store.add_items("ann", conversation, [said("x" * 2_000_000)]),
+            lambda: store.create_conversation("ann", {}, [said("x" * 2_000_000)]),
+        ):
+            with pytest.raises(RequestError) as error:
+                await write()
+            assert (error.value.status, error.value.code) == (507, "store_full")
+        assert len(await store.conversation_items("ann", conversation) or ()) == 1
+        assert await store.get("ann", "a") is not None
+        assert await store.get("bob", "b") is not None
+    assert_sizes(tmp_path)
+
+
+async def test_sizes_follow_every_change(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db", clock=Clock()) as store:
+        conversation = (await store.create_conversation("ann", {"a": "b"}, [said("Hi"), said("Ho")])).id
+        await store.begin(asked("r1", "Hi", conversation=conversation), RUNNING)
+        await store.finish(asked("r1", "Hi", conversation=conversation), answered("Hello!", events=EVENTS))
+        await store.put(asked("r2", "Hi", "bob"), answered("Hello!"))
+        await store.update_conversation("ann", conversation, {"a": "much longer than before"})
+        item = said("again", item_id="msg_1")
+        await store.add_items("ann", conversation, [item])
+        await store.add_items("ann", conversation, [item])
+        await store.delete_item("ann", conversation, "msg_1")
+        assert_sizes(tmp_path)
+        await store.delete("bob", "r2")
+        assert_sizes(tmp_path)
+        await store.delete_conversation("ann", conversation)
+        await store.delete("ann", "r1")
+    assert sql(tmp_path / "r.db", "SELECT COUNT(*) FROM owners") == [(0,)]
+
+
+async def test_a_file_from_before_sizes_were_kept_gets_them(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db") as store:
+        await store.put(asked("r1", "Hi"), answered("Hello!", events=EVENTS))
+        await store.create_conversation("bob", {}, [said("Hi")])
+    for (trigger,) in sql(tmp_path / "r.db", "SELECT name FROM sqlite_master WHERE type = 'trigger'"):
+        sql(tmp_path / "r.db", f"DROP TRIGGER {trigger}")
+    sql(tmp_path / "r.db", "DROP TABLE owners")
+    async with SqliteStore(tmp_path / "r.db") as store:
+        await store.put(asked("r2", "Hi"), answered("Hello!"))
+    assert_sizes(tmp_path)
+
+
+def assert_sizes(folder: Path) -> None:
+    found = sql(folder / "r.db", "SELECT owner, SUM(bytes) FROM sizes GROUP BY owner ORDER BY owner")
+    assert sql(folder / "r.db", "SELECT owner, bytes FROM owners ORDER BY owner") == found
+
+
 async def test_another_process_reads_the_same_store(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         await store.put(asked("r1", "Hi"), answered("Hello!", events=EVENTS))
