@@ -168,7 +168,7 @@ async def _open_front_end(
     transcripts = Transcripts(settings.transcript_memory, encoder)
     cluster = await _open_cluster(settings, models, transcripts, stack)
     responses = await _open_response_store(settings.responses, settings.keys.are_needed, stack)
-    metrics.observe(partial(_read_cluster, cluster, transcripts, responses))
+    metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses))
     context = PromptContext(models, transcripts)
     detached = DetachedRuns(settings.resume, admission)
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
@@ -257,7 +257,7 @@ async def _open_redis(url: str, stack: contextlib.AsyncExitStack) -> RedisStore:
     return store
 
 
-def _read_cluster(cluster: Cluster, transcripts: Transcripts, responses: SqliteStore | None) -> ClusterReading:
+def _read_cluster(cluster: Cluster, admission: Admission, transcripts: Transcripts, responses: SqliteStore | None) -> ClusterReading:
     pool, router, sessions = cluster.pool, cluster.router, cluster.sessions
     return ClusterReading(
         workers={member.name: member.link.stats for member in pool.members},
@@ -275,6 +275,9 @@ def _read_cluster(cluster: Cluster, transcripts: Transcripts, responses: SqliteS
         transcript_bytes=transcripts.bytes,
         store_is_available=cluster.store.is_available,
         tasks=len(asyncio.all_tasks()),
+        body_bytes=admission.bodies.used,
+        bodies_waiting=admission.bodies.waiting,
+        turns_waiting=transcripts.encoder.turns.waiting,
         responses_stored=0 if responses is None else responses.stored,
         responses_evicted={} if responses is None else responses.evicted,
         response_store_bytes=0 if responses is None else responses.size,

@@ -84,6 +84,9 @@ class ClusterReading:
     transcript_bytes: int = 0
     store_is_available: bool = True
     tasks: int = 0
+    body_bytes: int = 0
+    bodies_waiting: int = 0
+    turns_waiting: int = 0
     responses_stored: int = 0
     responses_evicted: Mapping[str, int] = field(default_factory=dict)
     response_store_bytes: int = 0
@@ -191,6 +194,12 @@ DECLARATIONS = (
         "Tool calls in answers. whole: returned as a call; broken: not valid, returned as text."),
     Declaration("counter", "penstock_limits_reached", ("limit",), lambda tally, _: tally.limits_reached,
         "Requests refused because of a limit: a setting, a limit of their API key, or the field that is too large."),
+    Declaration("gauge", "penstock_body_bytes", (), lambda _, reading: reading.body_bytes,
+        "Bytes of request bodies that are being read, decoded or tokenized. The limit is --body-memory."),
+    Declaration("gauge", "penstock_bodies_waiting", (), lambda _, reading: reading.bodies_waiting,
+        "Requests whose body waits for room."),
+    Declaration("gauge", "penstock_tokenizations_waiting", (), lambda _, reading: reading.turns_waiting,
+        "Long prompts that wait for their next turn in a thread that tokenizes."),
     # API keys, by name.
     Declaration("counter", "penstock_key_requests", ("key",), lambda tally, _: tally.key_requests,
         "Generating requests that have ended, by name of the API key."),

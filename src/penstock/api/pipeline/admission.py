@@ -10,7 +10,7 @@ from typing import Self
 
 from penstock.api.pipeline.response import Sink
 from penstock.config.front_end import Limits
-from penstock.fairness import Places
+from penstock.fairness import FairBudget, Places
 from penstock.metrics.frontend import BUCKETS, Tally
 from penstock.wire.errors import RequestError
 
@@ -45,7 +45,8 @@ class Ticket:
 class Admission:
     """Admits requests within the limits, and knows those inside.
 
-    While it drains, nothing new is admitted. `idle` is set when the last request has left.
+    While it drains, nothing new is admitted. `idle` is set when the last request has left. `bodies` are the bytes of requests that are
+    not admitted yet.
     """
 
     def __init__(self, limits: Limits, tally: Tally) -> None:
@@ -54,6 +55,7 @@ class Admission:
         self.idle.set()
         self._tally = tally
         self.is_draining = False
+        self.bodies = FairBudget(limits.body_memory)
         self._places = Places(limits.max_generations)
         self._tickets: set[Ticket] = set()
 

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -23,6 +24,8 @@ from penstock.api.openai.schema import CHOICES
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.json_cost import MIN_BYTES, check_cost
 from penstock.api.pipeline.response import Response
+from penstock.config.front_end import Limits
+from penstock.fairness import FairBudget, Share
 from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.mailbox import ReaderLeft
 from penstock.text.transcript import Transcripts
@@ -32,6 +35,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_BODY_WAIT_SECONDS = 10.0
+_TRY_AGAIN = (429, 503)
 _LOCATED = re.compile(r"(?P<problem>.*) - at `(?P<path>\$.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
@@ -39,7 +44,11 @@ _MAX_SHOWN = 80
 _NOT_JSON = (UnicodeDecodeError, msgspec.DecodeError, RecursionError)
 
 
-class Incoming(Struct, frozen=True, gc=False):
+def _nothing() -> None:
+    pass
+
+
+class Incoming(Struct, gc=False):
     """A request whose body has been read, and its tenant. `path` has the parameters of its path, such as an id."""
 
     body: bytes
@@ -47,6 +56,13 @@ class Incoming(Struct, frozen=True, gc=False):
     tenant: Tenant
     path: Mapping[str, str] = {}
     query: Mapping[str, str] = {}
+    release: Callable[[], None] = _nothing
+    """Makes room for other bodies."""
+
+    def drop_body(self) -> None:
+        """The body has been decoded and its prompt tokenized. An answer may take minutes: it does not hold the body."""
+        self.body = b""
+        self.release()
 
     @property
     def owner(self) -> str:
@@ -74,14 +90,18 @@ class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float) -> bytes:
-    """The whole body. Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long."""
+async def read_body(scope: Scope, receive: Receive, limits: Limits, bodies: FairBudget, share: Share) -> bytes:
+    """The whole body, which takes its bytes from the budget as they come.
+
+    Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long, 503 when there is no room for it.
+    """
+    limit, seconds = limits.max_body_bytes, limits.stall_seconds
     length = announced_length(scope)
     if length is not None and length > limit:
         raise too_large(limit)
     deadline = _Deadline(seconds)
     try:
-        return await _read_chunks(receive, limit, length, deadline)
+        return await _read_chunks(receive, limit, length, deadline, bodies, share)
     except asyncio.CancelledError:
         if deadline.has_passed:
             message = f"the body did not come within {seconds:g} seconds"
@@ -108,7 +128,7 @@ class _Deadline:
             self._task.uncancel()
 
 
-async def _read_chunks(receive: Receive, limit: int, length: int | None, deadline: _Deadline) -> bytes:
+async def _read_chunks(receive: Receive, limit: int, length: int | None, deadline: _Deadline, bodies: FairBudget, share: Share) -> bytes:
     """`length` is what the client says. If the body is complete, the last, empty message is not awaited."""
     chunks: list[bytes] = []
     size = 0
@@ -121,12 +141,23 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None, deadlin
         size += len(chunk)
         if size > limit:
             raise too_large(limit)
+        if chunk and not bodies.take(share, len(chunk)):
+            await _wait_for_room(bodies, share, len(chunk))
         if size == length and not chunks:
             return bytes(chunk)
         chunks.append(chunk)
         if size == length or not message.get("more_body", False):
             return b"".join(chunks)
     raise asyncio.CancelledError
+
+
+async def _wait_for_room(bodies: FairBudget, share: Share, size: int) -> None:
+    """Meanwhile the client's socket fills up, and it must wait, too."""
+    try:
+        await bodies.wait(share, size, MAX_BODY_WAIT_SECONDS)
+    except TimeoutError as error:
+        message = f"the server holds {bodies.used:,} bytes of request bodies; its limit is {bodies.total:,} (--body-memory)"
+        raise RequestError(message, code="overloaded", status=503, limit="body_memory") from error
 
 
 @dataclass(frozen=True)
@@ -192,17 +223,23 @@ class Endpoint:
                 self.metrics.tally.requests[self.route, outcome] += 1
 
     async def _answer(self, scope: Scope, receive: Receive, response: Response) -> str:
-        if self.is_charged:
-            try:
-                scope[TENANT].quota.charge(self.generates)
-            except RequestError:
-                await discard_body(receive)
-                raise
-        limits = self.admission.limits
-        body = await read_body(scope, receive, limits.max_body_bytes, limits.stall_seconds)
+        tenant, bodies = scope[TENANT], self.admission.bodies
+        share = Share(tenant.lane, tenant.weight)
+        release = partial(bodies.release, share)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)) if scope["query_string"] else {}
-        incoming = Incoming(body, scope["headers"], scope[TENANT], scope.get("path_params", {}), query)
-        return await self.answer(incoming, receive, response)
+        incoming = Incoming(b"", scope["headers"], tenant, scope.get("path_params", {}), query, release)
+        try:
+            try:
+                if self.is_charged:
+                    tenant.quota.charge(self.generates)
+                incoming.body = await read_body(scope, receive, self.admission.limits, bodies, share)
+            except RequestError as error:
+                if error.status in _TRY_AGAIN:
+                    await discard_body(receive)
+                raise
+            return await self.answer(incoming, receive, response)
+        finally:
+            release()
 
 
 async def decode_body(

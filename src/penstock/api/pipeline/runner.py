@@ -57,6 +57,7 @@ class Runner:
     async def answer(self, parse: Parse, incoming: Incoming, receive: Receive, response: Response) -> str:
         """Answers a request with generations: on its connection, or detached from it if the client wants to resume."""
         plan, dialect = await parse(incoming, self.context)
+        incoming.drop_body()
         if not plan.request.resumable:
             return await self.run(plan, dialect, receive, response)
         run = DetachedRun(self.detached, dialect.id, plan.tenant.owner)

@@ -36,6 +36,7 @@ class CreateResponse:
 
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
         parsed = await self.parser.parse(incoming)
+        incoming.drop_body()
         kept, store = parsed.kept, self.parser.store
         if kept is None or store is None:
             return await self.runner.run(parsed.plan, parsed.dialect, receive, response)

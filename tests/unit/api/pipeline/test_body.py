@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from starlette.types import Receive
 
 from front_end import at_once
 from penstock.api.openai.schema import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, ChatRequest, CompletionRequest
 from penstock.api.pipeline.request import decode_body, read_body
+from penstock.config.front_end import Limits
+from penstock.fairness import FairBudget, Share
 from penstock.wire.errors import RequestError
 
 KINDS: list[tuple[msgspec.json.Decoder[Any], frozenset[str]]] = [
@@ -66,17 +70,22 @@ class Client:
         return {"type": "http.request", "body": self.pieces.pop(0), "more_body": True}
 
 
+def read(client: Client, receive: Receive, seconds: float) -> Awaitable[bytes]:
+    limits = Limits(max_body_bytes=100, stall_seconds=seconds)
+    return read_body(client.scope, receive, limits, FairBudget(100), Share())
+
+
 @pytest.mark.parametrize("pieces", [(b"abcd",), (b"ab", b"", b"cd")])
 async def test_a_body_of_known_length_ends_with_its_last_byte(pieces: tuple[bytes, ...]) -> None:
     client = Client(*pieces, b"of the next request", headers={b"content-length": b"4"})
-    assert await read_body(client.scope, client.receive, 100, 10) == b"abcd"
+    assert await read(client, client.receive, 10) == b"abcd"
     assert client.pieces == [b"of the next request"]
 
 
 async def test_a_body_that_does_not_end_is_refused_and_nothing_else_is_cancelled() -> None:
     client = Client(b"ab")
     with pytest.raises(RequestError) as caught:
-        await read_body(client.scope, client.receive, 100, 0.01)
+        await read(client, client.receive, 0.01)
     assert (caught.value.status, caught.value.code) == (408, "request_timeout")
     await asyncio.sleep(0)
 
@@ -91,5 +100,5 @@ async def test_a_body_that_trickles_is_refused_when_its_time_is_over() -> None:
 
     with pytest.raises(RequestError) as caught:
         async with asyncio.timeout(10):
-            await read_body(client.scope, trickle, 100, 0.01)
+            await read(client, trickle, 0.01)
     assert caught.value.status == 408

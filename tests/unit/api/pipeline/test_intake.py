@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+from typing import Any
 
 import pytest
 
-from front_end import FrontEnd, request, says
+from front_end import FrontEnd, Produce, request, says
 from penstock.api.app import ROUTES
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring
 from penstock.api.auth.quota import Quota
 from penstock.api.openai.completions import parse_completion
+from penstock.api.pipeline import request as pipeline
 from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
+from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import RequestError
+from penstock.wire.messages import Delta, Submit
 
 KEY = "psk-test"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -107,3 +113,124 @@ async def test_a_refused_body_is_taken_from_the_client_and_dropped() -> None:
     scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "headers": headers}
     await front_end.app(scope, receive, send)  # type: ignore[arg-type]
     assert [remaining for remaining, _ in sent] == [0, 0], "some clients read no answer before they have sent everything"
+
+
+# The budget of body bytes.
+
+ALICE, BOB = "psk-alice", "psk-bob"
+BODY = json.dumps({"model": "m", "prompt": "x", "user": "x" * 560}).encode()
+ROOM = len(BODY) + len(BODY) // 2
+HALF = len(BODY) // 2
+
+
+class Client:
+    """A request whose body is sent piece by piece."""
+
+    def __init__(self, front_end: FrontEnd, key: str) -> None:
+        self._pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.sent: list[Any] = []
+        headers = [(b"x-api-key", key.encode()), (b"content-length", str(len(BODY)).encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        self.task = asyncio.ensure_future(front_end.app(scope, self._pieces.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def send(self, body: bytes) -> None:
+        self._pieces.put_nowait({"type": "http.request", "body": body, "more_body": True})
+        await settled()
+
+    def disconnect(self) -> None:
+        self._pieces.put_nowait({"type": "http.disconnect"})
+
+    async def answer(self) -> tuple[int, bytes]:
+        async with asyncio.timeout(10):
+            await self.task
+        return self.sent[0]["status"], b"".join(message["body"] for message in self.sent[1:])
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def with_little_room(produce: Produce | None = None) -> FrontEnd:
+    """Two keys, and room for one and a half bodies."""
+    front_end = FrontEnd(produce or says("x"), Limits(body_memory=ROOM))
+    await front_end.models.prepare(front_end.model)
+    keyring = Keyring(KeySettings(given=(read_key(ALICE), read_key(BOB))), front_end.tally)
+    front_end.app = Gate(front_end.application, keyring, front_end.tally)
+    return front_end
+
+
+async def test_a_slow_body_holds_what_it_has_sent_and_a_second_tenant_goes_on() -> None:
+    front_end = await with_little_room()
+    bodies = front_end.admission.bodies
+    slow = Client(front_end, ALICE)
+    await slow.send(BODY[:HALF])
+    assert bodies.used == HALF, "not what it has announced"
+    others = [Client(front_end, ALICE) for _ in range(3)]
+    for client in others:
+        await client.send(BODY[:-1])
+    assert bodies.waiting == 2
+    for _ in range(3):
+        second = Client(front_end, BOB)
+        await second.send(BODY)
+        assert (await second.answer())[0] == 200, "however much the first tenant holds"
+    for client in others:
+        await client.send(BODY[-1:])
+    await slow.send(BODY[HALF:])
+    for client in (slow, *others):
+        assert (await client.answer())[0] == 200
+    assert (bodies.used, bodies.waiting) == (0, 0)
+    bodies.check_integrity()
+
+
+async def test_a_body_that_waits_too_long_is_told_which_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MAX_BODY_WAIT_SECONDS", 0.01)
+    front_end = await with_little_room()
+    slow, second = Client(front_end, ALICE), Client(front_end, ALICE)
+    await slow.send(BODY[:-1])
+    await second.send(BODY)
+    second.disconnect()
+    status, body = await second.answer()
+    assert (status, f"its limit is {ROOM:,} (--body-memory)" in body.decode()) == (503, True)
+    assert dict(second.sent[0]["headers"])[b"retry-after"] == b"1"
+    assert front_end.tally.limits_reached == {("body_memory",): 1}
+    await slow.send(BODY[-1:])
+    assert (await slow.answer())[0] == 200
+    assert front_end.admission.bodies.used == 0
+
+
+async def test_a_client_that_leaves_while_it_waits_passes_its_room_on() -> None:
+    front_end = await with_little_room()
+    bodies = front_end.admission.bodies
+    first, gone, cancelled, last = (Client(front_end, ALICE) for _ in range(4))
+    for client in (first, gone, cancelled, last):
+        await client.send(BODY[:-1])
+    assert bodies.waiting == 3
+    gone.disconnect()
+    cancelled.task.cancel()
+    await settled()
+    assert bodies.waiting == 2
+    await last.send(BODY[-1:])
+    await first.send(BODY[-1:])
+    assert [(await client.answer())[0] for client in (first, gone, last)] == [200, 400, 200]
+    assert cancelled.task.cancelled()
+    assert (bodies.used, bodies.waiting) == (0, 0)
+
+
+async def test_an_answer_does_not_hold_the_body_of_its_request() -> None:
+    async def never_ends(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, tuple(b"abc")))
+        await asyncio.Event().wait()
+
+    front_end = await with_little_room(never_ends)
+    clients = [Client(front_end, ALICE) for _ in range(5)]
+    for client in clients:
+        await client.send(BODY)
+    assert front_end.admission.bodies.used == 0
+    assert front_end.tally.running == 5
+    for client in clients:
+        client.disconnect()
+    await asyncio.gather(*(client.task for client in clients))
