@@ -117,7 +117,7 @@ class FrontEnd:
         pool = WorkerPool([], "test", "", self.models.prepare)
         sessions = Sessions(MemoryStore(), pool, quota=0)
         context = PromptContext(self.models, Transcripts(0))
-        self.detached = DetachedRuns(resume or ResumeLimits(), self.admission)
+        self.detached = DetachedRuns(resume or ResumeLimits(), self.admission, self.tally)
         runner = Runner(context, sessions, self.produce, self.admission, self.tally, self.detached)
         self.application = app = make_app(Services(context, runner, self.detached, sessions, self.admission, metrics, responses))
         self.app = Gate(app, Keyring(KeySettings(), self.tally), self.tally)

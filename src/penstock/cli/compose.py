@@ -170,7 +170,7 @@ async def _open_front_end(
     responses = await _open_response_store(settings.responses, settings.keys.are_needed, stack)
     metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses))
     context = PromptContext(models, transcripts)
-    detached = DetachedRuns(settings.resume, admission)
+    detached = DetachedRuns(settings.resume, admission, tally)
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
     stack.push_async_callback(detached.close)
     app = make_app(Services(context, runner, detached, cluster.sessions, admission, metrics, responses))

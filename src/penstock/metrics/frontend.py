@@ -56,6 +56,7 @@ class Tally:
     """By the name of the limit: a setting, a limit of a key, or the field whose size is limited."""
     streams_resumed: int = 0
     """Streams that a client read again, from the start or from where it was cut off."""
+    streams_evicted: int = 0
     failed_authentications: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By reason."""
     stalls: list[int] = field(default_factory=lambda: [0] * (len(STALL_BUCKETS) + 1))
@@ -242,6 +243,8 @@ DECLARATIONS = (
         "Responses and conversations that this front end deleted. expired: by age; full: to make room."),
     Declaration("counter", "penstock_streams_resumed", (), lambda tally, _: tally.streams_resumed,
         "Streams that a client continued to read after a disconnect."),
+    Declaration("counter", "penstock_streams_evicted", (), lambda tally, _: tally.streams_evicted,
+        "Resumable streams that were dropped before their time because the memory for them was full."),
     Declaration("gauge", "penstock_response_store_bytes", (), lambda _, reading: reading.response_store_bytes,
         "Size of the store of responses."),
 )

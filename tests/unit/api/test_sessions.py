@@ -54,7 +54,7 @@ class Client:
         metrics = FrontEndMetrics(Tally())
         admission = Admission(Limits(), metrics.tally)
         context = PromptContext(models, Transcripts(0))
-        detached = DetachedRuns(ResumeLimits(), admission)
+        detached = DetachedRuns(ResumeLimits(), admission, metrics.tally)
         runner = Runner(context, front_end.sessions, front_end.dispatcher.produce, admission, metrics.tally, detached)
         self._app = make_app(Services(context, runner, detached, front_end.sessions, admission, metrics))
         self.headers: dict[bytes, bytes] = {}

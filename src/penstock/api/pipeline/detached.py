@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.types import Message, Receive
 
+from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import ClientWatch, EventWriter, Response
@@ -99,10 +101,10 @@ class DetachedRun:
     With `survives` it goes on without any reader. An endpoint that needs to find more with the run's id makes a subclass.
     """
 
-    def __init__(self, runs: DetachedRuns, run_id: str, owner: str, survives: bool = False) -> None:
+    def __init__(self, runs: DetachedRuns, run_id: str, tenant: Tenant, survives: bool = False) -> None:
         self._runs = runs
         self.id = run_id
-        self.owner = owner
+        self.tenant = tenant
         self.recording = Recording()
         self.cancelled = False
         self._survives = survives
@@ -112,7 +114,7 @@ class DetachedRun:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Work, numbered: bool) -> None:
-        recorder = Recorder(self.recording, numbered, self._runs.grown)
+        recorder = Recorder(self.recording, numbered, partial(self._runs.grown, self))
         self._task = asyncio.create_task(self._run(work, recorder), name=f"detached {self.id}")
         self._left_alone()
 
@@ -215,15 +217,29 @@ class _Follower:
         return b"".join(events), "ok"
 
 
-class DetachedRuns:
-    """All detached answers of a front end. Their memory is bounded: the oldest that are over go first."""
+@dataclass(eq=False)
+class _Lane:
+    """What one tenant has: how many answers, their bytes, and those that are over, oldest first, each with the timer that removes it."""
 
-    def __init__(self, limits: ResumeLimits, admission: Admission) -> None:
+    weight: int
+    runs: int = 0
+    bytes: int = 0
+    ended: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+
+
+class DetachedRuns:
+    """All detached answers of a front end. Their memory is bounded, and shared by weight between the tenants that have answers.
+
+    When it is full, the tenant who is most above its share loses its oldest answers that are over, and begins no more. A tenant below its
+    share loses nothing and may begin: then answers that still run take more memory for a while.
+    """
+
+    def __init__(self, limits: ResumeLimits, admission: Admission, tally: Tally) -> None:
         self.limits = limits
         self._admission = admission
+        self._tally = tally
         self._runs: dict[str, DetachedRun] = {}
-        self._ended: dict[str, asyncio.TimerHandle] = {}
-        """Oldest first, each with the timer that removes it."""
+        self._lanes: dict[str, _Lane] = {}
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -231,16 +247,22 @@ class DetachedRuns:
 
     def start(self, run: DetachedRun, work: Work, *, numbered: bool) -> None:
         """Begins an answer. Raises RequestError (429) when there is no memory for more."""
-        if self.bytes >= self.limits.memory:
+        tenant = run.tenant
+        lane = self._lanes.get(tenant.lane) or _Lane(tenant.weight)
+        others = sum([each.weight for each in self._lanes.values() if each is not lane])
+        if self.bytes >= self.limits.memory and lane.bytes * (others + tenant.weight) >= self.limits.memory * tenant.weight:
             message = f"the resumable answers take all of their memory, {self.limits.memory:,} bytes"
             raise RequestError(message, code="overloaded", status=429)
         self._runs[run.id] = run
+        self._lanes[tenant.lane] = lane
+        lane.weight = tenant.weight
+        lane.runs += 1
         run.start(work, numbered)
 
     def find(self, owner: str, run_id: str) -> DetachedRun | None:
         """The owner's answer with this id; None if there is none, or if it belongs to another owner."""
         run = self._runs.get(run_id)
-        return run if run is not None and run.owner == owner else None
+        return run if run is not None and run.tenant.owner == owner else None
 
     async def follow(self, run: DetachedRun, receive: Receive, response: Response, after: int = -1) -> str:
         """`run.follow`, cut off like any reader that takes nothing. Raises RequestError (503) while draining."""
@@ -254,24 +276,42 @@ class DetachedRuns:
 
     def forget(self, run_id: str) -> None:
         """Forgets its events."""
-        timer = self._ended.pop(run_id, None)
+        run = self._runs.pop(run_id, None)
+        if run is None:
+            return
+        name = run.tenant.lane
+        lane = self._lanes[name]
+        timer = lane.ended.pop(run_id, None)
         if timer is not None:
             timer.cancel()
-        run = self._runs.pop(run_id, None)
-        if run is not None:
-            self.bytes -= run.recording.size + len(run.recording.body or b"")
+        size = run.recording.size + len(run.recording.body or b"")
+        self.bytes -= size
+        lane.bytes -= size
+        lane.runs -= 1
+        if not lane.runs:
+            del self._lanes[name]
 
-    def grown(self, size: int) -> None:
+    def grown(self, run: DetachedRun, size: int) -> None:
         """A recording has grown by `size` bytes."""
+        if self._runs.get(run.id) is not run:
+            return  # forgotten meanwhile, and not counted
         self.bytes += size
-        while self.bytes > self.limits.memory and self._ended:
-            self.forget(next(iter(self._ended)))
+        self._lanes[run.tenant.lane].bytes += size
+        while self.bytes > self.limits.memory and (lane := self._most_above_share()) is not None:
+            self._tally.streams_evicted += 1
+            self.forget(next(iter(lane.ended)))
+
+    def _most_above_share(self) -> _Lane | None:
+        """The tenant to lose an answer. None: those above their share have none that is over."""
+        weights = sum([lane.weight for lane in self._lanes.values()])
+        above = [lane for lane in self._lanes.values() if lane.ended and lane.bytes * weights >= self.bytes * lane.weight]
+        return max(above, key=lambda lane: lane.bytes / lane.weight, default=None)
 
     def over(self, run: DetachedRun) -> None:
         if self._runs.get(run.id) is not run:
             return
         if run.recording.events:
-            self._ended[run.id] = asyncio.get_running_loop().call_later(self.limits.keep, self.forget, run.id)
+            self._lanes[run.tenant.lane].ended[run.id] = asyncio.get_running_loop().call_later(self.limits.keep, self.forget, run.id)
         else:
             # There is nothing to resume, and the error would keep the whole request in memory.
             self.forget(run.id)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 from starlette.types import Receive
 
+from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.detached import DetachedRun, DetachedRuns, Recorder
 from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Response, Sink
@@ -44,7 +45,7 @@ class CreateResponse:
             sink = SavingSink(response, store, kept, parsed.dialect)
             return await self.runner.run(parsed.plan, parsed.dialect, receive, sink)
         work = _Work(self.runner, self.detached, store, parsed, kept)
-        run = ResponseRun(self.detached, kept, parsed.dialect)
+        run = ResponseRun(self.detached, kept, parsed.plan.tenant, parsed.dialect)
         if parsed.is_background:
             queued = await self._start_in_background(work, run)
             if not parsed.is_stream:
@@ -74,8 +75,8 @@ class CreateResponse:
 class ResponseRun(DetachedRun):
     """A response that is being made: `dialect` has its current state. In the background it needs no reader."""
 
-    def __init__(self, runs: DetachedRuns, response: NewResponse, dialect: ResponseDialect) -> None:
-        super().__init__(runs, response.id, response.owner, survives=response.is_background)
+    def __init__(self, runs: DetachedRuns, response: NewResponse, tenant: Tenant, dialect: ResponseDialect) -> None:
+        super().__init__(runs, response.id, tenant, survives=response.is_background)
         self.dialect = dialect
 
 

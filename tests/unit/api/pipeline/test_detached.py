@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 
 import pytest
 
 from front_end import FrontEnd, says
-from penstock.config.front_end import Limits, ResumeLimits
+from penstock.api.auth.gate import Gate
+from penstock.api.auth.keys import Keyring
+from penstock.config.front_end import KeySettings, Limits, ResumeLimits, read_key
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import Delta, Fault, Finish, Submit
 
 RESUMABLE = {"stream": True, "stream_options": {"resumable": True}}
+FLOOD, OTHER = "psk-that-floods", "psk-of-somebody-else"
 LOST = Fault("worker_lost", "the worker is gone", retryable=True)
 
 
@@ -189,6 +193,54 @@ async def test_what_is_over_makes_room_for_what_comes() -> None:
     assert front_end.status == 404
     await front_end.send("GET", f"/v1/completions/{streams[-1]}")
     assert front_end.status == 200
+    await front_end.detached.close()
+    assert (front_end.detached.bytes, len(front_end.detached)) == (0, 0)
+
+
+def with_two_keys(front_end: FrontEnd) -> FrontEnd:
+    keyring = Keyring(KeySettings(given=tuple(map(read_key, [FLOOD, OTHER]))), front_end.tally)
+    front_end.app = Gate(front_end.application, keyring, front_end.tally)
+    return front_end
+
+
+async def resumable(front_end: FrontEnd, key: str) -> int:
+    body = json.dumps({"model": "m", "prompt": "x", **RESUMABLE}).encode()
+    await front_end.send("POST", "/v1/completions", body, {"authorization": f"Bearer {key}"})
+    return front_end.status
+
+
+async def test_a_key_that_records_much_drops_only_its_own() -> None:
+    front_end = with_two_keys(FrontEnd(says("abc"), resume=ResumeLimits(memory=4000)))
+    streams = []
+    for key in (OTHER, *[FLOOD] * 12):
+        assert await resumable(front_end, key) == 200
+        streams.append(front_end.events[0]["id"])
+        assert front_end.detached.bytes <= 4000
+    found = []
+    for key, stream in ((OTHER, streams[0]), (FLOOD, streams[1]), (FLOOD, streams[-1])):
+        await front_end.send("GET", f"/v1/completions/{stream}", headers={"authorization": f"Bearer {key}"})
+        found.append(front_end.status)
+    assert found == [200, 404, 200]
+    assert front_end.tally.streams_evicted == 13 - len(front_end.detached)
+    await front_end.detached.close()
+    assert (front_end.detached.bytes, len(front_end.detached)) == (0, 0)
+
+
+async def test_a_key_below_its_share_begins_though_another_has_filled_the_memory() -> None:
+    steps = Stepwise("abcdefgh")
+    front_end = with_two_keys(FrontEnd(steps.produce, resume=ResumeLimits(memory=100)))
+    connection = asyncio.create_task(resumable(front_end, FLOOD))
+    await steps.begun.wait()
+    steps.make(4)
+    await until_sent(front_end, "abcd")
+    assert await resumable(front_end, FLOOD) == 429
+    steps.begun.clear()
+    second = asyncio.create_task(resumable(front_end, OTHER))
+    async with asyncio.timeout(10):
+        await steps.begun.wait()
+    assert len(front_end.detached) == 2
+    front_end.gone.set()
+    await asyncio.wait([connection, second])
     await front_end.detached.close()
     assert (front_end.detached.bytes, len(front_end.detached)) == (0, 0)
 
