@@ -9,7 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -27,6 +28,9 @@ CALL_SECONDS = 0.5
 # The time limit of a call runs in this many parts, one timer after the other. A process that was paused for a while then still looks
 # for the answer before it gives up: the pause uses up one part at most.
 PARTS_PER_CALL = 5
+# An answer is slow when this many parts pass before it. After MAX_SLOW more slow answers than others, Redis counts as lost.
+SLOW_PARTS = 2
+MAX_SLOW = 16
 PROBE_SECONDS = 1.0
 MAX_CALLS_AT_ONCE = 32
 SWEEP = 1000
@@ -44,10 +48,13 @@ class RedisStore:
     After `start` no method raises. When Redis fails, is missing or takes longer than CALL_SECONDS, one error is logged, and every call
     answers at once as if this process were alone: `get` and the lists find nothing, claims and rebinds succeed and are not stored,
     renewals and releases succeed, members are unknown. Epochs then come from this process's clock. A call that was cut off may have
-    been carried out.
+    been carried out. The same happens when answers are slow again and again.
 
-    A probe notices within about PROBE_SECONDS that Redis fails or is back. Bindings that Redis lost meanwhile are gone: their next
-    renewal returns False.
+    At most MAX_CALLS_AT_ONCE calls are under way. No call takes longer than CALL_SECONDS, waiting for its turn included: then it alone
+    is answered as if this process were alone.
+
+    A probe notices within about PROBE_SECONDS that Redis fails, or is back and fast. Bindings that Redis lost meanwhile are gone: their
+    next renewal returns False.
     """
 
     def __init__(self, url: str, prefix: str = "penstock:", probe_seconds: float = PROBE_SECONDS) -> None:
@@ -59,11 +66,12 @@ class RedisStore:
         self._lost_at = 0.0
         self._epoch = 0
         self._probing: asyncio.Task[None] | None = None
-        # The time limit of a call starts after its turn has come: many calls at once do not mean that Redis is gone.
         self._turns = asyncio.Semaphore(MAX_CALLS_AT_ONCE)
+        # How many more answers than others were slow.
+        self._slow = 0
         self._decoder = msgspec.json.Decoder(Binding)
         try:
-            # Time limits are set in _in_time.
+            # Time limits are set with _TimeLimit.
             self._redis: Any = Redis.from_url(
                 url, protocol=2, socket_timeout=None, socket_connect_timeout=None, retry=Retry(NoBackoff(), 0)
             )
@@ -174,15 +182,27 @@ class RedisStore:
         """The decoded answer of Redis; `fallback` while it is lost."""
         if not self.is_available:
             return fallback
-        async with self._turns:
-            # It may have been lost while we waited for our turn.
-            if not self._is_available:
-                return fallback
-            try:
-                return decode(await _in_time(command(*arguments)))
-            except FAILURES as error:
+        called_at: int | None = None
+        try:
+            async with _TimeLimit() as limit, self._turns:
+                # It may have been lost while we waited for our turn.
+                if not self._is_available:
+                    return fallback
+                called_at = limit.parts
+                answer = await command(*arguments)
+                self._answered(limit.parts - called_at)
+            return decode(answer)
+        except FAILURES as error:
+            # A call that waited for its turn most of the time says nothing about Redis.
+            if not isinstance(error, TimeoutError) or (called_at is not None and limit.parts - called_at >= SLOW_PARTS):
                 self._lose(error)
-                return fallback
+            return fallback
+
+    def _answered(self, parts: int) -> None:
+        """Redis answered, after this many parts of the time limit."""
+        self._slow = max(0, self._slow + (1 if parts >= SLOW_PARTS else -1))
+        if self._slow >= MAX_SLOW:
+            self._lose(TimeoutError(f"it answers, but takes over {CALL_SECONDS * SLOW_PARTS / PARTS_PER_CALL:g} s"))
 
     def _decode(self, held: bytes | None) -> Binding | None:
         return None if held is None else self._decoder.decode(held)
@@ -205,24 +225,30 @@ class RedisStore:
     def _regain(self) -> None:
         if not self._is_available:
             self._is_available = True
+            self._slow = 0
             log.warning("the store at %s is back after %.1f s", self._shown, time.monotonic() - self._lost_at)
 
     async def _probe(self) -> None:
         while True:
             await asyncio.sleep(self._probe_seconds)
             try:
-                await self._try()
+                parts = await self._try()
             except FAILURES as error:
                 self._lose(error)
                 # New connections look up the host again: it may have moved.
                 with suppress(*FAILURES):
-                    await _in_time(self._redis.connection_pool.disconnect(inuse_connections=False))
+                    async with _TimeLimit():
+                        await self._redis.connection_pool.disconnect(inuse_connections=False)
             else:
-                self._regain()
+                self._answered(parts)
+                if parts < SLOW_PARTS:
+                    self._regain()
 
-    async def _try(self) -> None:
-        """Writes a key: a Redis that is full or has become a replica can be read but not written."""
-        await _in_time(self._redis.set(self._prefix + "probe", "", px=1000))
+    async def _try(self) -> int:
+        """Writes a key: a Redis that is full or has become a replica can be read but not written. Returns the parts that it took."""
+        async with _TimeLimit() as limit:
+            await self._redis.set(self._prefix + "probe", "", px=1000)
+        return limit.parts
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(f"--store {self._shown} cannot be used: {reason}")
@@ -243,31 +269,38 @@ class RedisStore:
         return [binding.epoch, msgspec.json.encode(binding), _milliseconds(seconds), index, name]
 
 
-async def _in_time(answer: Awaitable[Answer]) -> Answer:
-    """Raises TimeoutError after CALL_SECONDS. Raises CancelledError for a cancellation that was swallowed: `asyncio.wait_for`, which
-    the library uses, may swallow one before Python 3.12."""
-    task = asyncio.current_task()
-    assert task is not None
-    cancellations = task.cancelling()
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle | None = None
+class _TimeLimit:
+    """Raises TimeoutError inside after CALL_SECONDS. `parts` counts those that have passed. Raises CancelledError for a cancellation
+    that was swallowed: `asyncio.wait_for`, which the library uses, may swallow one before Python 3.12."""
 
-    def wait_on(parts: int) -> None:
-        nonlocal timer
-        if parts:
-            timer = loop.call_later(CALL_SECONDS / PARTS_PER_CALL, wait_on, parts - 1)
+    def __init__(self) -> None:
+        self.parts = 0
+        self._loop = asyncio.get_running_loop()
+        self._limit = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancellations = task.cancelling()
+        self._timer = self._loop.call_later(CALL_SECONDS / PARTS_PER_CALL, self._end_part)
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, traceback)
+        finally:
+            if self._task.cancelling() > self._cancellations:
+                raise asyncio.CancelledError
+
+    def _end_part(self) -> None:
+        self.parts += 1
+        if self.parts < PARTS_PER_CALL:
+            self._timer = self._loop.call_later(CALL_SECONDS / PARTS_PER_CALL, self._end_part)
         else:
-            limit.reschedule(loop.time())
-
-    try:
-        async with asyncio.timeout(None) as limit:
-            wait_on(PARTS_PER_CALL)
-            return await answer
-    finally:
-        if timer is not None:
-            timer.cancel()
-        if task.cancelling() > cancellations:
-            raise asyncio.CancelledError
+            self._limit.reschedule(self._loop.time())
 
 
 def _as_members(flat: list[bytes]) -> dict[str, str]:

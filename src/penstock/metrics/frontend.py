@@ -235,7 +235,7 @@ DECLARATIONS = (
     Declaration("gauge", "penstock_transcript_bytes", (), lambda _, reading: reading.transcript_bytes,
         "Memory for the tokens of sessions' earlier turns."),
     Declaration("gauge", "penstock_store_available", (), lambda _, reading: int(reading.store_is_available),
-        "1 if the store of sessions can be reached, else 0."),
+        "1 if the store of sessions is used; 0 while it cannot be reached or is too slow."),
     # Stored responses.
     Declaration("counter", "penstock_responses_stored", (), lambda _, reading: reading.responses_stored,
         "Responses that this front end stored."),
