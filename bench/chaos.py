@@ -1,10 +1,11 @@
-"""Kills and freezes workers under load, and checks that no client notices.
+"""Kills and freezes workers under load, and checks that no client notices. Stops a front end whose clients do not let go.
 
     python bench/chaos.py simulator     2,000 streams of 512 tokens on four simulated workers
     python bench/chaos.py embedded      100 sampled streams on four workers with a tiny model, compared to an undisturbed run
+    python bench/chaos.py shutdown      SIGTERM with 200 connections that hold the server up, 20 times; see BAD_STATES
 
 Every two seconds a random worker is killed with SIGKILL (its supervisor restarts it) and another is frozen with SIGSTOP for five seconds.
-Exits with 1 when one token or one answer is wrong.
+Exits with 1 when one token or one answer is wrong, or when a stop takes longer than the grace time and a second.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import random
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,6 +39,7 @@ from servers import Process, serving
 KILL_EVERY = 2.0
 FREEZE_SECONDS = 5.0
 VOCABULARY = 300
+SETTLE_SECONDS = 2.0
 
 
 class Chaos:
@@ -103,6 +108,82 @@ async def run_simulator(arguments: argparse.Namespace) -> bool:
     for error in sorted(set(errors), key=str):
         print(f"  {errors.count(error)} × {error}")
     return not errors and not verification.wrong_streams and not verification.incomplete and chaos.killed > 0
+
+
+def _posted(path: str, **fields: object) -> bytes:
+    body = json.dumps({"model": "simulator", **fields}).encode()
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body
+
+
+_ENDLESS: dict[str, Any] = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True}
+BAD_STATES = {
+    "nothing sent": b"",
+    "half a head": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncont",
+    "half a body": b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"model":',
+    "idle after an answer": b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n",
+    "unread stream": _posted("/v1/completions", stream=True, n=8, **_ENDLESS),
+    "unread whole answer": _posted("/tokenize", prompt="x" * 300_000),
+    "whole answer in the making": _posted("/v1/completions", **_ENDLESS),
+    "stream that is read": _posted("/v1/completions", stream=True, **_ENDLESS),
+    "resumable stream, unread": _posted("/v1/completions", stream=True, stream_options={"resumable": True}, n=4, **_ENDLESS),
+    "background response": _posted("/v1/responses", input="x", background=True, max_output_tokens=100_000),
+}
+"""What a client sends, and then nothing more. Most of the generations wait in the queue: the worker has 64 places."""
+
+
+async def run_shutdown(arguments: argparse.Namespace) -> bool:
+    """Prints how long after the grace time the front end has ended, and `serve` with its worker."""
+    late = []
+    for number in range(arguments.rounds):
+        with tempfile.TemporaryDirectory() as directory:
+            flags = [
+                "--engine=simulator",
+                "--step-ms=1",
+                "--max-batch=64",
+                f"--grace={arguments.grace}",
+                f"--response-store={directory}/store",
+            ]
+            with serving(*flags) as server:
+                states = list(itertools.islice(itertools.cycle(BAD_STATES), arguments.streams))
+                connections = [_begin(server.port, state) for state in states]
+                await asyncio.sleep(SETTLE_SECONDS)
+                front_end, whole = _stop(server, arguments.grace)
+            for connection in connections:
+                connection.close()
+        cleaned = any("frontend has ended" in line for line in server.log)
+        print(f"{number + 1:2}: front end {front_end:+.2f} s, all {whole:+.2f} s; status {server.process.returncode}, cleaned up {cleaned}")
+        late.append(front_end if cleaned and not server.process.returncode else math.inf)
+    in_time = sum(seconds <= 1 for seconds in late)
+    print(f"{in_time} of {len(late)} front ends ended within a second of the grace time; the latest {max(late):+.2f} s")
+    return in_time == len(late)
+
+
+def _stop(server: Process, grace: float) -> tuple[float, float]:
+    """The seconds from the end of the grace time to the end of the front end, and of all."""
+    front_end = server.children("frontend")["frontend"]
+    due = time.monotonic() + grace
+    server.process.terminate()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        front_end.wait(grace + 30)
+    ended = time.monotonic() - due
+    server.process.wait(grace + 30)
+    return ended, time.monotonic() - due
+
+
+def _begin(port: int, state: str) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(BAD_STATES[state])
+    if state == "stream that is read":
+        threading.Thread(target=_read, args=[connection], daemon=True).start()
+    return connection
+
+
+def _read(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while connection.recv(65536):
+            pass
 
 
 async def run_embedded(arguments: argparse.Namespace) -> bool:
@@ -216,15 +297,18 @@ def _show(progress: Progress) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["simulator", "embedded"])
-    parser.add_argument("--streams", type=int, help="concurrent streams (default: 2000, embedded 100)")
+    parser.add_argument("what", choices=["simulator", "embedded", "shutdown"])
+    parser.add_argument("--streams", type=int, help="concurrent streams (default: 2000, embedded 100, shutdown 200)")
+    parser.add_argument("--rounds", type=int, default=20, help="how often it is stopped")
+    parser.add_argument("--grace", type=float, default=1.0, help="--grace of a front end that is stopped")
     parser.add_argument("--step-ms", type=float, default=30.0, help="length of a simulated step; a stream has 512 steps")
     parser.add_argument("--stall", type=float, default=2.0, help="--worker-stall of the front end")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
-    arguments.streams = arguments.streams or (2000 if arguments.engine == "simulator" else 100)
+    run, streams = {"simulator": (run_simulator, 2000), "embedded": (run_embedded, 100), "shutdown": (run_shutdown, 200)}[arguments.what]
+    arguments.streams = arguments.streams or streams
     print(f"seed {arguments.seed}")
-    passed = asyncio.run(run_simulator(arguments) if arguments.engine == "simulator" else run_embedded(arguments))
+    passed = asyncio.run(run(arguments))
     print("passed" if passed else "FAILED")
     return 0 if passed else 1
 

@@ -236,6 +236,63 @@ def test_what_does_not_finish_within_the_grace_gets_a_fault(serve: Callable[...,
     assert server.join() == 0
 
 
+def in_every_bad_state(server: Server) -> list[socket.socket]:
+    """Connections of clients that do what a server cannot wait for."""
+    endless = {"max_tokens": 100_000, "ignore_eos": True}
+    resumable = begin_stream(server, **endless, stream_options={"resumable": True})
+    resumable.recv(12)
+    background = begin(server, "/v1/responses", json.dumps({"model": "simulator", "input": "x", "background": True}).encode())
+    background.recv(12)
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
+    _, half_head, half_body, kept_alive = connections
+    half_head.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncont")
+    half_body.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"model":')
+    kept_alive.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+    kept_alive.recv(12)
+    # The third gets no place in the batch.
+    unread = [begin_stream(server, receive_buffer=4096, n=8, **endless) for _ in range(3)]
+    whole = begin(server, "/tokenize", json.dumps({"model": "simulator", "prompt": "x" * 300_000}).encode(), receive_buffer=4096)
+    whole.recv(12)
+    wait_until(lambda: server.metric("penstock_requests_running", role="frontend") >= 3)
+    resumable.close()
+    return [*connections, *unread, whole, background]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["after the grace", "at a second signal"])
+def test_sigterm_ends_a_front_end_whatever_its_clients_do(serve: Callable[..., Server], again: bool) -> None:
+    server = serve("--step-ms", "1", "--max-batch", "20", "--worker-queue", "4", "--grace", "1000" if again else "0.5")
+    front_end = server.child("frontend")
+    connections = in_every_bad_state(server)
+    front_end.terminate()
+    if again:
+        wait_until(lambda: server.request("GET", "/ready")[0] == 503)
+        front_end.terminate()
+        wait_until(lambda: any("a second signal: what runs is cut off now" in line for line in server.log))
+    # Of its supervisor it is a child that died, so this process cannot ask for its status: the log tells it.
+    wait_until(lambda: any("frontend has ended" in line for line in server.log), timeout=20)
+    wait_until(lambda: not front_end.is_running())
+    status = 128 + signal.SIGTERM if again else 0
+    wait_until(lambda: any(f"frontend died (exit status {status})" in line for line in server.log))
+    assert not [line for line in server.log if "Traceback" in line]
+    for connection in connections:
+        connection.close()
+
+
+def test_serve_ends_with_its_children_whatever_its_clients_do(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "1", "--max-batch", "20", "--grace", "0.5")
+    children = psutil.Process(server.process.pid).children()
+    sockets = Path(next(word for word in server.child("worker").cmdline() if word.startswith("--listen=unix:")).partition(":")[2]).parent
+    connections = in_every_bad_state(server)
+    assert sockets.exists()
+    assert server.stop() == 0
+    assert any("frontend has ended" in line for line in server.log), "it was killed, without its clean-up"
+    assert any("worker-0 has ended" in line for line in server.log)
+    assert not [child for child in children if child.is_running()]
+    assert not sockets.exists()
+    for connection in connections:
+        connection.close()
+
+
 def test_ctrl_c_drains_and_a_second_one_exits_now(serve: Callable[..., Server]) -> None:
     server = serve("--step-ms", "10")
     children = psutil.Process(server.process.pid).children()
@@ -279,7 +336,7 @@ def test_a_port_in_use_is_told_once(server: Server) -> None:
         (["serve", "--step-ms", "-1"], "--step-ms is -1: expected 0 or more"),
         (["serve", "--model", "/nowhere"], "--model /nowhere"),
         (["worker", "--engine", "simulator", "--listen", "nowhere"], "expected unix:/path or tcp://host:port"),
-        (["worker", "--engine", "simulator", "--listen", "tcp://127.0.0.1:0"], "needs a shared secret; set PENSTOCK_LINK_SECRET"),
+        (["worker", "--engine", "simulator", "--listen", "tcp://127.0.0.1:0"], "a worker on TCP needs PENSTOCK_LINK_SECRET or TLS"),
         # Found out when the engine already runs, which has to end as well.
         (["worker", "--listen", "unix:/nowhere/at/all.sock"], "--listen unix:/nowhere/at/all.sock: No such file or directory"),
     ],

@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 from collections import deque
+from pathlib import Path
 
 from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
@@ -74,6 +75,7 @@ class HttpServer:
     """Serves an ASGI application on a listener until `stop`."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, file_limit: int, tally: Tally) -> None:
+        self._port: int = listener.getsockname()[1]
         highest = file_limit - RESERVED_FILES
         self._guard = FileGuard(listener, file_limit, highest - REFUSE_EARLY, tally)
         max_connections = highest - _lowest_free_file(listener)
@@ -90,7 +92,15 @@ class HttpServer:
             await asyncio.wait([guard])
 
     def stop(self) -> None:
+        """Takes no more connections, and closes each that has nothing to send. Granian waits for the others without a limit."""
         self._server.stop()  # type: ignore[no-untyped-call]
+
+    def cut(self) -> None:
+        """Closes every connection now. What the kernel has of an answer is still sent."""
+        for file in Path("/dev/fd").iterdir():
+            with contextlib.suppress(OSError), _copied(int(file.name)) as connection:
+                if connection.getsockname()[1] == self._port and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Granian(Server):
@@ -163,6 +173,20 @@ class FileGuard:
             connection.shutdown(socket.SHUT_WR)
         if len(self._lingering) > MAX_LINGERING:
             self._lingering.popleft().close()
+
+
+def _copied(number: int) -> socket.socket:
+    """The TCP socket behind a descriptor, as a copy: granian may close its own at any moment. Raises OSError when it is none."""
+    copy = os.dup(number)
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    if found.family not in (socket.AF_INET, socket.AF_INET6):
+        found.close()
+        raise OSError(errno.EAFNOSUPPORT, "not TCP")
+    return found
 
 
 def _lowest_free_file(any_open: socket.socket) -> int:

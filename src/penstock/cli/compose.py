@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -54,8 +55,14 @@ log = logging.getLogger(__name__)
 
 # A worker that ends waits this long for its front ends to take over its generations.
 HAND_OVER_SECONDS = 2.0
-# A front end that ends waits this long for requests that it has cut off.
-EXPEL_SECONDS = 2.0
+# A front end that ends gives each of these steps so long: all of them, and its clean-up, are over a second after its grace time.
+EXPEL_SECONDS = 0.3  # requests end with a fault
+CANCEL_SECONDS = 0.1  # those that cannot are cancelled
+CLOSE_SECONDS = 0.1  # granian sends what it has
+CUT_SECONDS = 0.2  # granian notices that its connections are cut
+EXIT_SECONDS = 0.1  # threads end
+# What a clean-up may take whose store or peer does not answer.
+CLEAN_UP_SECONDS = 5.0
 # An engine that must stop while it loads may take this long.
 ABANDON_SECONDS = 5.0
 
@@ -70,9 +77,9 @@ async def run_worker(settings: WorkerSettings) -> int:
     server = WorkerServer(runtime, settings.name, settings.listen, settings.secret, tokenizer.data, advertised=settings.advertise, tls=tls)
     async with contextlib.AsyncExitStack() as stack:
         store = None if settings.store is None else await _open_redis(settings.store, stack)
-        with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
+        with _stop_signals() as stop, _parent_watch(settings.exit_with_parent):
             try:
-                if not await _load(runtime, stopped):
+                if not await _load(runtime, stop.requested):
                     return 0
                 await server.start()
             except BaseException:
@@ -85,18 +92,19 @@ async def run_worker(settings: WorkerSettings) -> int:
                 from penstock.cluster.membership import Registration
 
                 registration = await stack.enter_async_context(Registration(store, settings.name, settings.advertise or settings.listen))
-            waits = [asyncio.create_task(stopped.wait()), asyncio.create_task(failed.wait())]
+            waits = [asyncio.create_task(stop.requested.wait()), asyncio.create_task(failed.wait())]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         runtime.drain()
         if store is not None:
             await registration.leave()
-        if not await _until(lambda: runtime.is_idle, settings.grace):
+        await _until(lambda: runtime.is_idle or stop.is_cut, settings.grace)
+        if not runtime.is_idle:
             runtime.hand_over()
             await _until(lambda: runtime.is_idle, HAND_OVER_SECONDS)
         await server.close()
         await runtime.close()
     log.info("%s has ended", settings.name)
-    return 1 if failed.is_set() else 0
+    return 1 if failed.is_set() else stop.status
 
 
 async def _load(runtime: WorkerRuntime, stopped: asyncio.Event) -> bool:
@@ -131,13 +139,18 @@ async def run_front_end(settings: FrontEndSettings) -> int:
         _warn_of_everyone(settings.host)
     _say_unencrypted(settings)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    with _stop_signals() as stopped, _parent_watch(settings.exit_with_parent):
+    with _stop_signals() as stop, _parent_watch(settings.exit_with_parent):
         async with contextlib.AsyncExitStack() as stack:
             front_end = await _open_front_end(settings, listener, file_limit, stack)
             announcement = _announce(front_end.pool, url, partial(_warn_of_everyone, settings.host) if is_exposed else None)
-            succeeded = await _serve_until(stopped, front_end, announcement, settings.grace)
+            serving = await _serve_until(stop, front_end, announcement, settings.grace)
     log.info("%s has ended", settings.name)
-    return 0 if succeeded else 1
+    if not serving.done():
+        # Its threads would call into a Python that ends.
+        os._exit(stop.status)
+    status = 1 if serving.exception() is not None else stop.status
+    _exit_after(EXIT_SECONDS, status)
+    return status
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,7 @@ class FrontEnd:
     server: HttpServer
     pool: WorkerPool
     admission: Admission
+    detached: DetachedRuns
     keyring: Keyring
 
 
@@ -176,7 +190,7 @@ async def _open_front_end(
     app = make_app(Services(context, runner, detached, cluster.sessions, admission, metrics, responses))
     gate = Gate(app, keyring, tally, settings.cors_origins, settings.limits.max_body_bytes)
     server = HttpServer(gate, listener, file_limit, tally)
-    return FrontEnd(server, cluster.pool, admission, keyring)
+    return FrontEnd(server, cluster.pool, admission, detached, keyring)
 
 
 @dataclass(frozen=True)
@@ -209,25 +223,42 @@ async def _open_cluster(settings: FrontEndSettings, models: Models, transcripts:
     return Cluster(pool, router, dispatcher, sessions, store)
 
 
-async def _serve_until(stopped: asyncio.Event, front_end: FrontEnd, announcement: Coroutine[None, None, None], grace: float) -> bool:
-    """Serves until a signal, then lets running requests finish for `grace` seconds. Returns False if the server failed."""
-    admission = front_end.admission
+async def _serve_until(stop: Stop, front_end: FrontEnd, announcement: Coroutine[None, None, None], grace: float) -> asyncio.Task[None]:
+    """Serves until a signal, then lets running requests finish for `grace` seconds. Returns granian's task, which may not have ended."""
     serving = asyncio.create_task(front_end.server.serve(), name="http server")
     watches = [
         asyncio.create_task(announcement, name="announcement"),
-        asyncio.create_task(admission.watch_stalls(), name="stall watch"),
+        asyncio.create_task(front_end.admission.watch_stalls(), name="stall watch"),
         asyncio.create_task(front_end.keyring.watch(), name="key file watch"),
     ]
-    await asyncio.wait([asyncio.create_task(stopped.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
-    admission.is_draining = True
-    if not await _until(admission.idle.is_set, grace):
-        admission.expel()
-        await _until(admission.idle.is_set, EXPEL_SECONDS)
+    await asyncio.wait([asyncio.create_task(stop.requested.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
+    _exit_after(grace + CLEAN_UP_SECONDS, 1, "it did not stop within %g s: leaving without the rest of the clean-up")
+    await _drain(stop, front_end, grace)
     for watch in watches:
         watch.cancel()
+    await asyncio.wait(watches)
     front_end.server.stop()
-    await asyncio.wait([serving, *watches])
-    return serving.exception() is None
+    await asyncio.wait([serving], timeout=CLOSE_SECONDS)
+    if not serving.done():
+        # Half a request, or an answer that nobody reads.
+        front_end.server.cut()
+        await asyncio.wait([serving], timeout=CUT_SECONDS)
+    return serving
+
+
+async def _drain(stop: Stop, front_end: FrontEnd, grace: float) -> None:
+    """Lets running requests finish for `grace` seconds, ends the others with a fault, and cancels those that cannot even take that."""
+    admission = front_end.admission
+    admission.is_draining = True
+    await _until(lambda: admission.is_idle or stop.is_cut, grace)
+    if not admission.is_idle:
+        admission.expel()
+        await _until(lambda: admission.is_idle, EXPEL_SECONDS)
+        if cancelled := admission.cancel():
+            log.warning("cut off requests that did not end within %g s: %d", grace, cancelled)
+            await _until(lambda: admission.is_idle, CANCEL_SECONDS)
+    # Before the connections: whoever follows an answer sees its end.
+    await front_end.detached.close()
 
 
 async def _open_response_store(settings: StoreSettings, by_owner: bool, stack: contextlib.AsyncExitStack) -> SqliteStore | None:
@@ -341,20 +372,44 @@ def _warn_of_everyone(host: str) -> None:
     log.warning("%s", rule)
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM or Ctrl-C sets. A second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
+class Stop:
+    """SIGTERM and Ctrl-C. The first sets `requested`, the second `is_cut`: nothing is waited for. A third ends the process at once."""
 
-    def on_signal(number: signal.Signals) -> None:
-        if stopped.is_set():
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        self.is_cut = False
+        self.status = 0
+        """The exit status: 0 after one signal, 128 and its number after a second."""
+
+    def on_signal(self, number: signal.Signals) -> None:
+        if self.is_cut:
             os._exit(128 + number)
-        stopped.set()
+        if self.requested.is_set():
+            log.warning("a second signal: what runs is cut off now")
+            self.is_cut = True
+            self.status = 128 + number
+        self.requested.set()
 
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Stop]:
+    loop, stop = asyncio.get_running_loop(), Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    yield stopped
+        loop.add_signal_handler(number, stop.on_signal, number)
+    yield stop
+
+
+def _exit_after(seconds: float, status: int, message: str | None = None) -> None:
+    """Ends the process after so long, if it still runs: a thread may not end, and Python would wait for it."""
+
+    def leave() -> None:
+        if message is not None:
+            log.error(message, seconds)
+        os._exit(status)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
 
 
 @contextlib.contextmanager

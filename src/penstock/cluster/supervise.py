@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 EXIT_CONFIG = 2
 MIN_DELAY_SECONDS = 0.2
 MAX_DELAY_SECONDS = 5.0
+# What children that cut off their work may take, after a second signal.
+CUT_SECONDS = 3.0
 # The back-off starts again for a child that lived this long.
 HEALTHY_SECONDS = 3.0
 
@@ -85,17 +87,25 @@ class Supervisor:
         self._workers = [Child(spec) for spec in workers]
         self._grace = grace
         self._stop = asyncio.Event()
-        self._killed = False
+        self._cut = False
 
     def request_stop(self) -> None:
-        """First call: drain and stop. Second call: kill."""
+        """First call: drain and stop. Second call: stop now, in order. Third call: kill."""
         if not self._stop.is_set():
             log.info("stopping: running requests may take up to %g s; press Ctrl-C again to stop now", self._grace)
             self._stop.set()
-            return
-        self._killed = True
+        elif not self._cut:
+            log.warning("a second signal: stopping now")
+            self._cut = True
+            # For each of them this is the second signal, or the first of two.
+            self._signal_all(signal.SIGTERM)
+            asyncio.get_running_loop().call_later(CUT_SECONDS, self._signal_all, signal.SIGKILL)
+        else:
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: signal.Signals) -> None:
         for child in (self._front_end, *self._workers):
-            child.stop(signal.SIGKILL)
+            child.stop(number)
 
     async def run(self) -> int:
         """Runs until it is stopped or a child cannot start at all. Returns the exit status."""
@@ -109,7 +119,7 @@ class Supervisor:
         workers = [task for task, child in tasks.items() if child is not self._front_end]
         await self._stop_all([self._front_end], front_end)
         await self._stop_all(self._workers, workers)
-        if self._killed:
+        if self._cut:
             return 128 + signal.SIGINT
         return failed
 

@@ -53,6 +53,8 @@ class Admission:
         self.limits = limits
         self.idle = asyncio.Event()
         self.idle.set()
+        self.answering = 0
+        """Requests whose body has been read."""
         self._tally = tally
         self.is_draining = False
         self.bodies = FairBudget(limits.body_memory)
@@ -119,8 +121,20 @@ class Admission:
                     self._tally.readers_stalled += 1
                     ticket.task.cancel()
 
+    @property
+    def is_idle(self) -> bool:
+        """No request is being answered, here or beside its connection. One whose body is still being read does not count."""
+        return not self._tickets and not self.answering
+
     def expel(self) -> None:
         """Ends every request that is still inside, with a fault that its client sees."""
         for ticket in list(self._tickets):
             if ticket.on_expel is not None:
                 ticket.on_expel()
+
+    def cancel(self) -> int:
+        """Cancels what is still inside, such as an answer that its client does not read. Returns how many."""
+        for ticket in list(self._tickets):
+            if ticket.task is not None:
+                ticket.task.cancel()
+        return len(self._tickets)

@@ -237,7 +237,11 @@ class Endpoint:
                 if error.status in _TRY_AGAIN:
                     await discard_body(receive)
                 raise
-            return await self.answer(incoming, receive, response)
+            self.admission.answering += 1
+            try:
+                return await self.answer(incoming, receive, response)
+            finally:
+                self.admission.answering -= 1
         finally:
             release()
 
