@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
+import json
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +31,7 @@ Serve = Callable[..., Server]
 
 PROMPT = "The water flows under pressure"
 GREEDY = Sampling(temperature=0.0)
+KEY = {"authorization": "Bearer k"}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,61 @@ async def test_the_report_says_what_is_there(simulator: Server) -> None:
     assert refused.problem is not None
     assert "SGLang was not found" in refused.problem
     assert simulator.url in refused.problem
+
+
+async def test_the_upstream_shares_nothing_between_salts(simulator: Server, tokenizer: Tokenizer) -> None:
+    prompt = tuple(tokenizer.encode(f"{PROMPT} and salt " * 10))
+    async with running_engine(simulator, tokenizer, "auto") as engine:
+        found = []
+        for salt in ("0a", "0a", "0b", None, "0b"):
+            chunks = await read_all(engine, request(tokenizer, token_ids=prompt, max_tokens=1, salt=salt))
+            found.append(chunks[-1].cached_tokens)
+    assert found[0] == found[2] == found[3] == 0
+    assert found[1] == found[4]
+    assert (found[1] or 0) > 32
+
+
+class PlainServer(http.server.BaseHTTPRequestHandler):
+    """OpenAI's completions as many servers have them: fields that it does not know are ignored."""
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "plain", "max_model_len": 2000}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        answer = {"choices": [{"index": 0, "text": " water", "finish_reason": "length"}]}
+        self._answer(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n" if body.get("stream") else answer)
+
+    def _answer(self, content: Any) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream" if isinstance(content, bytes) else "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("flags", [(), ("--share-prefixes",)])
+def test_a_server_that_cannot_isolate_is_not_used_with_keys_unless_they_share(serve: Serve, flags: tuple[str, ...]) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), PlainServer) as plain:
+        threading.Thread(target=plain.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{plain.server_port}"
+        server = serve("--url", url, "--model", str(chat_model()), *flags, engine="http", environment={"PENSTOCK_API_KEY": "k"})
+        body = json.dumps({"model": server.request("GET", "/v1/models", None, KEY)[2]["data"][0]["id"], "prompt": "x", "max_tokens": 1})
+        status, _, answer = server.request("POST", "/v1/completions", body.encode(), KEY)
+        warned = [line for line in server.log if "refuses requests" in line]
+        if flags:
+            assert (status, warned) == (200, []), answer
+        else:
+            assert (status, answer["error"]["code"]) == (400, "unsupported")
+            assert "--share-prefixes" in answer["error"]["message"]
+            assert len(warned) == 1
+            assert "--share-prefixes" in warned[0]
+        assert any("isolation (the server ignores cache_salt" in line for line in server.log)
+        plain.shutdown()
 
 
 async def test_leaving_ends_the_upstreams_generation(simulator: Server, tokenizer: Tokenizer) -> None:

@@ -33,7 +33,7 @@ from penstock.cli.engines import make_backend
 from penstock.cluster.dispatch import Dispatcher
 from penstock.cluster.links.security import LinkTls
 from penstock.cluster.links.worker_server import WorkerServer
-from penstock.cluster.pool import WorkerPool
+from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.config.commands import FrontEndSettings, ServeSettings, WorkerSettings
@@ -193,6 +193,20 @@ async def _open_front_end(
     return FrontEnd(server, cluster.pool, admission, detached, keyring)
 
 
+class SharingWatch:
+    """Warns of workers that would share KV between API keys. They refuse every request."""
+
+    def joined(self, member: Member) -> None:
+        if "isolation" not in member.model.capabilities:
+            engine = member.model.engine
+            log.warning(
+                "worker %s refuses requests: engine %s cannot keep the KV of API keys apart; see --share-prefixes", member.name, engine
+            )
+
+    def left(self, member: Member) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The front end's view of its workers and sessions."""
@@ -210,6 +224,8 @@ async def _open_cluster(settings: FrontEndSettings, models: Models, transcripts:
     router = Router(settings.router)
     dispatcher = Dispatcher(pool, router, settings.dispatch)
     pool.listeners.append(models)
+    if not settings.keys.shares_prefixes:
+        pool.listeners.append(SharingWatch())
     redis = None if settings.store is None else await _open_redis(settings.store, stack)
     store = MemoryStore() if redis is None else redis
     await stack.enter_async_context(pool)

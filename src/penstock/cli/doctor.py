@@ -20,7 +20,7 @@ from penstock.wire.errors import ConfigError
 
 EXIT_PROBLEM = 1
 HTTP = "http"
-_OWN_FEATURES = ("sessions", "KV events", "logprobs", "prompt logprobs")
+_OWN_FEATURES = ("sessions", "KV events", "logprobs", "prompt logprobs", "isolation")
 
 
 def add_doctor_parser(commands: Any) -> None:

@@ -76,6 +76,7 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
             "sessions",
             "logprobs",
             "prompt_logprobs",
+            "isolation",
             *(("grammar",) if tokenizer.definition is not None else ()),
         ),
         tool_parser=tool_parser,

@@ -77,7 +77,7 @@ def _make_simulator(settings: WorkerSettings) -> tuple[Backend, PackedTokenizer]
         context_length=settings.context_length or SIMULATED_CONTEXT,
         block_size=settings.simulator.block_size,
         max_batch=settings.simulator.max_batch,
-        capabilities=("kv_events", "sessions", "logprobs", "prompt_logprobs"),
+        capabilities=("kv_events", "sessions", "logprobs", "prompt_logprobs", "isolation"),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )

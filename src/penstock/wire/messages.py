@@ -122,7 +122,7 @@ class WorkerStats(Struct, frozen=True, array_like=True):
 
 
 Role = Literal["aggregated", "prefill", "decode"]
-Capability = Literal["kv_events", "sessions", "logprobs", "prompt_logprobs", "grammar"]
+Capability = Literal["kv_events", "sessions", "logprobs", "prompt_logprobs", "grammar", "isolation"]
 
 
 class ModelInfo(Struct, frozen=True):
@@ -130,7 +130,8 @@ class ModelInfo(Struct, frozen=True):
 
     `tokenizer` is `words` for the built-in tokenizer, else the fingerprint of the tokenizer's files. The front end looks for these on
     its own machine, else fetches them with TokenizerRequest. `max_batch` is how many generations the worker computes at once; 0: unknown.
-    `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning; None: no known format.
+    `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning; None: no known format. A worker with the capability
+    `isolation` shares no KV between roots.
     """
 
     name: str

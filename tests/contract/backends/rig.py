@@ -116,6 +116,7 @@ class Replay:
 
     def __init__(self) -> None:
         self.blocks: set[bytes] = set()
+        self.roots = {b""}
         self.index = PrefixIndex()
         self.index.join(WORKER, 0.0)
         self._feed = KvFeed(self.index, WORKER)
@@ -123,7 +124,7 @@ class Replay:
 
     def begin(self, snapshot: Snapshot | None) -> None:
         if snapshot is not None:
-            apply_events(self.blocks, snapshot.events)
+            apply_events(self.blocks, snapshot.events, self.roots)
             self._feed.load(snapshot)
             self._next_number = snapshot.next_number
 
@@ -131,7 +132,7 @@ class Replay:
         assert self._next_number is not None, "events of an engine that says it tells none"
         assert batch.first == self._next_number, "events are numbered without a gap"
         self._next_number += len(batch.events)
-        apply_events(self.blocks, batch.events)
+        apply_events(self.blocks, batch.events, self.roots)
         assert not self._feed.receive(batch)
 
     def overlap(self, names: Sequence[bytes]) -> int:
@@ -142,7 +143,7 @@ class Replay:
         """A snapshot says what the events before it add up to."""
         assert snapshot.next_number == self._next_number
         blocks: set[bytes] = set()
-        apply_events(blocks, snapshot.events)
+        apply_events(blocks, snapshot.events, self.roots)
         assert blocks == self.blocks
         assert self.index.held(WORKER)[0] == len(blocks)
         self.index.check_integrity()
@@ -287,7 +288,9 @@ class Rig:
         """Greedy, and up to the last token that is allowed, unless told otherwise."""
         self._begun += 1
         given = {"seed": self._begun, "sampling": GREEDY, "ignore_eos": True, **fields}
-        return Submit(self._begun.to_bytes(16, "big"), tuple(prompt), max_tokens, **given)
+        request = Submit(self._begun.to_bytes(16, "big"), tuple(prompt), max_tokens, **given)
+        self.tap.replay.roots.add(request.root)
+        return request
 
     def begin(self, request: Submit) -> Generation:
         generation = self.tap.generations[request.id] = Generation(request)

@@ -179,6 +179,7 @@ def test_doctor_tells_of_every_engine(capsys: pytest.CaptureFixture[str]) -> Non
         "KV events": True,
         "logprobs": True,
         "prompt logprobs": True,
+        "isolation": True,
         "grammar": True,
         "disaggregation": False,
     }

@@ -15,7 +15,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, ExternalEngine
-from penstock.backends.external.kv_events import BlockMirror
+from penstock.backends.external.kv_events import BlockMirror, salt_of
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.kv.sessions import Session, Sessions
 from penstock.wire.messages import (
@@ -163,6 +163,10 @@ class ExternalBackend:
         fault = self._failure or validate_submit(request, self.model.vocab_size, self.model.context_length)
         if fault is None and request.grammar is not None and self._grammars is None:
             fault = Fault("unsupported", f"{self.model.engine} has no grammar on this worker: see the worker's log or `penstock doctor`")
+        if fault is None and request.root and "isolation" not in self.model.capabilities:
+            fault = Fault(
+                "unsupported", f"{self.model.engine} takes no `cache_salt`, and would share KV between API keys: --share-prefixes"
+            )
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
@@ -264,6 +268,7 @@ class ExternalBackend:
             priority=request.priority,
             is_retained=session is not None or request.retention_seconds > 0,
             bootstrap=request.bootstrap,
+            salt=salt_of(request.root),
         )
 
     def _take(self, generation: _Generation, chunk: Chunk) -> bool:

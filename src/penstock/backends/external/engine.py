@@ -29,7 +29,7 @@ class EngineRequest(Struct, frozen=True, gc=False):
 
     `id` is unique and of a fixed length, so no id is a prefix of another. Token ids, context length and sampling are already checked.
     `seed` is in [0, 2**63), or None: any seed. `lark` is a grammar for llguidance. `session_id` names a session that has a lease.
-    `is_retained`: the engine should keep this KV longer than other KV.
+    `is_retained`: the engine should keep this KV longer than other KV. It shares KV only between requests with the same `salt`.
     """
 
     id: str
@@ -48,6 +48,7 @@ class EngineRequest(Struct, frozen=True, gc=False):
     priority: int = 0
     is_retained: bool = False
     bootstrap: Bootstrap | None = None
+    salt: str | None = None
 
 
 class Chunk(Struct, frozen=True, gc=False):
@@ -84,7 +85,7 @@ class EngineFacts:
     kv_blocks: int = 0
     max_batch: int = 0
     events: EventEndpoints | None = None
-    capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", "grammar")
+    capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", "grammar", "isolation")
 
 
 class ExternalEngine(Protocol):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from penstock.kv.blocks import ROOT, block_hashes
+from penstock.kv.blocks import NAME_BYTES, ROOT, block_hashes
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
 
 log = logging.getLogger(__name__)
@@ -106,11 +107,20 @@ def decode_batch(payload: bytes) -> EngineBatch:
     return EngineBatch(old.at, list(old.events), old.rank)
 
 
+_SALT = re.compile(f"[0-9a-f]{{{2 * NAME_BYTES}}}")
+
+
+def salt_of(root: bytes) -> str | None:
+    """The engine's salt for requests with this root. None for the shared root."""
+    return root.hex() or None
+
+
 class _Block(NamedTuple):
-    """A block that the engine has. It is published while all blocks before it are there, too."""
+    """A block that the engine has. It is published while all blocks before it are there, too. The parent of a first block is its root."""
 
     name: bytes
     parent: bytes
+    is_first: bool
 
 
 class _EventBuilder:
@@ -148,9 +158,9 @@ class _EventBuilder:
 class BlockMirror:
     """The blocks that an engine has cached, with the engine's hashes translated to the names that routers know.
 
-    A name depends only on tokens. A block gets no name if its KV depends on more (an adapter, an image, a salt), if it is not on the
-    device, if it does not have `block_size` tokens, or if its parent is unknown. Such blocks and those after them are ignored; `unnamed`
-    counts them.
+    A name depends only on the root, which is the engine's salt, and on tokens. A block gets no name if its KV depends on more (an adapter,
+    an image, a salt of others), if it is not on the device, if it does not have `block_size` tokens, or if its parent is unknown. Such
+    blocks and those after them are ignored; `unnamed` counts them.
 
     The engine may have more blocks than are published, never fewer, except for events on their way. vLLM can have several copies of a
     block and reports each as stored and removed, but it may report one copy twice as stored. So the first removal counts. Blocks after a
@@ -218,8 +228,8 @@ class BlockMirror:
             assert siblings
             for name, block in siblings.items():
                 assert (block.name, block.parent) == (name, parent)
-                assert (name in self._published) == (parent == ROOT or parent in self._published)
-        seen = {ROOT}
+                assert (name in self._published) == (block.is_first or parent in self._published)
+        seen = {block.parent for block in linked if block.is_first}
         for name, parent in self._published.items():
             assert parent in seen
             assert name in self._children[parent]
@@ -228,47 +238,48 @@ class BlockMirror:
 
     def _store(self, event: EngineStored) -> None:
         parent, names = self._names(event)
+        is_first = event.parent_block_hash is None
         self.unnamed += len(event.block_hashes) - len(names)
         for position, (key, name) in enumerate(zip(event.block_hashes, names, strict=False)):
             block = self._blocks.get(key)
             if block is None:
-                block = self._add(key, name, parent)
+                block = self._add(key, _Block(name, parent, is_first))
             if block is None or block.name != name:
                 self.unnamed += len(names) - position
                 return
-            parent = block
+            parent, is_first = block.name, False
 
-    def _names(self, event: EngineStored) -> tuple[_Block | None, list[bytes]]:
-        """The block before these, and their names. Fewer names than blocks if some have none."""
+    def _names(self, event: EngineStored) -> tuple[bytes, list[bytes]]:
+        """The root, or the block before these, and their names. Fewer names than blocks if some have none."""
+        salt, extra_keys = _split_salt(event)
+        root = _root_of(salt)
         reason = _why_unnamed(event, self._block_size)
-        if reason:
-            self._log_once(reason)
-            return None, []
-        parent = None
+        if reason is not None or root is None:
+            self._log_once(reason or "a salt of others")
+            return ROOT, []
+        parent = root
         if event.parent_block_hash is not None:
-            parent = self._blocks.get(event.parent_block_hash)
-            if parent is None:
-                return None, []
+            before = self._blocks.get(event.parent_block_hash)
+            if before is None:
+                return ROOT, []
+            parent = before.name
         try:
-            names = block_hashes(event.token_ids, self._block_size, ROOT if parent is None else parent.name)  # type: ignore[arg-type]
+            names = block_hashes(event.token_ids, self._block_size, parent)  # type: ignore[arg-type]
         except (TypeError, OverflowError):
             self._log_once("pairs instead of token ids, or invalid token ids")
-            return None, []
-        if event.extra_keys:
-            depends = [index for index, keys in enumerate(event.extra_keys) if keys]
-            names = names[: depends[0]] if depends else names
-        return parent, names
+            return ROOT, []
+        depends = [index for index, keys in enumerate(extra_keys) if keys]
+        return parent, names[: depends[0]] if depends else names
 
-    def _add(self, key: EngineHash, name: bytes, parent: _Block | None) -> _Block | None:
+    def _add(self, key: EngineHash, block: _Block) -> _Block | None:
         """None if there is no room, or if another block of the engine has this name: then one of the two depends on more than tokens, and
         the engine does not report on what."""
-        block = _Block(name, ROOT if parent is None else parent.name)
-        siblings = self._children.get(block.parent, {})
+        name, siblings = block.name, self._children.get(block.parent, {})
         if name in siblings or len(self._blocks) >= self._max_blocks:
             return None
         siblings[name] = self._blocks[key] = block
         self._children[block.parent] = siblings
-        for following in self._with_following(block) if parent is None or parent.name in self._published else ():
+        for following in self._with_following(block) if block.is_first or block.parent in self._published else ():
             self._published[following.name] = following.parent
             self._builder.stored(following)
         return block
@@ -313,11 +324,30 @@ def _why_unnamed(event: EngineStored, block_size: int) -> str | None:
     """Why no block of the event can have a name. None if they can."""
     if not _is_on_device(event) or event.kv_cache_spec_kind not in WHOLE_KINDS:
         return "another place than the device, or attention that does not read every position"
-    if (event.lora_id, event.lora_name, event.cache_salt) != (None, None, None):
-        return "an adapter or a salt"
+    if (event.lora_id, event.lora_name) != (None, None):
+        return "an adapter"
     if event.block_size != block_size or len(event.token_ids) != len(event.block_hashes) * block_size:
         return f"other than {block_size} tokens each"
     return None
+
+
+def _split_salt(event: EngineStored) -> tuple[Any, Sequence[Any]]:
+    """The salt of the event's blocks, and what else they depend on. vLLM has the salt among the keys of a sequence's first block."""
+    extra_keys = event.extra_keys or []
+    if event.cache_salt is None and event.parent_block_hash is None and extra_keys and _is_salt(extra_keys[0]):
+        return extra_keys[0][0], [None, *extra_keys[1:]]
+    return event.cache_salt, extra_keys
+
+
+def _is_salt(keys: Any) -> bool:
+    return isinstance(keys, list | tuple) and len(keys) == 1 and isinstance(keys[0], str)
+
+
+def _root_of(salt: Any) -> bytes | None:
+    """None for a salt that is not ours."""
+    if salt is None:
+        return ROOT
+    return bytes.fromhex(salt) if isinstance(salt, str) and _SALT.fullmatch(salt) else None
 
 
 def _is_on_device(event: EngineStored | EngineRemoved) -> bool:

@@ -88,9 +88,11 @@ def _common(request: EngineRequest) -> Body:
 
 
 def _streamed(request: EngineRequest) -> Body:
+    """How the answer comes, and what it shares."""
+    salt = {} if request.salt is None else {"cache_salt": request.salt}
     if request.prompt_logprobs:
-        return {"stream": False}
-    return {"stream": True, "stream_options": {"include_usage": True}}
+        return {"stream": False, **salt}
+    return {"stream": True, "stream_options": {"include_usage": True}, **salt}
 
 
 def _structured(lark: str, has_grammar: bool, prefix: str) -> Body:

@@ -122,6 +122,18 @@ class _Probe:
             raise ConfigError(f"--url {self.settings.url}: the engine {what}; set {ENGINE_KEY_VARIABLE}: {answer.message[:200]}")
         return None
 
+    async def takes_salt(self, path: str, body: Body) -> bool:
+        """Whether the server reads `cache_salt`: it takes a text, and calls a number a mistake. Other servers ignore unknown fields, and
+        share KV, or refuse them."""
+        if await self.ask(path, body | {"cache_salt": "0"}) is None:
+            return False
+        try:
+            answer = await self._client.ask(path, body | {"cache_salt": 0}, PROBE_SECONDS)
+        except (Unreachable, Broken):
+            return False
+        self.tried.append(f"POST {path} with a bad cache_salt: {answer.status}")
+        return answer.status in (400, 422)
+
     async def make(self, path: str, body: Body) -> Mapping[str, Any] | None:
         """Generates something and returns the only choice."""
         answer = await self.ask(path, body)
@@ -144,6 +156,10 @@ class _Probe:
             capabilities=capabilities,
             **known,
         )
+
+    def isolation(self, takes_salt: bool) -> Feature:
+        detail = "by cache_salt" if takes_salt else "the server ignores cache_salt: API keys need --share-prefixes"
+        return Feature("isolation", takes_salt, detail)
 
     def events(self, hint: str = "if the server has them, set --kv-events") -> Feature:
         known = self.settings.kv_events
@@ -176,7 +192,8 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
         is_disaggregated=mode != "null",
     )
     page_size, states = info.get("page_size") or None, info.get("internal_states") or [{}]
-    capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", *(("grammar",) if traits.has_grammar else ()))
+    takes_salt = await probe.takes_salt(SglangDialect.path, {"input_ids": [ANY_TOKEN], "sampling_params": {"max_new_tokens": 1}})
+    capabilities = _capabilities(has_logprobs=True, has_grammar=traits.has_grammar, takes_salt=takes_salt)
     facts = probe.facts(
         await _sglang_context(probe, info),
         page_size,
@@ -184,7 +201,7 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
         kv_blocks=info.get("max_total_num_tokens", 0) // (page_size or USUAL_BLOCK_SIZE),
         max_batch=int(info.get("max_running_requests") or states[0].get("effective_max_running_requests_per_dp") or 0),
     )
-    features = _sglang_features(probe, traits, info, mode)
+    features = (*_sglang_features(probe, traits, info, mode), probe.isolation(takes_salt))
     report = EngineReport("SGLang over HTTP", version or None, "any that has /generate", features=features)
     return Found(
         lambda _: SglangDialect(traits),
@@ -290,7 +307,9 @@ async def _vllm(probe: _Probe, model: _Model) -> Found | None:
         return None
     grammar = {**body, "sampling_params": sampling | {"structured_outputs": {"grammar": SOME_GRAMMAR}}}
     has_grammar = await probe.make(VllmDialect.path, grammar) is not None
-    return await _with_tokens(probe, model, VllmDialect(model.id, has_grammar), has_logprobs=True, has_grammar=has_grammar)
+    takes_salt = await probe.takes_salt(VllmDialect.path, body)
+    dialect = VllmDialect(model.id, has_grammar)
+    return await _with_tokens(probe, model, dialect, has_logprobs=True, has_grammar=has_grammar, takes_salt=takes_salt)
 
 
 async def _completions(probe: _Probe, model: _Model) -> Found | None:
@@ -308,21 +327,27 @@ async def _completions(probe: _Probe, model: _Model) -> Found | None:
         prefix = FOR_LLGUIDANCE
         has_grammar = await probe.make(path, _one_token(model, structured_outputs={"grammar": SOME_GRAMMAR})) is not None
     dialect = CompletionsDialect(model.id, has_logprob_ids, has_grammar, prefix)
-    return await _with_tokens(probe, model, dialect, has_logprobs=has_logprob_ids, has_grammar=has_grammar)
+    takes_salt = await probe.takes_salt(path, _one_token(model))
+    return await _with_tokens(probe, model, dialect, has_logprobs=has_logprob_ids, has_grammar=has_grammar, takes_salt=takes_salt)
 
 
-async def _with_tokens(probe: _Probe, model: _Model, dialect: Dialect, *, has_logprobs: bool, has_grammar: bool) -> Found:
+def _capabilities(*, has_logprobs: bool, has_grammar: bool, takes_salt: bool) -> tuple[Capability, ...]:
+    logprobs: tuple[Capability, ...] = ("logprobs", "prompt_logprobs") if has_logprobs else ()
+    return (*logprobs, *(("grammar",) if has_grammar else ()), *(("isolation",) if takes_salt else ()))
+
+
+async def _with_tokens(probe: _Probe, model: _Model, dialect: Dialect, *, has_logprobs: bool, has_grammar: bool, takes_salt: bool) -> Found:
     cache = await _cache_config(probe) if model.owned_by == "vllm" else {}
     block_size, blocks = (int(value) if value.isdigit() else 0 for value in (cache.get("block_size", ""), cache.get("num_gpu_blocks", "")))
-    capabilities: list[Capability] = [*(("logprobs", "prompt_logprobs") if has_logprobs else ())]
-    capabilities += ["grammar"] if has_grammar else []
-    facts = probe.facts(_reported_context(model), block_size or None, tuple(capabilities), kv_blocks=blocks)
+    capabilities = _capabilities(has_logprobs=has_logprobs, has_grammar=has_grammar, takes_salt=takes_salt)
+    facts = probe.facts(_reported_context(model), block_size or None, capabilities, kv_blocks=blocks)
     no_ids = "" if has_logprobs else "the server sends them without token ids"
     features = (
         Feature("exact token ids", True, dialect.path),
         Feature("logprobs", has_logprobs, no_ids),
         Feature("prompt logprobs", has_logprobs, no_ids or "such answers are not streamed"),
         Feature("grammar", has_grammar, "llguidance" if has_grammar else "the server does not use llguidance"),
+        probe.isolation(takes_salt),
         *_of_completions(probe, facts),
     )
     report = EngineReport(_name(model), await _version(probe, model), "any that sends token ids", features=features)
@@ -333,13 +358,15 @@ async def _text(probe: _Probe, model: _Model) -> Found:
     if await probe.make(TextDialect.path, _one_token(model)) is None:
         raise probe.failure("no route completes a prompt of token ids")
     text_only = "the server answers with text only, which is tokenized here"
-    facts = probe.facts(_reported_context(model), None, ())
+    takes_salt = await probe.takes_salt(TextDialect.path, _one_token(model))
+    facts = probe.facts(_reported_context(model), None, _capabilities(has_logprobs=False, has_grammar=False, takes_salt=takes_salt))
     features = (
         *(Feature(name, False, text_only) for name in ("exact token ids", "logprobs", "prompt logprobs")),
         Feature("grammar", False, "the server may not follow it"),
         Feature("stop ids", False, "sent, but the server may ignore them"),
         Feature("exact usage", False, "counts the tokens as tokenized here"),
         Feature("migration", True, "with the tokens so far, as tokenized here"),
+        probe.isolation(takes_salt),
         *_of_completions(probe, facts),
     )
     report = EngineReport(_name(model), await _version(probe, model), "any with OpenAI's completions", features=features)

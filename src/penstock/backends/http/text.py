@@ -58,6 +58,7 @@ class TextDialect(Dialect):
             "ignore_eos": request.ignore_eos,
             "stop_token_ids": request.stop_ids,
             "logit_bias": {str(token): bias for token, bias in request.logit_bias},
+            "cache_salt": request.salt,
         }
         return body | {name: value for name, value in if_wanted.items() if value}
 

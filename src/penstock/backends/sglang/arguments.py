@@ -191,6 +191,7 @@ def _features(version: str, flags: Collection[str], parameters: Collection[str])
         Feature("logprobs", "top_logprobs_num" in parameters, "of tokens and alternatives"),
         Feature("prompt logprobs", "logprob_start_len" in parameters, "such a prompt is always computed from its start"),
         Feature("grammar", "grammar_backend" in flags, "by llguidance; not with --skip-tokenizer-init"),
+        Feature("isolation", "cache_salt" in parameters, "API keys share no KV, by its cache_salt"),
         Feature("incremental output", version_numbers(version) >= MERGES_FROM, "--incremental-streaming-output; cumulative always works"),
         Feature("seeds", "enable_deterministic_inference" in flags, "only with --enable-deterministic-inference"),
         Feature("disaggregation", is_disaggregated, "with --disaggregation-mode prefill or decode"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import inspect
 import logging
 import multiprocessing
 import os
@@ -178,6 +179,8 @@ class SglangEngine(InProcessEngine):
             capabilities.append("prompt_logprobs")
         if self.has_grammar:
             capabilities.append("grammar")
+        if "cache_salt" in inspect.signature(self._engine.async_generate).parameters:
+            capabilities.append("isolation")
         return tuple(capabilities)
 
     async def _open_engine_session(self, session_id: str) -> bool:

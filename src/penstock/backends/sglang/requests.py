@@ -40,6 +40,8 @@ def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: b
         parameters["session_params"] = {"id": request.session_id}
     elif tags_sessions and request.session_id is not None:
         parameters["session_id"] = request.session_id
+    if request.salt is not None:
+        parameters["cache_salt"] = request.salt
     if has_priority:
         parameters["priority"] = engine_priority(request)
     if request.bootstrap is not None:

@@ -151,6 +151,7 @@ def features_in(source: Path, has_llguidance: bool) -> tuple[Feature, ...]:
     """What a vLLM with this source can do."""
     engine = _names(source / "v1/engine/async_llm.py")
     sampling = _names(source / "sampling_params.py")
+    takes_salt = "EngineCoreRequest.cache_salt" in _names(source / "v1/engine/__init__.py")
     publishes = "ZmqEventPublisher" in _names(source / "distributed/kv_events.py")
     guidance = "GuidanceBackend" in _names(source / "v1/structured_output/backend_guidance.py")
     named = ", and names them in its KV events" if "AsyncLLM.generate.session_id" in engine else ""
@@ -161,6 +162,7 @@ def features_in(source: Path, has_llguidance: bool) -> tuple[Feature, ...]:
         Feature("logprobs", logprobs, "up to --max-logprobs of --engine-args, 20 by default"),
         Feature("prompt logprobs", "SamplingParams.prompt_logprobs" in sampling, "such a prompt is always computed from its start"),
         Feature("grammar", guidance and has_llguidance, _grammar_detail(guidance, has_llguidance)),
+        Feature("isolation", takes_salt, "API keys share no KV, by its cache_salt"),
         Feature("disaggregation", False, "its connectors need more than the host, port and room of the prefill"),
         Feature("priority", "AsyncLLM.generate.priority" in engine, "with --engine-args='--scheduling-policy priority'"),
     )

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 # The engine core is killed if it has not ended by itself after this time.
 END_SECONDS = 3.0
 CORE = "EngineCore"
-WITHOUT_GRAMMAR: tuple[Capability, ...] = ("logprobs", "prompt_logprobs")
+WITHOUT_GRAMMAR: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", "isolation")
 
 
 class VllmEngine(InProcessEngine):
@@ -165,8 +165,9 @@ def _prompt(request: EngineRequest) -> Any:
 
     if request.lark is not None:
         # vLLM processes this kind of prompt in a thread, which keeps the check of the grammar off the event loop.
-        return TokensPrompt(prompt_token_ids=list(request.token_ids))
-    return tokens_input(list(request.token_ids))
+        prompt = TokensPrompt(prompt_token_ids=list(request.token_ids))
+        return prompt if request.salt is None else {**prompt, "cache_salt": request.salt}
+    return tokens_input(list(request.token_ids), cache_salt=request.salt)
 
 
 def _sampling(request: EngineRequest) -> Any:

@@ -260,6 +260,23 @@ async def test_an_engine_without_grammar_does_not_announce_it_and_refuses_it() -
         assert not rig.engine.requests
 
 
+async def test_a_root_is_the_engines_salt() -> None:
+    async with running() as rig:
+        assert (await rig.begin(submit(1))).salt is None
+        assert (await rig.begin(submit(2, root=b"\x0a" * 16))).salt == "0a" * 16
+
+
+async def test_an_engine_that_would_share_kv_between_tenants_refuses() -> None:
+    async with running(EngineFacts(64, 4, capabilities=("logprobs",))) as rig:
+        rig.backend.submit(submit(1, root=b"\x0a" * 16))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        (fault,) = rig.terminals(1)
+        assert isinstance(fault, Fault)
+        assert (fault.code, "--share-prefixes" in fault.message) == ("unsupported", True)
+        assert not rig.engine.requests
+        assert await rig.begin(submit(2)), "without tenants it may share"
+
+
 async def test_a_continued_generation_counts_the_earlier_tokens() -> None:
     async with running() as rig:
         request = await rig.begin(submit(1, [1, 2, 3, 8, 9], 6, offset=2, min_tokens=3))

@@ -21,13 +21,14 @@ from penstock.backends.external.kv_events import (
     EngineStored,
     decode_batch,
 )
-from penstock.kv.blocks import block_hashes
+from penstock.kv.blocks import block_hashes, tenant_root
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
 from replayed_events import apply_events
 
 SIZE = 4
 TOKENS = tuple(range(100, 100 + 4 * SIZE))
 NAMES = block_hashes(TOKENS, SIZE)
+ALICE = tenant_root("alice")
 
 
 class Listener:
@@ -36,6 +37,7 @@ class Listener:
     def __init__(self, max_blocks: int = 1000) -> None:
         self.mirror = BlockMirror(SIZE, max_blocks)
         self.blocks: set[bytes] = set()
+        self.roots = {b""}
         self.next_number = 0
 
     def apply(self, *events: EngineEvent) -> KvEvents:
@@ -44,7 +46,7 @@ class Listener:
     def hear(self, told: KvEvents) -> KvEvents:
         assert told.first == self.next_number
         self.next_number += len(told.events)
-        apply_events(self.blocks, told.events)
+        apply_events(self.blocks, told.events, self.roots)
         self.check()
         return told
 
@@ -54,7 +56,7 @@ class Listener:
         snapshot = self.mirror.snapshot()
         assert snapshot.next_number == self.next_number
         from_nothing: set[bytes] = set()
-        apply_events(from_nothing, snapshot.events)
+        apply_events(from_nothing, snapshot.events, self.roots)
         assert from_nothing == self.blocks
 
 
@@ -201,6 +203,44 @@ def test_blocks_that_depend_on_more_than_tokens_are_ignored_with_those_after_the
     assert listener.blocks == set(NAMES[:3])
 
 
+SALT = ALICE.hex()
+ROOTED = block_hashes(TOKENS, SIZE, ALICE)
+
+
+@pytest.mark.parametrize("salt", [{"cache_salt": SALT}, {"extra_keys": [[SALT], None]}], ids=["SGLang", "vLLM"])
+def test_a_salt_of_ours_is_the_root(listener: Listener, salt: dict[str, Any]) -> None:
+    """SGLang has the salt in every event, vLLM among the keys of the first block."""
+    listener.roots.add(ALICE)
+    assert listener.apply(stored([1, 2], **salt)) == KvEvents(0, (BlocksStored(ALICE, tuple(ROOTED[:2])),))
+    following = {} if "extra_keys" in salt else salt
+    listener.apply(stored([3], TOKENS[2 * SIZE :], parent=2, **following), stored([11, 12, 13]))
+    assert listener.blocks == {*ROOTED[:3], *NAMES[:3]}
+    assert {event.parent for event in listener.mirror.snapshot().events if isinstance(event, BlocksStored)} == {b"", ALICE}
+    listener.apply(removed(1))
+    assert listener.blocks == set(NAMES[:3]), "each root has its own"
+    listener.apply(stored([1], **salt))
+    assert listener.blocks == {*ROOTED[:3], *NAMES[:3]}
+
+
+@pytest.mark.parametrize(
+    "keys", [[SALT, ["image", 3]], [["image", 3]], [SALT[:-2]], [SALT.upper()], [SALT + "00"], ["x" * 32], [5]], ids=str
+)
+def test_other_keys_of_a_first_block_are_no_root(listener: Listener, keys: list[Any]) -> None:
+    assert listener.apply(stored([1, 2], extra_keys=[keys, None])).events == ()
+    assert listener.mirror.unnamed == 2
+
+
+def test_a_salt_in_the_middle_is_no_root(listener: Listener) -> None:
+    listener.apply(stored([1]))
+    assert listener.apply(stored([2], TOKENS[SIZE:], parent=1, extra_keys=[[SALT]])).events == ()
+
+
+def test_an_image_after_a_salt(listener: Listener) -> None:
+    listener.roots.add(ALICE)
+    listener.apply(stored([1, 2, 3], extra_keys=[[SALT], None, [["image", 3]]]))
+    assert listener.blocks == set(ROOTED[:2])
+
+
 @pytest.mark.parametrize(
     "others", [{}, {"medium": None}, {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}, {"extra_keys": [None]}], ids=str
 )
@@ -254,7 +294,7 @@ def test_why_blocks_are_ignored_is_logged_once(listener: Listener, caplog: pytes
             listener.apply(stored([key], block_size=2), stored([key], lora_id=3))
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
         "those with other than 4 tokens each",
-        "those with an adapter or a salt",
+        "those with an adapter",
     ]
 
 

@@ -142,6 +142,12 @@ def test_features_that_the_server_lacks_are_refused() -> None:
         assert caught.value.fault.code == "unsupported"
 
 
+@pytest.mark.parametrize("dialect", [SglangDialect(ALL_ON), VLLM, COMPLETIONS, TEXT])
+def test_a_salt_is_sent(dialect: Dialect) -> None:
+    assert dialect.body(request(salt="0a"))["cache_salt"] == "0a"
+    assert "cache_salt" not in dialect.body(request())
+
+
 def test_retained_kv_is_worth_more() -> None:
     dialect = SglangDialect(ALL_ON)
     assert [dialect.body(request(is_retained=kept, priority=0))["priority"] for kept in (False, True)] == [0, RETAINED_PRIORITY]

@@ -158,9 +158,13 @@ def openai(streamed: Reply, **more: Reply) -> dict[str, Reply]:
 
 
 def sglang(generate: Reply, **info: Any) -> dict[str, Reply]:
+    async def reply(asked: Asked) -> None:
+        # The question at the start whether it takes a salt has no id.
+        await (not_found if "cache_salt" in asked.body and "rid" not in asked.body else generate)(asked)
+
     return {
         "/server_info": saying(200, SGLANG_INFO | info),
-        "/generate": generate,
+        "/generate": reply,
         "/abort_request": healthy,
         "/close_session": healthy,
     }
@@ -333,6 +337,36 @@ async def test_sglang_is_recognized_by_its_information() -> None:
     assert features["exact token ids"].is_available
     assert not features["grammar"].is_available
     assert "port 5557" in features["KV events"].detail
+
+
+def salted(answer: Any, good: int, bad: int) -> Reply:
+    """Answers without a salt, with one, and with one that is not a text."""
+
+    async def reply(asked: Asked) -> None:
+        salt = asked.body.get("cache_salt")
+        status = 200 if salt is None else good if isinstance(salt, str) else bad
+        await asked.answer(status, answer if status == 200 else {"error": "about cache_salt"})
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "isolates"),
+    [(200, 400, True), (200, 422, True), (200, 200, False), (400, 400, False), (200, 500, False), (200, 404, False), (500, 400, False)],
+)
+async def test_a_server_isolates_if_it_reads_the_salt(good: int, bad: int, isolates: bool) -> None:
+    """One that ignores the field shares KV between tenants; one that only fails does not show that it reads it."""
+    generated = salted({"output_ids": [1], "meta_info": {}}, good, bad)
+    completed = salted(text(" water", "length"), good, bad)
+    for replies in (sglang(not_found) | {"/generate": generated}, openai(not_found) | {"/v1/completions": completed}):
+        async with upstream(replies) as server:
+            engine = HttpEngine(HttpEngineSettings(server.url), TOKENIZER)
+            facts = await engine.start(print)
+            await engine.close()
+            assert ("isolation" in facts.capabilities) is isolates
+            (feature,) = [feature for feature in engine.report.features if feature.name == "isolation"]
+            assert feature.is_available is isolates
+            assert isolates or "--share-prefixes" in feature.detail
 
 
 async def test_an_sglang_that_would_lose_tokens_is_refused() -> None:
@@ -627,7 +661,7 @@ async def test_a_second_cancel_does_not_stop_the_abort() -> None:
         engine = HttpEngine(HttpEngineSettings(server.url), TOKENIZER)
         await engine.start(print)
         waiting = asyncio.ensure_future(anext(engine.generate(request())))
-        while not server.posts("/generate"):
+        while not any("rid" in body for body in server.posts("/generate")):
             await asyncio.sleep(0)
         waiting.cancel()
         await asked_to_abort.wait()

@@ -407,12 +407,15 @@ class SpreadEngine:
         ranks = [{"max_req_input_len": 2042, "max_total_num_tokens": 8192} for _ in range(2)]
         self._scheduler_init_result = SimpleNamespace(scheduler_infos=ranks)
 
+    async def async_generate(self, input_ids: list[int], cache_salt: str | None = None) -> None: ...
+
 
 def test_facts_of_a_model_on_several_devices() -> None:
     engine = SglangEngine(EngineSettings("/m"))
     engine._engine = SpreadEngine()
     facts = engine._facts(SpreadEngine.ARGUMENTS)
     assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (2042, 32, 256, 8)
+    assert "isolation" in facts.capabilities, "it takes a salt"
 
 
 class Engine:

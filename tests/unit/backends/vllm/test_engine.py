@@ -308,7 +308,9 @@ def test_the_report_lists_what_the_package_has(tmp_path: Path) -> None:
         distributed__kv_events="class ZmqEventPublisher: ...\n",
         v1__structured_output__backend_guidance="class GuidanceBackend: ...\n",
     )
+    (source / "v1" / "engine" / "__init__.py").write_text("class EngineCoreRequest:\n    cache_salt: str | None\n", encoding="utf-8")
     assert available(features_in(source, has_llguidance=True)) == {
+        "isolation",
         "sessions",
         "KV events",
         "logprobs",
