@@ -271,7 +271,9 @@ NAMING = range(256, 1800)
 FILLER = b"65,"
 USAGE = '"usage":{'
 TAIL = 2048
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
 REQUEST_SECONDS = 120.0
 
 

@@ -206,7 +206,7 @@ def _pair(spread: dict[str, float]) -> str:
 async def _cut_off(server: Process, count: int) -> tuple[float, int, float]:
     generator = random.Random(7)
     body = json.dumps({"model": "simulator", "prompt": "cut me off", "max_tokens": 100_000, "ignore_eos": True, "stream": True}).encode()
-    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     unserved = 0
     most = 0.0
 

@@ -107,7 +107,7 @@ def _says_something(content: bytes) -> bool:
 
 async def _send_broken(target: Target, seed: int, findings: Findings) -> None:
     drawn = random.Random(seed)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
     broken = {
         "content-length too large": head + b"content-length: 100\r\n\r\n{}",
         "content-length too small": head + b'content-length: 3\r\n\r\n{"model": "x", "prompt": "y"}',
@@ -120,11 +120,11 @@ async def _send_broken(target: Target, seed: int, findings: Findings) -> None:
         "chunk of no size": head + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
         "chunk of a huge size": head + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n{}\r\n",
         "no host": b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}",
-        "a space in the path": b"GET /v1/models/a b HTTP/1.1\r\nhost: x\r\n\r\n",
-        "a NUL in a header": b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-session-id: a\x00b\r\n\r\n",
-        "a path that is no UTF-8": b"GET /v1/models/%ff%fe HTTP/1.1\r\nhost: x\r\n\r\n",
-        "a query that is no UTF-8": b"GET /v1/sessions?limit=%ff&after=%fe%00 HTTP/1.1\r\nhost: x\r\n\r\n",
-        "a very long path": b"GET /v1/models/" + b"a" * 60_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        "a space in the path": b"GET /v1/models/a b HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "a NUL in a header": b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-session-id: a\x00b\r\n\r\n",
+        "a path that is no UTF-8": b"GET /v1/models/%ff%fe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "a query that is no UTF-8": b"GET /v1/sessions?limit=%ff&after=%fe%00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "a very long path": b"GET /v1/models/" + b"a" * 60_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         "HTTP of another kind": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         "noise": drawn.randbytes(500) + b"\r\n\r\n",
         "nothing": b"",

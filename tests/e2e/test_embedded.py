@@ -105,7 +105,7 @@ def test_many_prompts_and_choices_at_once(model_server: Server) -> None:
 
 def test_a_client_that_leaves_frees_its_pages(model_server: Server) -> None:
     body = json.dumps({"model": DEFAULT_MODEL, "prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", model_server.port)) as connection:
         connection.sendall(head.encode() + body)
         assert b"200 OK" in connection.recv(4096)

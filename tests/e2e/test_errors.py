@@ -138,7 +138,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(serve: Any) -> None:
     assert body["error"]["message"] == "the body is over the limit of 1,000 bytes"
     # Without a length announced, it is refused as soon as it is over.
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
         connection.sendall(b"7d0\r\n" + b"x" * 2000 + b"\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
     assert server.client.completions.create(model="simulator", prompt="x", seed=1).choices[0].text == predicted(1, 16)
@@ -147,7 +147,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(serve: Any) -> None:
 def test_a_body_that_never_comes_is_given_up(serve: Any) -> None:
     server: Server = serve("--stall-timeout", "0.3")
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 

@@ -35,7 +35,7 @@ def begin(server: Server, path: str, body: bytes, receive_buffer: int | None = N
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(30)
     connection.connect(("127.0.0.1", server.port))
-    connection.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
+    connection.sendall(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
     return connection
 
 

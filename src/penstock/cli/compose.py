@@ -45,6 +45,7 @@ from penstock.router.router import Router
 from penstock.text.encoding import Encoder
 from penstock.text.tokenizers.cache import TokenizerCache, default_directory
 from penstock.text.transcript import Transcripts
+from penstock.wire.address import is_loopback
 from penstock.wire.errors import ConfigError
 from penstock.worker.runtime import WorkerRuntime
 
@@ -188,7 +189,7 @@ async def _open_front_end(
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
     stack.push_async_callback(detached.close)
     app = make_app(Services(context, runner, detached, cluster.sessions, admission, metrics, responses))
-    gate = Gate(app, keyring, tally, settings.cors_origins, settings.limits.max_body_bytes)
+    gate = Gate(app, keyring, tally, settings.cors_origins, settings.limits.max_body_bytes, _allowed_hosts(settings))
     server = HttpServer(gate, listener, file_limit, tally)
     return FrontEnd(server, cluster.pool, admission, detached, keyring)
 
@@ -372,6 +373,17 @@ async def _announce(pool: WorkerPool, url: str, warn: Callable[[], None] | None)
     log.info("ready: %s on %s, workers: %d", ", ".join(names), url, len(pool.members))
     if warn is not None:
         warn()
+
+
+def _allowed_hosts(settings: FrontEndSettings) -> list[str] | None:
+    """The names by which clients may reach the server, besides addresses and localhost. None: any."""
+    if settings.keys.are_needed and not settings.allowed_hosts:
+        return None
+    names = [*settings.allowed_hosts, settings.host.lower()]
+    if not is_loopback(settings.host):
+        own = socket.gethostname().lower()
+        names += [own, own.partition(".")[0], f"{own.partition('.')[0]}.local"]
+    return names
 
 
 def _say_unencrypted(settings: FrontEndSettings | WorkerSettings) -> None:

@@ -8,7 +8,17 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from penstock.config.engines import EmbeddedSettings, EngineSettings, HttpEngineSettings, SimulatorConfig, context_length_setting
-from penstock.config.front_end import MIB, DispatchLimits, KeySettings, Limits, ResumeLimits, RouterSettings, StoreSettings, check_origin
+from penstock.config.front_end import (
+    MIB,
+    DispatchLimits,
+    KeySettings,
+    Limits,
+    ResumeLimits,
+    RouterSettings,
+    StoreSettings,
+    check_host,
+    check_origin,
+)
 from penstock.config.setting import count, seconds, setting, without_password
 from penstock.wire.address import Address, TcpAddress, is_loopback, parse_address
 from penstock.wire.errors import ConfigError
@@ -134,6 +144,16 @@ class FrontEndSettings(ProcessSettings):
         unit="ORIGIN",
         parse=check_origin,
         unset="none",
+        group="API keys",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "name by which clients may reach a server without keys, such as gpu1.example.org; repeat for several; *: any name, which lets web "
+        "pages use the server through their visitors' browsers. Addresses and localhost are always allowed",
+        name="allowed_host",
+        unit="NAME",
+        parse=check_host,
+        unset="--host; and if others can reach it, the machine's own name",
         group="API keys",
     )
     store: str | None = setting(

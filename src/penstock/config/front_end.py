@@ -21,7 +21,9 @@ MAX_WEIGHT = 1000
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 NO_STORE = "none"
 ANY_ORIGIN = "*"
+ANY_HOST = "*"
 _KEY = re.compile(r"(?!.*,)[!-~]{1,512}")
+_HOST = re.compile(r"[a-z0-9_]([a-z0-9._-]{0,251}[a-z0-9_])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
@@ -30,6 +32,13 @@ def check_origin(origin: str) -> str:
     if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
         raise ValueError("expected scheme://host or scheme://host:port in lower case, without a path, or *")
     return origin
+
+
+def check_host(host: str) -> str:
+    """A name as browsers send it in `Host`, without a port, or `*`. Raises ValueError."""
+    if host != ANY_HOST and not _HOST.fullmatch(host):
+        raise ValueError("expected a host's name in lower case, without a scheme and a port, or *")
+    return host
 
 
 def check_path(path: str) -> str:

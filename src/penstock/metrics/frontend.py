@@ -59,6 +59,8 @@ class Tally:
     streams_evicted: int = 0
     failed_authentications: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By reason."""
+    pages_refused: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By reason."""
     stalls: list[int] = field(default_factory=lambda: [0] * (len(STALL_BUCKETS) + 1))
     """Stalls of the event loop by their length, like `first_tokens`."""
     stall_seconds: float = 0.0
@@ -210,6 +212,8 @@ DECLARATIONS = (
         "Requests refused because a limit of their API key was reached."),
     Declaration("counter", "penstock_failed_authentications", ("reason",), lambda tally, _: tally.failed_authentications,
         "Requests refused without a valid API key. missing: no key; unknown: a wrong one."),
+    Declaration("counter", "penstock_pages_refused", ("reason",), lambda tally, _: tally.pages_refused,
+        "Requests refused because a web page may have made them: host_not_allowed, origin_not_allowed, unsupported_media_type."),
     # Routing.
     Declaration("counter", "penstock_links_lost", (), lambda _, reading: reading.links_lost,
         "Links to workers that broke."),

@@ -123,7 +123,7 @@ def begin_raw(server: Server, path: str = "/v1/completions", receive_buffer: int
     connection.settimeout(120)
     connection.connect(("127.0.0.1", server.port))
     body = json.dumps({"model": MODEL, "temperature": 0, "stream": True, **fields}).encode()
-    connection.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
+    connection.sendall(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
     return connection
 
 

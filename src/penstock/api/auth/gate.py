@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import re
 import uuid
 from collections.abc import Awaitable, Iterable, Mapping
@@ -15,8 +16,9 @@ from penstock.api.anthropic.errors import AnthropicErrors
 from penstock.api.auth.keys import Keyring, Tenant, presented_key
 from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import ErrorShape, OpenAIErrors, refusal
-from penstock.config.front_end import ANY_ORIGIN, Limits
+from penstock.config.front_end import ANY_HOST, ANY_ORIGIN, Limits
 from penstock.metrics.frontend import Tally
+from penstock.wire.address import is_loopback
 from penstock.wire.errors import RequestError
 
 TENANT = "penstock.tenant"
@@ -32,6 +34,11 @@ _METHODS = "GET, HEAD, POST, DELETE"
 _PREFLIGHT_SECONDS = "600"
 # A list of header names, without anything that could start another header.
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,4096}")
+_JSON = b"application/json"
+# The port of a Host.
+_NAME_OF_HOST = re.compile(r":[0-9]*\Z")
+# Values of Host that are remembered as good. Clients can invent more.
+MAX_ACCEPTED = 1024
 _EXPOSED = b", ".join(
     [
         b"x-request-id",
@@ -50,8 +57,9 @@ _MESSAGES = {
 class Gate:
     """Passes requests with a known key to the application, with their tenant in the scope. Without any keys it passes all requests.
 
-    Other requests get 401. Before that, a request that announces too large a body gets 413. Answers get CORS headers only for the
-    configured origins. OPTIONS needs no key and never reaches the application.
+    Other requests get 401. Without keys, requests that a web page may have made get 403 or 415: see `PageGuard`. Before that, a request
+    that announces too large a body gets 413. Answers get CORS headers only for the configured origins. OPTIONS needs no key and never
+    reaches the application.
     """
 
     def __init__(
@@ -61,18 +69,23 @@ class Gate:
         tally: Tally,
         cors_origins: Iterable[str] = (),
         max_body_bytes: int = Limits.max_body_bytes,
+        hosts: Iterable[str] | None = None,
     ) -> None:
+        """`hosts` are names by which clients may reach the server; None: any."""
         self._app = app
         self._keyring = keyring
         self._tally = tally
         self._origins = frozenset(origin.encode() for origin in cors_origins)
         self._max_body_bytes = max_body_bytes
+        self._guard = None if hosts is None else PageGuard(hosts, self._origins, keyring.is_open)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if self._origins:
             origin = _header(scope, b"origin")
             if origin is not None:
                 send = _adding(send, self._cors_headers(origin))
+        if self._guard is not None and (error := self._guard.refusal(scope)) is not None:
+            return self._refuse_page(scope, receive, send, error)
         if scope["method"] == "OPTIONS":
             return self._answer_to_options(scope)(scope, receive, send)
         if (announced_length(scope) or 0) > self._max_body_bytes:
@@ -91,6 +104,11 @@ class Gate:
         await discard_body(receive)
         error = RequestError(_MESSAGES[reason], code="invalid_api_key", status=401)
         await _refusal(scope["path"], error, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+    async def _refuse_page(self, scope: Scope, receive: Receive, send: Send, error: RequestError) -> None:
+        self._tally.pages_refused[error.code,] += 1
+        await discard_body(receive)
+        await _refusal(scope["path"], error, {})(scope, receive, send)
 
     def _refuse_size(self, scope: Scope) -> Response:
         error = too_large(self._max_body_bytes)
@@ -123,6 +141,87 @@ class Gate:
             (b"access-control-expose-headers", _EXPOSED),
             (b"vary", b"origin"),
         ]
+
+
+class PageGuard:
+    """Finds requests that a web page makes through its visitor's browser, which can reach servers that the page's owner cannot.
+
+    - A page whose host name suddenly means this machine (DNS rebinding) has that name in `Host`. No name can be made to mean another
+      machine if it is an IP address, and browsers resolve `localhost` themselves.
+    - Any other page has its `Origin`, unless it is this server's own.
+    - A page's form, or its request without CORS, has one of three content types, and none of them is JSON. Programs may leave it out;
+      a browser that does so sends an Origin.
+
+    With keys only `Host` is checked: a page does not know the key.
+    """
+
+    def __init__(self, hosts: Iterable[str], origins: frozenset[bytes], is_open: bool) -> None:
+        self._hosts = frozenset(hosts)
+        self._origins = origins
+        self._is_open = is_open
+        self._accepted: set[bytes] = set()
+
+    def refusal(self, scope: Scope) -> RequestError | None:
+        host = origin = content_type = None
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value
+            elif name == b"origin":
+                origin = value
+            elif name == b"content-type":
+                content_type = value
+        if host is not None and host not in self._accepted and not self._accepts(host):
+            return _unknown_host(host)
+        if self._is_open and scope["method"] != "OPTIONS":
+            if origin is not None and not self._allows(origin, host):
+                return _foreign_origin(origin)
+            if content_type is not None and content_type != _JSON and scope["method"] == "POST" and not _is_json(content_type):
+                return _wrong_content_type(content_type)
+        return None
+
+    def _accepts(self, host: bytes) -> bool:
+        name = _NAME_OF_HOST.sub("", host.decode("latin-1").lower()).removesuffix(".")
+        if not (ANY_HOST in self._hosts or name in self._hosts or _is_address(name) or is_loopback(name)):
+            return False
+        if len(self._accepted) < MAX_ACCEPTED:
+            self._accepted.add(host)
+        return True
+
+    def _allows(self, origin: bytes, host: bytes | None) -> bool:
+        is_own = host is not None and origin.partition(b"://")[2] == host.lower()
+        return is_own or origin in self._origins or ANY_ORIGIN.encode() in self._origins
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_json(content_type: bytes) -> bool:
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == _JSON or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+
+def _unknown_host(host: bytes) -> RequestError:
+    shown = host[:80].decode("latin-1")
+    name = _NAME_OF_HOST.sub("", shown)
+    message = f"`Host` is {shown!r}, a name that is not allowed: use the IP address, or start the server with --allowed-host {name}"
+    return RequestError(message, code="host_not_allowed", status=403)
+
+
+def _foreign_origin(origin: bytes) -> RequestError:
+    shown = origin[:80].decode("latin-1")
+    message = f"a web page of origin {shown!r} may not use this server: start it with --cors-origin {shown}, or with API keys"
+    return RequestError(message, code="origin_not_allowed", status=403)
+
+
+def _wrong_content_type(content_type: bytes) -> RequestError:
+    shown = content_type[:80].decode("latin-1")
+    message = f"the content type is {shown!r}: expected application/json (with curl: -H 'content-type: application/json')"
+    return RequestError(message, code="unsupported_media_type", status=415)
 
 
 def announced_length(scope: Scope) -> int | None:

@@ -22,10 +22,12 @@ that does not stream also takes HEAD. A server without API keys accepts every re
 _ERRORS = {
     400: "The request is wrong.",
     401: "The API key is missing or unknown.",
+    403: "On a server without API keys: the host's name or the web page's origin is not allowed.",
     404: "Not found.",
     408: "The body did not arrive in time.",
     409: "Its current state does not allow this.",
     413: "The body is too large.",
+    415: "On a server without API keys: the content type is not JSON.",
     429: "Too many requests: try again later.",
     503: "No worker is available: try again later.",
     507: "The store is full.",
@@ -132,7 +134,8 @@ def _operation(route: Route, schema_of: Mapping[Any, Document]) -> Document:
 
 
 def _responses(route: Route, schema_of: Mapping[Any, Document]) -> Document:
-    statuses = {*route.errors, *([401] if route.needs_key else []), *([429] if route.is_charged else [])}
+    statuses = {*route.errors, 403, *([401] if route.needs_key else []), *([429] if route.is_charged else [])}
+    statuses |= {415} if route.body is not None else set()
     responses = {"200": {"description": "Success.", "content": _content(route, schema_of)}}
     for status in sorted(statuses):
         responses[str(status)] = {

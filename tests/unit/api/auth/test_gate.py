@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.api.auth import gate
 from penstock.api.auth.gate import OPEN_PATHS, TENANT, Gate
 from penstock.api.auth.keys import NOBODY, Headers, Keyring, owner_of, presented_key
-from penstock.config.front_end import KeySettings, check_origin, read_key
+from penstock.config.front_end import KeySettings, check_host, check_origin, read_key
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 
 KEY = "psk-the-right-one"
@@ -47,12 +47,12 @@ class Answer:
 class Front:
     """A gate before an application that streams, and remembers whom it has seen."""
 
-    def __init__(self, *keys: str, cors: Iterable[str] = ()) -> None:
+    def __init__(self, *keys: str, cors: Iterable[str] = (), hosts: Iterable[str] | None = None) -> None:
         self.tally = Tally()
         self.seen: list[Any] = []
         self.received = 0
         self.body_megabytes = 1
-        self._gate = Gate(self._app, Keyring(KeySettings(tuple(map(read_key, keys))), self.tally), self.tally, cors)
+        self._gate = Gate(self._app, Keyring(KeySettings(tuple(map(read_key, keys))), self.tally), self.tally, cors, hosts=hosts)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.seen.append(scope[TENANT])
@@ -259,6 +259,125 @@ async def test_a_preflight_cannot_make_headers(names: str) -> None:
     answer = await Front(KEY, cors=[PAGE]).ask({**PREFLIGHT, "access-control-request-headers": names}, method="OPTIONS")
     assert answer.status == 204
     assert "access-control-allow-headers" not in answer.headers
+
+
+# Web pages and servers without keys.
+
+HERE = {"host": "127.0.0.1:8000"}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:8000",
+        "LOCALHOST:8000",
+        "localhost.",
+        "app.localhost:80",
+        "127.0.0.1:8000",
+        "10.0.0.7",
+        "[::1]:8000",
+        "[fe80::1]",
+    ],
+)
+async def test_names_that_no_page_can_have(host: str) -> None:
+    front = Front(hosts=())
+    for _ in range(2):
+        assert (await front.ask({"host": host})).status == 200
+    assert not front.tally.pages_refused
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "notlocalhost", "", ":80", "::1"],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/metrics", "/live"])
+async def test_a_page_whose_name_means_this_machine_is_refused(host: str, path: str) -> None:
+    """DNS rebinding: for the browser the page and this server are one origin."""
+    front = Front(hosts=())
+    answer = await front.ask({"host": host, "origin": f"http://{host}"}, path)
+    assert (answer.status, answer.json["error"]["code"]) == (403, "host_not_allowed")
+    assert "--allowed-host" in answer.json["error"]["message"]
+    assert not front.seen
+    assert front.tally.pages_refused == {("host_not_allowed",): 1}
+
+
+async def test_names_that_are_configured() -> None:
+    front = Front(hosts=("gpu1.example.org",))
+    assert (await front.ask({"host": "GPU1.example.org:8000"})).status == 200
+    assert (await front.ask({"host": "gpu2.example.org:8000"})).status == 403
+    assert (await Front(hosts=("*",)).ask({"host": "evil.example"})).status == 200
+    assert (await Front(hosts=()).ask({})).status == 200, "no browser leaves it out"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1", "http://127.0.0.1:8000.evil.example"]
+)
+async def test_a_page_of_another_origin_is_refused(origin: str, method: str) -> None:
+    front = Front(hosts=())
+    answer = await front.ask({**HERE, **JSON, "origin": origin}, "/v1/chat/completions", method)
+    assert (answer.status, answer.json["error"]["code"]) == (403, "origin_not_allowed")
+    assert "--cors-origin" in answer.json["error"]["message"]
+    assert not front.seen
+
+
+async def test_pages_that_may_ask() -> None:
+    for front, origin in (
+        (Front(hosts=()), "http://127.0.0.1:8000"),
+        (Front(hosts=(), cors=[PAGE]), PAGE),
+        (Front(hosts=(), cors=["*"]), "null"),
+    ):
+        assert (await front.ask({**HERE, **JSON, "origin": origin}, method="POST")).status == 200
+    front = Front(hosts=(), cors=[PAGE])
+    assert (await front.ask({**HERE, **PREFLIGHT}, method="OPTIONS")).headers["access-control-allow-origin"] == PAGE
+    assert (await front.ask({**HERE, **JSON, "origin": "https://evil.example"}, method="POST")).status == 403
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json", ""],
+)
+async def test_a_body_that_a_form_can_send_is_refused(content_type: str) -> None:
+    front = Front(hosts=())
+    answer = await front.ask({**HERE, "content-type": content_type}, "/v1/messages", "POST")
+    assert (answer.status, answer.json["error"]["type"]) == (415, "invalid_request_error")
+    assert "expected application/json (with curl: -H 'content-type: application/json')" in answer.json["error"]["message"]
+    assert not front.seen
+    assert front.received == 1, "its sender reads the answer"
+    assert (await front.ask({**HERE, "content-type": content_type})).status == 200, "it has no body"
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON", "application/ld+json"])
+async def test_json_is_taken(content_type: str) -> None:
+    assert (await Front(hosts=()).ask({**HERE, "content-type": content_type}, method="POST")).status == 200
+    assert (await Front(hosts=()).ask(HERE, method="POST")).status == 200, "a program that says nothing; browsers send an origin then"
+
+
+async def test_with_keys_only_the_configured_names_count() -> None:
+    page = {**BEARER, "host": "chat.example.org", "origin": "https://evil.example", "content-type": "text/plain"}
+    assert (await Front(KEY).ask(page, method="POST")).status == 200, "a page does not know the key"
+    assert (await Front(KEY, hosts=("chat.example.org",)).ask(page, method="POST")).status == 200
+    assert (await Front(KEY, hosts=("other.example.org",)).ask(page, method="POST")).status == 403
+
+
+async def test_hosts_that_clients_invent_take_no_memory_for_ever() -> None:
+    front = Front(hosts=())
+    for number in range(gate.MAX_ACCEPTED + 100):
+        assert (await front.ask({"host": f"10.0.{number // 256}.{number % 256}"})).status == 200
+    assert (await front.ask({"host": "evil.example"})).status == 403
+
+
+@pytest.mark.parametrize("host", ["*", "localhost", "gpu1.example.org", "a_b-c.d", "x"])
+def test_hosts(host: str) -> None:
+    assert check_host(host) == host
+
+
+@pytest.mark.parametrize("host", ["", "http://a", "a:80", "A.example", "a/b", "-a", "a-", "a b", "*.example.org"])
+def test_what_is_no_host(host: str) -> None:
+    with pytest.raises(ValueError, match="expected a host's name"):
+        check_host(host)
 
 
 @pytest.mark.parametrize("origin", ["*", PAGE, "http://localhost:3000", "http://[::1]:8080", "tauri://localhost", "app.x+y://host_1"])
