@@ -94,3 +94,17 @@ def test_a_key_that_fills_the_store_loses_its_own_and_pays_for_its_writes(serve:
     assert ask(server, FLOOD, "GET", f"/v1/conversations/{written[0][1]['id']}")[0] == 404
     assert ask(server, FLOOD, "GET", f"/v1/conversations/{written[39][1]['id']}")[0] == 200
     assert server.metric("penstock_responses_evicted_total", reason="full") >= 25
+
+
+def test_sessions_of_one_key_leave_room_for_those_of_another(serve: Callable[..., Server]) -> None:
+    server = serve("--step-ms", "1", "--max-sessions", "4", environment=KEYS)
+
+    def state(key: str, number: int) -> str:
+        session = {"session_control": {"session_id": f"agent {number}", "action": "open"}}
+        status, answer = ask(server, key, "POST", "/v1/completions", model="simulator", prompt="x y z", max_tokens=2, nvext=session)
+        assert status == 200
+        return str(answer["nvext"]["session"]["state"])
+
+    assert [state(FLOOD, number) for number in range(6)] == ["open"] * 4 + ["over_quota"] * 2
+    assert [state(OTHER, number) for number in range(3)] == ["open"] * 2 + ["over_quota"]
+    assert server.metric("penstock_sessions_evicted_total") == 2

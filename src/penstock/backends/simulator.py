@@ -164,7 +164,7 @@ class Simulator:
     def submit(self, request: Submit) -> None:
         fault = self._validate(request)
         if fault is None:
-            self._scheduler.add(_Sequence(request, *self._sessions.begin_turn(request.session)))
+            self._scheduler.add(_Sequence(request, *self._sessions.begin_turn(request.session, request.lane)))
         else:
             self._refused.append(Segment(request.id, None, fault))
         self._asked.set()

@@ -94,7 +94,7 @@ class Engine:
         if fault is not None:
             self._refused.append(Segment(request.id, None, fault))
             return
-        sequence = SampledSequence(request, *self.sessions.begin_turn(request.session))
+        sequence = SampledSequence(request, *self.sessions.begin_turn(request.session, request.lane))
         if request.grammar is None:
             self._scheduler.add(sequence)
         else:

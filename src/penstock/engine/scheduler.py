@@ -264,6 +264,7 @@ class Scheduler(Generic[S]):
             preemptions=self._preemptions,
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
+            sessions_evicted=self.sessions.evicted,
         )
 
     def check_integrity(self, waiting_elsewhere: Iterable[Sequence] = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,10 +34,11 @@ class SessionUsage:
 class Session:
     """One epoch of a session id. Turns keep a reference to it, so that the end of an earlier epoch's turn does not touch a later epoch."""
 
-    __slots__ = ("active_turns", "epoch", "id", "is_closing", "is_over", "lease", "usage")
+    __slots__ = ("active_turns", "epoch", "id", "is_closing", "is_over", "lane", "lease", "usage")
 
-    def __init__(self, turn: SessionTurn, seconds: float) -> None:
+    def __init__(self, turn: SessionTurn, seconds: float, lane: str) -> None:
         self.id = turn.id
+        self.lane = lane
         self.epoch = turn.epoch
         self.lease = Lease(seconds, is_session=True)
         self.active_turns = 0
@@ -67,7 +69,9 @@ class Session:
 class Sessions:
     """At most `max_sessions` at a time. `grace_seconds` is added to every timeout: a live front end closes its sessions before that.
 
-    A turn that gets no session is served without one; its state says why. `cache` is None for an engine with its own KV cache: then
+    A turn that gets no session is served without one; its state says why. When all are taken, a tenant below its share (`max_sessions`
+    divided by the tenants that have any) still opens one: the tenant with the most loses the idle one that would end first. Its KV
+    stays cached, without a lease. `cache` is None for an engine with its own KV cache: then
     sessions open and expire, but hold no KV.
     """
 
@@ -76,6 +80,8 @@ class Sessions:
         self._max_sessions = max_sessions
         self._grace_seconds = grace_seconds
         self._sessions: dict[str, Session] = {}
+        self._lanes: Counter[str] = Counter()
+        self.evicted = 0
         # By the end of each: sessions without an active turn, and leases without a session.
         self._idle: LazyHeap[Session, float] = LazyHeap()
         self._retained: LazyHeap[Lease, float] = LazyHeap()
@@ -103,13 +109,16 @@ class Sessions:
         """When the next lease ends, unless it is renewed before; infinity when there is none."""
         return min([least[0] for heap in (self._idle, self._retained) if (least := heap.least()) is not None], default=math.inf)
 
-    def begin_turn(self, turn: SessionTurn | None) -> tuple[Session | None, SessionState | None]:
-        """The turn is active from now on, queued or running. While a turn is active, the lease does not end. None: no session."""
+    def begin_turn(self, turn: SessionTurn | None, lane: str = "") -> tuple[Session | None, SessionState | None]:
+        """The turn is active from now on, queued or running. While a turn is active, the lease does not end. None: no session.
+
+        `lane` is the tenant's, see Submit.
+        """
         if turn is None:
             return None, None
         session = self._sessions.get(turn.id)
         if turn.action == "open":
-            session = self._open(turn, session)
+            session = self._open(turn, session, lane)
             if session is None:
                 return None, "over_quota"
         if session is None or session.epoch != turn.epoch:
@@ -163,16 +172,18 @@ class Sessions:
         while (lease := self._retained.pop_due(now)) is not None:
             self._end_lease(lease, free_exclusive=False)
 
-    def _open(self, turn: SessionTurn, session: Session | None) -> Session | None:
+    def _open(self, turn: SessionTurn, session: Session | None, lane: str) -> Session | None:
         if session is not None and session.epoch >= turn.epoch:
             if session.epoch == turn.epoch:
                 session.is_closing = False
                 session.lease.seconds = _lease_seconds(turn)
             return session
-        if session is None and len(self._sessions) >= self._max_sessions:
+        if session is None and len(self._sessions) >= self._max_sessions and not self._make_room(lane):
             return None
-        opened = self._sessions[turn.id] = Session(turn, _lease_seconds(turn))
+        opened = self._sessions[turn.id] = Session(turn, _lease_seconds(turn), lane)
+        self._lanes[lane] += 1
         if session is not None:
+            self._leave_lane(session)
             # The same agent, back after its front end forgot it: the new session takes over what the earlier one holds.
             session.is_over = True
             self._idle.discard(session)
@@ -180,11 +191,31 @@ class Sessions:
             opened.lease.seconds = _lease_seconds(turn)
         return opened
 
-    def _end(self, session: Session) -> None:
+    def _make_room(self, lane: str) -> bool:
+        """Ends an idle session of a tenant above its share, for a tenant below it. Returns whether there was one."""
+        lanes = self._lanes
+        own = lanes.get(lane, 0)
+        share = self._max_sessions / (len(lanes) + (not own))
+        if own and own + 1 > share:
+            return False
+        above = [session for session in self._idle if lanes[session.lane] > max(share, own + 1)]
+        session = max(above, key=lambda session: (lanes[session.lane], -self._idle.priority(session)), default=None)
+        if session is not None:
+            self.evicted += 1
+            self._end(session, free_exclusive=False)
+        return session is not None
+
+    def _leave_lane(self, session: Session) -> None:
+        self._lanes[session.lane] -= 1
+        if not self._lanes[session.lane]:
+            del self._lanes[session.lane]
+
+    def _end(self, session: Session, *, free_exclusive: bool = True) -> None:
         session.is_over = True
         self._idle.discard(session)
         del self._sessions[session.id]
-        self._end_lease(session.lease, free_exclusive=True)
+        self._leave_lane(session)
+        self._end_lease(session.lease, free_exclusive=free_exclusive)
 
     def _end_lease(self, lease: Lease, *, free_exclusive: bool) -> None:
         if self._cache is not None:

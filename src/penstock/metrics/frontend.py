@@ -170,6 +170,8 @@ DECLARATIONS = (
         "KV blocks of a worker. used: by generations; cached: kept for reuse; leased: of both, under a lease; total: all."),
     Declaration("gauge", "penstock_sessions", ("name",), lambda _, reading: _of_workers(reading, "sessions"),
         "Sessions with a lease on the worker."),
+    Declaration("counter", "penstock_sessions_evicted", ("name",), lambda _, reading: _of_workers(reading, "sessions_evicted"),
+        "Sessions that a worker ended to give another tenant its share of --max-sessions."),
     Declaration("counter", "penstock_prompt_tokens", ("name", "source"), lambda _, reading: _prompt_tokens(reading),
         "Prompt tokens of a worker. cached: their KV was reused; computed: it was not."),
     Declaration("counter", "penstock_kv_blocks_evicted", ("name",), lambda _, reading: _of_workers(reading, "kv_blocks_evicted"),

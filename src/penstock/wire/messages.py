@@ -119,6 +119,7 @@ class WorkerStats(Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     memory_failures: int = 0
+    sessions_evicted: int = 0
 
 
 Role = Literal["aggregated", "prefill", "decode"]

@@ -315,3 +315,56 @@ def test_a_newer_incarnation_finds_what_the_earlier_one_left() -> None:
     assert engine.close_session("a", 2)
     assert engine.stats().kv_blocks_leased == engine.stats().kv_blocks_cached == 0
     engine.check_integrity()
+
+
+def opened(sessions: Sessions, lane: str, number: int, now: float, timeout: float = 100.0) -> str | None:
+    """The state of a new session of this tenant, after a turn that ended at once."""
+    session, state = sessions.begin_turn(SessionTurn(f"{lane}{number}", "open", timeout, 1), lane)
+    if session is not None:
+        sessions.end_turn(session, now)
+    return state
+
+
+def test_a_tenant_below_its_share_opens_sessions_though_another_has_taken_all() -> None:
+    sessions = Sessions(KVCache(8, 4), 8, 0.0)
+    assert [opened(sessions, "a", number, float(number)) for number in range(9)] == ["open"] * 8 + ["over_quota"]
+    assert [opened(sessions, "b", number, 50.0) for number in range(5)] == ["open"] * 4 + ["over_quota"]
+    assert [session.id for session in sessions] == ["a4", "a5", "a6", "a7", "b0", "b1", "b2", "b3"], "those that would end first went"
+    assert [opened(sessions, "c", number, 60.0) for number in range(3)] == ["open", "open", "over_quota"]
+    assert sessions.evicted == 6
+    assert opened(sessions, "a", 0, 70.0) == "over_quota", "it is at its share"
+
+
+def test_sessions_with_an_active_turn_are_not_taken_away() -> None:
+    sessions = Sessions(KVCache(8, 4), 2, 0.0)
+    active = [sessions.begin_turn(SessionTurn(f"a{number}", "open", 10.0, 1), "a")[0] for number in range(2)]
+    assert opened(sessions, "b", 0, 1.0) == "over_quota"
+    assert active[1] is not None
+    sessions.end_turn(active[1], 2.0)
+    assert opened(sessions, "b", 0, 3.0) == "open"
+    assert active[0] is not None
+    assert not active[0].is_over
+
+
+def test_the_kv_of_a_session_that_made_room_stays_cached() -> None:
+    engine = make_engine(max_sessions=1)
+    run(engine, [turn(0, PROMPT, "a", "open", lane="a")])
+    other = run(engine, [turn(1, random_prompt(5, 64), "b", "open", lane="b")])
+    assert state(other, 1) == "over_quota", "one session is one tenant's share"
+    engine = make_engine(max_sessions=2)
+    run(engine, [turn(0, PROMPT, "a", "open", lane="a"), turn(1, random_prompt(4, 64), "c", "open", lane="a")])
+    other = run(engine, [turn(2, random_prompt(5, 64), "b", "open", lane="b")])
+    assert state(other, 2) == "open"
+    again = run(engine, [turn(3, PROMPT, "a", "continue", lane="a")])
+    assert state(again, 3) == "unknown"
+    assert cached(again, 3) > 0
+    assert engine.stats().sessions_evicted == 1
+
+
+def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
+    sessions = Sessions(None, 4, 0.0)
+    for number in range(100):
+        assert opened(sessions, f"tenant {number}", 0, float(number), timeout=1.0) == "open"
+        sessions.expire(number + 2.0)
+    assert len(sessions) == 0
+    assert [opened(sessions, "a", number, 200.0) for number in range(5)] == ["open"] * 4 + ["over_quota"]

@@ -170,7 +170,7 @@ class ExternalBackend:
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
-        session, state = self._sessions.begin_turn(request.session)
+        session, state = self._sessions.begin_turn(request.session, request.lane)
         generation = self._open[request.id] = _Generation(request, session, state)
         task = generation.task = self._begin(self._run(generation), f"generation {request.id.hex()}")
         # Not in a `finally` of the task: a task that is cancelled before its first step never gets there.
@@ -204,6 +204,7 @@ class ExternalBackend:
             kv_blocks_evicted=0 if mirror is None else mirror.removed,
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
+            sessions_evicted=self._sessions.evicted,
         )
 
     async def close(self) -> None:
