@@ -125,6 +125,32 @@ def test_every_key_has_limits_of_its_own(serve: Callable[..., Server], tmp_path:
     assert server.metric("penstock_quota_refusals_total", key="few", limit="tokens_per_minute") == 1
 
 
+def test_a_hostile_body_costs_a_request_and_little_memory(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """Millions of empty prompts froze the event loop for seconds and took 400 MB, as often as the key liked."""
+    path = tmp_path / "keys.toml"
+    hostile, other = new_key(path, "hostile", "--requests-per-minute", "2"), new_key(path, "other")
+    server = serve("--key-file", str(path), "--step-ms", "1")
+    body = b'{"model":"simulator","prompt":[' + b'"",' * (4 * 2**20 // 3) + b'""]}'
+
+    def ask(key: str, body: bytes) -> int:
+        return server.request("POST", "/v1/completions", body, bearer(key))[0]
+
+    assert ask(other, b'{"model":"simulator","prompt":"x"}') == 200
+    status = Path(f"/proc/{server.child('frontend').pid}/status")
+
+    def most_memory() -> int:
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+
+    before = most_memory()
+    assert [ask(hostile, body) for _ in range(4)] == [413, 413, 429, 429]
+    assert most_memory() - before < 8 * len(body)
+    assert server.metric("penstock_limits_reached_total", limit="body_cost") == 2, "what is refused by the rate is not looked at"
+    assert server.metric("penstock_limits_reached_total", limit="requests_per_minute") == 2
+    assert server.metric("penstock_body_bytes") == 0
+    assert ask(other, b'{"model":"simulator","prompt":"x"}') == 200
+
+
 def test_pages_of_named_origins_may_ask(serve: Callable[..., Server]) -> None:
     page = "https://chat.example.org"
     server = serve("--cors-origin", page, environment={"PENSTOCK_API_KEY": FIRST})

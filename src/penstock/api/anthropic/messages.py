@@ -27,7 +27,7 @@ from penstock.api.anthropic.schema import (
 from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import CacheControl, Common
 from penstock.api.pipeline.hints import longest_ttl, read_hints
-from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, count_tokens, described_tool, plan_chat
+from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, count_tokens, described_tool, plan_chat, schema_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.router.affinity import session_key
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
@@ -203,7 +203,7 @@ def _grammar(request: Prompted) -> tuple[str | None, Grammar | None]:
     if wanted is None:
         return None, None
     field = "output_format.schema" if configured is None else "output_config.format.schema"
-    return field, Grammar("json_schema", msgspec.json.encode(wanted.schema).decode())
+    return field, schema_grammar(field, wanted.schema)
 
 
 def _template_arguments(request: Prompted) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from msgspec import Meta, Struct
 
 from penstock.api.openai.schema import (
     MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
     MAX_TOOLS,
     UNSUPPORTED_NVEXT,
     CacheControl,
@@ -15,12 +17,12 @@ from penstock.api.openai.schema import (
     FunctionName,
     NonNegative,
     Nvext,
+    StopText,
     Text,
     refused_fields,
 )
 
-MAX_BLOCKS = 16_384
-MAX_STOPS = 16
+MAX_BLOCKS = MAX_PARTS
 MIN_THINKING_TOKENS = 1024
 
 Role = Literal["user", "assistant", "system"]
@@ -282,7 +284,7 @@ class MessagesRequest(Prompted, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages. With `max_tokens` 0 the prompt is computed and nothing is generated."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
-    stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -54,11 +54,16 @@ Text = Annotated[str, Meta(min_length=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
-Stop = Text | Annotated[list[Text], Meta(max_length=16)] | None
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 4096
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None
 MAX_SECONDS = 86_400
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
+MAX_PARTS = 16_384
+"""Parts of the content of one message."""
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=128)]
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,256}$")]
 
@@ -145,10 +150,10 @@ class Nvext(Struct, forbid_unknown_fields=True, frozen=True):
     cache_control: NvextCacheControl | None = None
     retention_seconds: Seconds | None = None
     agent_hints: AgentHints | None = None
-    extra_fields: list[ExtraField] | None = None
+    extra_fields: Annotated[list[ExtraField], Meta(max_length=64)] | None = None
     cache_salt: CacheSalt | None = None
-    agent_context: dict[str, Any] | None = None
-    annotations: list[str] | None = None
+    agent_context: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    annotations: Annotated[list[str], Meta(max_length=64)] | None = None
     backend_instance_id: NonNegative | None = None
     prefill_worker_id: NonNegative | None = None
     decode_worker_id: NonNegative | None = None
@@ -267,14 +272,14 @@ class Message(Struct, forbid_unknown_fields=True):
     """One message. Clients send answers back, so every field of an answer is accepted."""
 
     role: Role
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
+    annotations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
     function_call: None = None
     audio: None = None
 

@@ -60,7 +60,7 @@ def too_complex(what: str) -> RequestError:
         f"{what} takes too long to decode: it has too many values, escapes, or numbers that are long or have an exponent; "
         "the limit is about 270,000 whole numbers, 40,000 object members or 500 numbers with an exponent"
     )
-    return RequestError(message, code="body_too_complex", status=413)
+    return RequestError(message, code="body_too_complex", status=413, limit="body_cost")
 
 
 def is_slow(text: str) -> bool:

@@ -32,6 +32,8 @@ from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sa
 MAX_CHOICES = 2048
 # The same as the engine's limit. Checked here, a grammar that is too large does not travel.
 MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_SCHEMA_NODES = 16_384
+"""Objects and lists in the schemas of a request's tools, and in the schema of its answer."""
 MAX_BIAS = 100
 # A shorter prompt is sent with each of its choices: its tokens take no more bytes than its name.
 MIN_SHARED_TOKENS = 32
@@ -113,6 +115,7 @@ async def plan_chat(
     """Raises RequestError that names the field. `memo` is for several tries with one chat; the session remembers nothing of a trial."""
     model = context.models.find(request.model)
     check_lengths(model, chat)
+    check_schemas("tools", chat.prompt.tools)
     tools = _callable_tools(chat)
     name = model.info.name
     key = None if hints.session is None or is_trial else session_key(tenant.owner, name, hints.session.id)
@@ -154,6 +157,7 @@ async def plan_chat(
 async def count_tokens(model: ServedModel, chat: Chat, tenant: Tenant, context: PromptContext, key: str | None = None) -> int:
     """How many tokens the chat's prompt has: in the session with this key, if there is one."""
     check_lengths(model, chat)
+    check_schemas("tools", chat.prompt.tools)
     encoded = await context.transcripts.encode_chat(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane)
     return len(encoded.token_ids)
 
@@ -231,6 +235,20 @@ def check_size(field: str, size: int, limit: int, what: str) -> None:
     if size > limit:
         message = f"`{field}` has {size:,} {what}: expected at most {limit:,}"
         raise RequestError(message, param=field, code="too_long", limit=re.sub(r"\[.*?\]", "", field))
+
+
+def check_schemas(field: str, schemas: Sequence[Any]) -> None:
+    """Raises RequestError for schemas with too many objects and lists, all together."""
+    nodes = 0
+    waiting = list(schemas)
+    while waiting:
+        node = waiting.pop()
+        nodes += 1
+        if nodes > MAX_SCHEMA_NODES:
+            message = f"`{field}` has more than {MAX_SCHEMA_NODES:,} objects and lists: expected at most that many in all schemas"
+            raise RequestError(message, param=field, code="too_long", limit="schema_nodes")
+        values = node.values() if isinstance(node, dict) else node
+        waiting += [value for value in values if isinstance(value, (dict, list))]
 
 
 def check_choices(prompts: int, candidates: int) -> None:
@@ -394,7 +412,7 @@ def _formatted(response_format: ResponseFormat) -> Grammar | None:
         message = "`response_format.json_schema` is required with `type` json_schema, and not allowed with another type"
         raise RequestError(message, param="response_format.json_schema")
     if response_format.json_schema is not None:
-        return Grammar("json_schema", _as_json(response_format.json_schema.schema))
+        return schema_grammar("response_format.json_schema.schema", response_format.json_schema.schema)
     return None if response_format.type == "text" else Grammar("json_object")
 
 
@@ -413,10 +431,16 @@ def _structured(structured: StructuredOutputs) -> Grammar:
     return given[0]
 
 
+def schema_grammar(field: str, schema: dict[str, Any]) -> Grammar:
+    """The grammar of a schema. Raises RequestError when it has too many nodes."""
+    check_schemas(field, [schema])
+    return Grammar("json_schema", _as_json(schema))
+
+
 def _schema_source(schema: dict[str, Any] | str) -> str:
-    if not isinstance(schema, str):
-        return _as_json(schema)
     name = "structured_outputs.json"
+    if not isinstance(schema, str):
+        return schema_grammar(name, schema).source
     if len(schema) > MAX_GRAMMAR_BYTES:
         raise _too_large_grammar(name)
     if is_slow(schema):

@@ -40,6 +40,8 @@ _TRY_AGAIN = (429, 503)
 _LOCATED = re.compile(r"(?P<problem>.*) - at `(?P<path>\$.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_TOO_LONG = re.compile(r"Expected `(?P<kind>\w+)` of length <= (?P<limit>\d+)")
+_COUNTED = {"array": "elements", "object": "members", "str": "characters"}
 _MAX_SHOWN = 80
 _NOT_JSON = (UnicodeDecodeError, msgspec.DecodeError, RecursionError)
 
@@ -300,10 +302,14 @@ def _explain(problem: str, content: Any, unsupported: frozenset[str], choices: M
     param = located["path"].removeprefix("$").removeprefix(".")
     if refused := next((name for name in (_first(param), param) if name in unsupported), None):
         return RequestError(f"`{refused}` is not supported yet; leave it out", param=refused, code="unsupported_field")
+    value, field = _value_at(content, param), re.sub(r"\[.*?\]", "", param)
+    if too_long := _TOO_LONG.match(located["problem"]):
+        counted = f"{len(value):,} {_COUNTED[too_long['kind']]}: expected at most {int(too_long['limit']):,}"
+        return RequestError(f"`{param}` has {counted}", param=param, code="too_long", limit=field)
     expected = located["problem"][:1].lower() + located["problem"][1:]
-    if known := choices.get(re.sub(r"\[.*?\]", "", param)):
+    if known := choices.get(field):
         expected = f"expected one of {', '.join(known)}"
-    return RequestError(f"`{param}` is {_value_at(content, param)}: {expected}", param=param, code="invalid_value")
+    return RequestError(f"`{param}` is {_shown(value)}: {expected}", param=param, code="invalid_value")
 
 
 def _first(param: str) -> str:
@@ -314,14 +320,19 @@ def _join(path: str | None, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _value_at(value: Any, param: str) -> str:
-    """The value at a path such as `messages[0].role`, as JSON, cut when it is long."""
+def _value_at(value: Any, param: str) -> Any:
+    """The value at a path such as `messages[0].role`."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", param):
         try:
             value = value[int(index)] if index else value[key]
         except (KeyError, IndexError, TypeError):
             # A path with wildcards (`[...]`) ends at the container.
             break
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut when it is long."""
     text = msgspec.json.encode(_beginning(value)).decode()
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 

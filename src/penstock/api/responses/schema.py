@@ -10,6 +10,7 @@ from msgspec import Meta, Struct, field
 from penstock.api.openai.schema import (
     CHOICES,
     MAX_MESSAGES,
+    MAX_PARTS,
     MAX_TOOLS,
     UNSUPPORTED_NVEXT,
     CacheControl,
@@ -249,7 +250,7 @@ class _CallItem(_Item, kw_only=True):
 class MessageItem(_Item, kw_only=True):
     type: Literal["message"] = "message"
     role: Role
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
     phase: str | None = None
     end_turn: bool | None = None
 
@@ -263,7 +264,7 @@ class FunctionCallItem(_CallItem, kw_only=True):
 
 class FunctionCallOutputItem(_CallItem, kw_only=True):
     type: Literal["function_call_output"]
-    output: str | list[OutputPart]
+    output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)]
     name: str | None = None
     namespace: str | None = None
 
@@ -277,7 +278,7 @@ class CustomToolCallItem(_CallItem, kw_only=True):
 
 class CustomToolCallOutputItem(_CallItem, kw_only=True):
     type: Literal["custom_tool_call_output"]
-    output: str | list[OutputPart]
+    output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)]
     name: str | None = None
 
 
@@ -290,8 +291,8 @@ class ReasoningItem(_Item, kw_only=True):
     """`encrypted_content` comes from another server and is ignored."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningPart] | None = None
-    content: list[ReasoningPart] | None = None
+    summary: Annotated[list[ReasoningPart], Meta(max_length=MAX_PARTS)] | None = None
+    content: Annotated[list[ReasoningPart], Meta(max_length=MAX_PARTS)] | None = None
     encrypted_content: str | None = None
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.api.anthropic.errors import AnthropicErrors
-from penstock.api.anthropic.schema import CHOICES, MAX_STOPS, UNSUPPORTED, MessagesRequest
-from penstock.api.openai.schema import UNSUPPORTED_NVEXT
+from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, MessagesRequest
+from penstock.api.openai.schema import MAX_STOPS, UNSUPPORTED_NVEXT
 from penstock.wire.errors import RequestError
 
 TEXT = (Path(__file__).parents[4] / "docs" / "guides" / "anthropic.md").read_text(encoding="utf-8")

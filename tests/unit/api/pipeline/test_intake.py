@@ -95,6 +95,65 @@ async def test_the_shape_is_checked_before_anything_is_tokenized(fields: dict[st
     assert says in caught.value.message
 
 
+USER = {"role": "user", "content": "x"}
+CHAT = {"model": "m", "messages": [USER]}
+MESSAGES = {**CHAT, "max_tokens": 5}
+RESPONSE = {"model": "m", "input": "x"}
+NODES: dict[str, Any] = {"enum": [[]] * 8_200}
+TOOL = {"type": "function", "name": "f", "parameters": NODES}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "says", "limit"),
+    [
+        ("/v1/completions", {"model": "m", "prompt": [""] * 2049}, "prompt", "has 2,049 prompts: expected at most 2,048", "prompt"),
+        ("/v1/completions", {"model": "m", "prompt": "x", "stop": ["x"] * 17}, "stop", "has 17 elements: expected at most 16", "stop"),
+        ("/v1/completions", {"model": "m", "prompt": "x", "stop": "x" * 4097}, "stop", "4,097 characters: expected at most 4,096", "stop"),
+        ("/v1/chat/completions", {**CHAT, "messages": [USER] * 16_385}, "messages", "has 16,385 elements", "messages"),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}] * 1025}, "tools", "1,025", "tools"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 16_385}]},
+            "messages[0].content",
+            "has 16,385 elements: expected at most 16,384",
+            "messages.content",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "tools": [{"type": "function", "function": {"name": name, "parameters": NODES}} for name in "ab"]},
+            "tools",
+            "`tools` has more than 16,384 objects and lists",
+            "schema_nodes",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"allOf": [NODES, NODES]}}}},
+            "response_format.json_schema.schema",
+            "has more than 16,384 objects and lists",
+            "schema_nodes",
+        ),
+        ("/v1/messages", {**MESSAGES, "stop_sequences": ["x"] * 17}, None, "`stop_sequences` has 17 elements", "stop_sequences"),
+        (
+            "/v1/messages",
+            {**MESSAGES, "tools": [{"name": n, "input_schema": NODES} for n in "ab"]},
+            None,
+            "`tools` has more",
+            "schema_nodes",
+        ),
+        ("/v1/responses", {**RESPONSE, "tools": [{**TOOL, "name": name} for name in "ab"]}, "tools", "`tools` has more", "schema_nodes"),
+        ("/v1/responses", {"model": "m", "input": [USER] * 16_385}, "input", "has 16,385 elements: expected at most 16,384", "input"),
+        ("/tokenize", {"messages": [USER] * 16_385}, "messages", "has 16,385 elements", "messages"),
+    ],
+)
+async def test_the_shape_has_limits_that_are_named(path: str, fields: dict[str, object], param: str | None, says: str, limit: str) -> None:
+    front_end, _ = limited()
+    await front_end.send("POST", path, json.dumps(fields, separators=(",", ":")).encode(), BEARER)
+    error = front_end.json["error"]
+    assert (front_end.status, error.get("param")) == (400, param)
+    assert says in error["message"]
+    assert front_end.tally.limits_reached == {(limit,): 1}
+
+
 async def test_a_refused_body_is_taken_from_the_client_and_dropped() -> None:
     front_end, quota = limited(requests_per_minute=1)
     quota.charge()

@@ -113,7 +113,7 @@ def test_the_parts_of_an_output_are_joined() -> None:
         ({"type": "function_call", "call_id": "a", "name": "b"}, "input[0].arguments", "required"),
         ({"type": "function_call", "call_id": "", "name": "b", "arguments": ""}, "input[0].call_id", "length >= 1"),
         ({"type": "item_reference"}, "input[0].id", "required"),
-        ({"role": "user", "content": "", "id": "x" * 300}, "input[0].id", "length <= 256"),
+        ({"role": "user", "content": "", "id": "x" * 300}, "input[0].id", "has 300 characters: expected at most 256"),
     ],
 )
 def test_errors_name_the_field(item: dict[str, Any], param: str | None, says: str) -> None:
