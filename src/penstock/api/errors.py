@@ -33,6 +33,7 @@ _STATUS_OF_FAULT = {
     "engine_lost": 503,
     "grammar_queue": 503,
     "shutting_down": 503,
+    "cancelled": 503,
 }
 _GRAMMAR_FAULTS = {"invalid_grammar", "unsupported"}
 _RETRY_AFTER = {429: b"1", 503: b"1", 529: b"1"}

@@ -13,12 +13,14 @@ from starlette.types import Message, Receive
 
 from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.admission import Admission
+from penstock.api.pipeline.dialect import Dialect
 from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import ClientWatch, EventWriter, Response
 from penstock.config.front_end import ResumeLimits
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import ReaderLeft, all_done
 from penstock.wire.errors import GenerationFault, RequestError
+from penstock.wire.messages import Fault
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class Recording:
         self.events: list[bytes] = list(events)
         self.size = sum(map(len, self.events))
         self.closed = closed
+        self.outcome = "ok"
         self.failure: Exception | None = None
         """Why it was closed without any event."""
         self.body: bytes | None = None
@@ -45,10 +48,12 @@ class Recording:
         self.size += sum(map(len, added))
         self._wake()
 
-    def close(self, failure: Exception | None = None) -> None:
+    def close(self, outcome: str, failure: Exception | None = None) -> None:
         """Nothing more will come."""
         self.closed = True
-        self.failure = failure
+        self.outcome = outcome
+        # With events, their end tells it. The error would keep the whole request in memory.
+        self.failure = None if self.events else failure
         self._wake()
 
     def _wake(self) -> None:
@@ -57,20 +62,26 @@ class Recording:
 
 
 class Recorder:
-    """A sink that records and never waits. With `numbered`, every event carries its number as its SSE id."""
+    """A sink that records and never waits. With `numbered`, every event carries its number as its SSE id.
+
+    `has_ended`: it got the last event, a finish or a fault.
+    """
 
     def __init__(self, recording: Recording, numbered: bool, on_growth: Callable[[int], None]) -> None:
         self.recording = recording
         self._numbered = numbered
         self._on_growth = on_growth
+        self.has_ended = False
         self.sending_since: float | None = None
         self.stalled = False
 
     async def send_whole(self, status: int, body: bytes) -> None:  # noqa: ARG002, a whole answer is always a success
+        self.has_ended = True
         self.recording.body = body
         self._on_growth(len(body))
 
-    def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:  # noqa: ARG002, the run closes the recording
+    def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
+        self.has_ended |= last
         before = self.recording.size
         split = [event + _END_OF_EVENT for event in events.split(_END_OF_EVENT)[:-1]]
         if self._numbered:
@@ -98,12 +109,14 @@ Work = Callable[[Receive, Recorder], Awaitable[str]]
 class DetachedRun:
     """One answer. `cancel` stops it; `follow` sends its events, past and future, to a client.
 
-    With `survives` it goes on without any reader. An endpoint that needs to find more with the run's id makes a subclass.
+    Its events always end with a finish or a fault, however it ends. With `survives` it goes on without any reader. An endpoint that needs
+    to find more with the run's id makes a subclass.
     """
 
-    def __init__(self, runs: DetachedRuns, run_id: str, tenant: Tenant, survives: bool = False) -> None:
+    def __init__(self, runs: DetachedRuns, dialect: Dialect, tenant: Tenant, survives: bool = False) -> None:
         self._runs = runs
-        self.id = run_id
+        self._dialect = dialect
+        self.id = dialect.id
         self.tenant = tenant
         self.recording = Recording()
         self.cancelled = False
@@ -158,19 +171,33 @@ class DetachedRun:
             self._deadline = None
 
     async def _run(self, work: Work, recorder: Recorder) -> None:
+        outcome = "cancelled"
         failure: Exception | None = None
         try:
-            await work(self._receive, recorder)
+            outcome = await work(self._receive, recorder)
         except ReaderLeft:
-            pass
+            message = f"the answer was cancelled: nobody read it for {self._runs.limits.grace:g} seconds (--resume-grace)"
+            failure = GenerationFault(Fault("cancelled", message))
+        except asyncio.CancelledError:
+            failure = GenerationFault(Fault("shutting_down", "the server is shutting down"))
+            raise
         except (RequestError, GenerationFault) as error:
-            failure = error
+            outcome, failure = "fault", error
         except Exception as error:
             log.exception("a detached answer failed")
-            failure = error
+            outcome, failure = "failed", error
         finally:
             self._cancel_deadline()
-            self.recording.close(failure)
+            self._end(recorder, outcome, failure)
+
+    def _end(self, recorder: Recorder, outcome: str, failure: Exception | None) -> None:
+        """Closes the recording. If its last event is missing, a fault is the last: a client that comes back must see an end."""
+        try:
+            if self.recording.events and not recorder.has_ended:
+                outcome = "broken_off" if outcome == "fault" else outcome
+                recorder.send_events(self._dialect.last_fault(_fault_of(failure), len(self.recording.events)), last=True)
+        finally:
+            self.recording.close(outcome, failure)
             self._runs.over(self)
 
     async def _receive(self) -> Message:
@@ -214,7 +241,7 @@ class _Follower:
             return b"".join(events), None
         if not recording.events and recording.failure is not None:
             raise recording.failure
-        return b"".join(events), "ok"
+        return b"".join(events), recording.outcome
 
 
 @dataclass(eq=False)
@@ -346,6 +373,15 @@ class Resume:
             raise RequestError(message, param="Last-Event-ID")
         self.tally.streams_resumed += 1
         return await self.detached.follow(run, receive, response, after)
+
+
+def _fault_of(failure: Exception | None) -> Fault:
+    """The fault that tells a client about an error of any type."""
+    if isinstance(failure, GenerationFault):
+        return failure.fault
+    if isinstance(failure, RequestError):
+        return Fault(failure.code or "failed", failure.message)
+    return Fault("internal_error", "internal error")
 
 
 def _last_event(incoming: Incoming) -> int:

@@ -94,6 +94,10 @@ class Dialect(Protocol):
     def fault(self, fault: Fault) -> bytes:
         """The event that says why the stream breaks off."""
 
+    def last_fault(self, fault: Fault, number: int) -> bytes:  # noqa: ARG002
+        """`fault` as event `number` of a recording, whatever was rendered since the event before it."""
+        return self.fault(fault)
+
     def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
         """The whole answer."""
 

@@ -60,7 +60,7 @@ class Runner:
         incoming.drop_body()
         if not plan.request.resumable:
             return await self.run(plan, dialect, receive, response)
-        run = DetachedRun(self.detached, dialect.id, plan.tenant)
+        run = DetachedRun(self.detached, dialect, plan.tenant)
         self.detached.start(run, partial(self.run, plan, dialect), numbered=True)
         return await self.detached.follow(run, receive, response)
 

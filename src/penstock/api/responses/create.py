@@ -76,7 +76,7 @@ class ResponseRun(DetachedRun):
     """A response that is being made: `dialect` has its current state. In the background it needs no reader."""
 
     def __init__(self, runs: DetachedRuns, response: NewResponse, tenant: Tenant, dialect: ResponseDialect) -> None:
-        super().__init__(runs, response.id, tenant, survives=response.is_background)
+        super().__init__(runs, dialect, tenant, survives=response.is_background)
         self.dialect = dialect
 
 
@@ -123,7 +123,7 @@ class _Work:
                 self._settle(error)
                 raise
             await sink.fail(error)
-            return "fault"
+            return "broken_off"
         except ReaderLeft:
             self._settle(None)
             await sink.cancel()

@@ -89,6 +89,13 @@ class ResponseDialect(Dialect):
     def fault(self, fault: Fault) -> bytes:
         return self.fail(GenerationFault(fault))
 
+    def last_fault(self, fault: Fault, number: int) -> bytes:
+        self._events.count = number
+        self._response.completed_at = None
+        self._response.status = "failed"
+        self._response.error = _failure(GenerationFault(fault))
+        return self._lifecycle("failed")
+
     def fail(self, error: GenerationFault | RequestError) -> bytes:
         """The last events of a response that fails."""
         events = self._give_up()

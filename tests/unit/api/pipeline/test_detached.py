@@ -11,6 +11,7 @@ import pytest
 from front_end import FrontEnd, says
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring
+from penstock.api.openai.completions import CompletionDialect
 from penstock.config.front_end import KeySettings, Limits, ResumeLimits, read_key
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault
@@ -119,7 +120,61 @@ async def test_a_stream_that_nobody_comes_back_to_is_cancelled() -> None:
     await cut(front_end, connection)
     async with asyncio.timeout(10):
         await steps.cancelled.wait()
+    # Who comes back sees that, and does not wait for more.
+    await front_end.send("GET", f"/v1/completions/{front_end.events[0]['id']}", headers={"last-event-id": "0"})
+    (error,) = front_end.events
+    assert error["error"]["code"] == "cancelled"
+    assert "--resume-grace" in error["error"]["message"]
+    assert ids(front_end) == [1]
+    assert front_end.tally.requests["resume", "cancelled"] == 1
     await front_end.detached.close()
+
+
+async def test_a_stream_that_fails_unexpectedly_ends_in_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    steps = Stepwise("abc")
+    front_end = FrontEnd(steps.produce)
+    connection = asyncio.create_task(front_end.post(**RESUMABLE))
+    await steps.begun.wait()
+    steps.make(1)
+    await until_sent(front_end, "a")
+
+    def event(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(CompletionDialect, "event", event)
+    steps.make(1)
+    await connection
+    text, error = front_end.events
+    assert (text["choices"][0]["text"], error["error"]["code"]) == ("a", "internal_error")
+    assert b"[DONE]" not in front_end.body
+    assert front_end.tally.requests["completions", "failed"] == 1
+    assert "ZeroDivisionError" in caplog.text
+    await front_end.send("GET", f"/v1/completions/{text['id']}", headers={"last-event-id": "0"})
+    assert front_end.events == [error]
+    await front_end.detached.close()
+
+
+async def test_a_server_that_stops_ends_what_is_followed() -> None:
+    steps = Stepwise("abc")
+    front_end = FrontEnd(steps.produce)
+    connection = asyncio.create_task(front_end.post(**RESUMABLE))
+    await steps.begun.wait()
+    steps.make(1)
+    await until_sent(front_end, "a")
+    await front_end.detached.close()
+    await connection
+    assert [event.get("error", {}).get("code") for event in front_end.events] == [None, "shutting_down"]
+    assert ids(front_end) == [0, 1]
+
+
+async def test_a_stream_that_is_aborted_before_its_first_event_is_a_status() -> None:
+    steps = Stepwise("abc")
+    front_end = FrontEnd(steps.produce)
+    connection = asyncio.create_task(front_end.post(**RESUMABLE))
+    await steps.begun.wait()
+    await front_end.detached.close()
+    await connection
+    assert (front_end.status, front_end.json["error"]["code"]) == (503, "shutting_down")
 
 
 async def test_a_plain_stream_is_cancelled_with_its_connection_and_has_no_ids() -> None:
@@ -178,6 +233,7 @@ async def test_a_fault_in_mid_stream_can_be_read_again() -> None:
     assert (text["choices"][0]["text"], error["error"]["code"]) == ("a", "worker_lost")
     await front_end.send("GET", f"/v1/completions/{text['id']}", headers={"last-event-id": "0"})
     assert front_end.events == [error]
+    assert front_end.tally.requests["completions", "broken_off"] == 1
     await front_end.detached.close()
 
 

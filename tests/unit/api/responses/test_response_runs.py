@@ -300,6 +300,25 @@ async def test_a_response_whose_end_could_not_be_stored_has_failed(tmp_path: Pat
         assert front_end.status == 400
 
 
+async def test_a_stream_whose_store_breaks_unexpectedly_ends_as_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class BrokenStore(SqliteStore):
+        async def finish(self, response: NewResponse, state: ResponseState) -> None:
+            raise ZeroDivisionError
+
+    async with BrokenStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(says("hello"), responses=store)
+        await create(front_end, stream=True)
+        numbers = [event["sequence_number"] for event in front_end.events]
+        assert names(front_end)[-1] == "failed"
+        assert "completed" not in names(front_end)
+        assert numbers == list(range(len(numbers))), "what was rendered and not sent has no number"
+        assert front_end.events[-1]["response"]["error"]["message"] == "internal_error: internal error"
+        assert "ZeroDivisionError" in caplog.text
+        await front_end.send("GET", f"/v1/responses/{front_end.events[0]['response']['id']}?stream=true&starting_after={numbers[-2]}")
+        assert names(front_end) == ["failed"]
+        await front_end.detached.close()
+
+
 async def test_only_background_responses_can_be_cancelled(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         front_end = FrontEnd(says("hello"), responses=store)
