@@ -103,9 +103,10 @@ class FrontEnd:
         reasoning_parser: str | None = None,
         resume: ResumeLimits | None = None,
         responses: SqliteStore | None = None,
+        context_length: int = MODEL.context_length,
     ) -> None:
         self.path = path
-        self.model = replace_parsers(tool_parser, reasoning_parser)
+        self.model = msgspec.structs.replace(replace_parsers(tool_parser, reasoning_parser), context_length=context_length)
         self.tally = Tally()
         metrics = FrontEndMetrics(self.tally)
         metrics.observe(lambda: ClusterReading())

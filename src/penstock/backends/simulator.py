@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -20,6 +21,7 @@ from penstock.config.engines import SimulatorConfig
 from penstock.engine.scheduler import Scheduler, Sequence, Work
 from penstock.kv.cache import KVCache
 from penstock.kv.sessions import Session, Sessions
+from penstock.wire.codec import PACKED_ENTRIES, pack_logprobs
 from penstock.wire.messages import (
     Delta,
     Fault,
@@ -101,7 +103,7 @@ class _Sequence(Sequence):
     `tokens` is brought up to date only when the sequence stops.
     """
 
-    __slots__ = ("full_at", "last_position", "made", "made_from", "next_event", "position", "reason")
+    __slots__ = ("full_at", "last_position", "made", "made_from", "next_event", "position", "prompt_logprobs", "reason")
 
     def __init__(self, request: Submit, session: Session | None, session_state: SessionState | None) -> None:
         super().__init__(request, session, session_state)
@@ -112,6 +114,12 @@ class _Sequence(Sequence):
         # The position where it needs another page, and the position where more is to do than to send the next token.
         self.full_at = request.offset
         self.next_event = request.offset
+        self.prompt_logprobs: list[bytes] = []
+
+    @property
+    def max_piece(self) -> int:
+        """Making logprobs takes time, as in an engine."""
+        return PACKED_ENTRIES if self.request.prompt_logprobs else sys.maxsize
 
     def start_decoding(self, page_size: int) -> None:
         """The whole prompt is computed."""
@@ -242,6 +250,8 @@ class Simulator:
             sequence = item.sequence
             if self._scheduler.prefilling.get(sequence.request.id) is sequence:
                 self._scheduler.computed(item)
+                if sequence.request.prompt_logprobs and not sequence.is_reported:
+                    self._make_prompt_logprobs(sequence)
                 if not sequence.to_compute:
                     sequence.start_decoding(self._cache.page_size)
 
@@ -306,9 +316,16 @@ class Simulator:
         request = sequence.request
         if not request.prompt_logprobs:
             return self._scheduler.report(sequence, None)
+        return self._scheduler.report(sequence, tuple(sequence.prompt_logprobs))
+
+    def _make_prompt_logprobs(self, sequence: _Sequence) -> None:
+        """Those of the prompt's tokens that are computed."""
+        request, packed = sequence.request, sequence.prompt_logprobs
         top, vocabulary = request.logprobs or 0, self._vocabulary.token_ids
-        logprobs = [logprob_at(0, index, token, top, vocabulary) for index, token in enumerate(request.token_ids[1:], 1)]
-        return self._scheduler.report(sequence, (None, *logprobs))
+        end = sequence.computed // PACKED_ENTRIES * PACKED_ENTRIES if sequence.to_compute else len(request.token_ids)
+        for start in range(len(packed) * PACKED_ENTRIES, end, PACKED_ENTRIES):
+            tokens = enumerate(request.token_ids[start : start + PACKED_ENTRIES], start)
+            packed += pack_logprobs([logprob_at(0, index, token, top, vocabulary) if index else None for index, token in tokens])
 
     def _make_ahead(self, sequence: _Sequence) -> None:
         """Makes tokens at least up to the end of the sequence's pages, or to its own end."""

@@ -21,6 +21,7 @@ from penstock.grammar.compile_queue import CompileQueue, CompileRequest, wait_fo
 from penstock.grammar.grammar import GrammarCompiler, GrammarMatcher
 from penstock.kv.cache import KVCache
 from penstock.kv.sessions import Sessions
+from penstock.wire.codec import pack_logprobs
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
     Delta,
@@ -288,7 +289,7 @@ class Engine:
     def _report(self, sequence: SampledSequence) -> PromptReport | None:
         if sequence.is_reported:
             return None
-        return self._scheduler.report(sequence, None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs))
+        return self._scheduler.report(sequence, None if sequence.prompt_logprobs is None else pack_logprobs(sequence.prompt_logprobs))
 
 
 def _set_matcher(sequence: SampledSequence, compiled: GrammarMatcher) -> Fault | None:

@@ -27,7 +27,7 @@ from penstock.kv.cache import KVCache
 from penstock.kv.radix import Key, Lease, Node
 from penstock.kv.sessions import Session, Sessions
 from penstock.lazy_heap import LazyHeap
-from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, TokenLogprob, WorkerStats
+from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, WorkerStats
 from penstock.worker.backend import total_length
 
 
@@ -242,8 +242,8 @@ class Scheduler(Generic[S]):
             sequence.tail += self.cache.allocate(count, now)
         return True
 
-    def report(self, sequence: S, logprobs: tuple[TokenLogprob | None, ...] | None) -> PromptReport:
-        """The report about the prompt, for the client. Sent once, with the first token."""
+    def report(self, sequence: S, logprobs: tuple[bytes, ...] | None) -> PromptReport:
+        """The report about the prompt, for the client, with its packed logprobs. Sent once, with the first token."""
         sequence.is_reported = True
         cached = sequence.cached_tokens or 0
         self._prompt_tokens += len(sequence.request.token_ids)

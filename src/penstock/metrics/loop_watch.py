@@ -126,13 +126,13 @@ class _Sampler:
 def describe(frame: FrameType | None) -> str:
     """The innermost functions of ours on a stack, and the request they work for: what the `loop_label` of a method's object says."""
     places: list[str] = []
-    labels: list[str] = []
+    labels: dict[str, None] = {}
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_SOURCE):
             if len(places) < MAX_FRAMES:
                 places.append(f"{code.co_filename.removeprefix(_SOURCE)[1:]}:{frame.f_lineno} {code.co_name}")
             if (label := getattr(frame.f_locals.get("self"), "loop_label", None)) is not None:
-                labels.append(str(label))
+                labels[str(label)] = None
         frame = frame.f_back
     return f"{' < '.join(places) or 'no code of ours'}{''.join(f', {label}' for label in labels)}"

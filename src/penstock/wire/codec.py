@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
 from penstock.wire.errors import FrameMalformed, FrameTooLarge
-from penstock.wire.messages import Message
+from penstock.wire.messages import Message, TokenLogprob
 
 _LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
+_LOGPROBS: msgspec.msgpack.Decoder[tuple[TokenLogprob | None, ...]] = msgspec.msgpack.Decoder(tuple[TokenLogprob | None, ...])
+
+PACKED_ENTRIES = 256
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_HANDSHAKE_BYTES = 64 * 1024
+
+
+def pack_logprobs(entries: Sequence[TokenLogprob | None]) -> tuple[bytes, ...]:
+    """Logprobs in pieces of PACKED_ENTRIES; the last one may be shorter."""
+    return tuple([_ENCODER.encode(entries[start : start + PACKED_ENTRIES]) for start in range(0, len(entries), PACKED_ENTRIES)])
+
+
+def unpack_logprobs(piece: bytes) -> tuple[TokenLogprob | None, ...]:
+    """Raises FrameMalformed for bytes that are not such a piece."""
+    try:
+        return _LOGPROBS.decode(piece)
+    except msgspec.DecodeError as error:
+        raise FrameMalformed(f"the peer sent logprobs that cannot be read: {error}") from error
 
 
 def encode_frame(message: Message) -> bytes:

@@ -31,10 +31,13 @@ SessionState = Literal["open", "over_quota", "unknown"]
 
 class PromptReport(Struct, frozen=True, array_like=True, gc=False):
     """What the worker reports about a prompt: how many tokens were cached, the logprobs if asked for, and whether its session has a
-    lease."""
+    lease.
+
+    The logprobs are those of `codec.pack_logprobs`: there may be hundreds of thousands, and a reader unpacks them piece by piece.
+    """
 
     cached_tokens: int
-    logprobs: tuple[TokenLogprob | None, ...] | None = None
+    logprobs: tuple[bytes, ...] | None = None
     session: SessionState | None = None
 
 

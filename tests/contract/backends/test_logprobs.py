@@ -5,6 +5,15 @@ from __future__ import annotations
 import pytest
 
 from contract.backends.rig import Rig
+from penstock.wire.codec import PACKED_ENTRIES, unpack_logprobs
+from penstock.wire.messages import PromptReport, TokenLogprob
+
+
+def unpacked(report: PromptReport) -> list[TokenLogprob | None]:
+    assert report.logprobs is not None
+    pieces = [unpack_logprobs(piece) for piece in report.logprobs]
+    assert all(len(piece) == PACKED_ENTRIES for piece in pieces[:-1])
+    return [entry for piece in pieces for entry in piece]
 
 
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
@@ -48,8 +57,7 @@ def test_logprobs_of_the_prompt(rig: Rig, length: int) -> None:
     assert "prompt_logprobs" in rig.model.capabilities
     generation = rig.say(rig.prompt(f"prompt logprobs {length}", length), 5, prompt_logprobs=True, logprobs=2)
     generation.check()
-    assert generation.report.logprobs is not None
-    rig.judge.check_prompt_logprobs(generation.request, generation.report.logprobs)
+    rig.judge.check_prompt_logprobs(generation.request, unpacked(generation.report))
     rig.judge.check_logprobs(generation.request, generation.tokens, generation.logprobs)
 
 
@@ -58,8 +66,7 @@ def test_logprobs_of_a_prompt_that_is_cached(rig: Rig) -> None:
     prompt = rig.prompt("a cached prompt", 150)
     rig.say(prompt, 5)
     generation = rig.say(prompt, 5, prompt_logprobs=True)
-    assert generation.report.logprobs is not None
-    rig.judge.check_prompt_logprobs(generation.request, generation.report.logprobs)
+    rig.judge.check_prompt_logprobs(generation.request, unpacked(generation.report))
     assert all(delta.logprobs is None for delta in generation.deltas)
     rig.check_exact(generation)
 
@@ -67,5 +74,4 @@ def test_logprobs_of_a_prompt_that_is_cached(rig: Rig) -> None:
 def test_logprobs_of_the_prompt_alone(rig: Rig) -> None:
     generation = rig.say(rig.prompt("echo", 80), 0, prompt_logprobs=True, logprobs=3)
     generation.check("length", 0)
-    assert generation.report.logprobs is not None
-    rig.judge.check_prompt_logprobs(generation.request, generation.report.logprobs)
+    rig.judge.check_prompt_logprobs(generation.request, unpacked(generation.report))

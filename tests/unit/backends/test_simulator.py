@@ -16,6 +16,7 @@ from penstock.backends.simulator import Simulator, Vocabulary, natural_length, r
 from penstock.config.engines import SimulatorConfig
 from penstock.kv.blocks import block_hashes
 from penstock.stream.slot import merge
+from penstock.wire.codec import unpack_logprobs
 from penstock.wire.messages import (
     Delta,
     Fault,
@@ -244,8 +245,9 @@ async def test_nothing_to_generate_still_reports_on_the_prompt() -> None:
         assert delta.token_ids == ()
         assert delta.prompt is not None
         assert delta.prompt.logprobs is not None
-        assert len(delta.prompt.logprobs) == 5
-        assert delta.prompt.logprobs[0] is None
+        (piece,) = map(unpack_logprobs, delta.prompt.logprobs)
+        assert len(piece) == 5
+        assert piece[0] is None
 
 
 async def test_logprobs_come_with_every_token_and_differ() -> None:

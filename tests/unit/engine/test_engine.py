@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.wire.codec import unpack_logprobs
 from penstock.wire.messages import Fault, Finish, Sampling, Submit
 from tiny_models import (
     CONTEXT,
@@ -164,8 +165,9 @@ def test_logprobs_of_answer_and_prompt() -> None:
     report = deltas[0].prompt
     assert report is not None
     assert report.logprobs is not None
-    assert report.logprobs[0] is None
-    entries = [*report.logprobs[1:], *(entry for delta in deltas for entry in delta.logprobs or ())]
+    of_prompt = [entry for piece in report.logprobs for entry in unpack_logprobs(piece)]
+    assert of_prompt[0] is None
+    entries = [*of_prompt[1:], *(entry for delta in deltas for entry in delta.logprobs or ())]
     assert len(entries) == len(prompt) + len(tokens) - 1
     for position, (entry, token) in enumerate(zip(entries, [*prompt, *tokens][1:], strict=True)):
         assert entry is not None
@@ -181,7 +183,7 @@ def test_only_the_prompt() -> None:
     assert delta.token_ids == ()
     assert delta.prompt is not None
     assert delta.prompt.logprobs is not None
-    assert len(delta.prompt.logprobs) == 20
+    assert sum(map(len, map(unpack_logprobs, delta.prompt.logprobs))) == 20
     assert collected.terminals[generation_id(0)] == Finish("length")
 
 
@@ -297,7 +299,7 @@ def test_prompt_logprobs_survive_a_preemption() -> None:
     report = collected.deltas[asked.id][0].prompt
     assert report is not None
     assert report.logprobs is not None
-    assert len(report.logprobs) == 120
+    assert sum(map(len, map(unpack_logprobs, report.logprobs))) == 120
     assert collected.tokens[older.id] == reference_tokens("llama", older.token_ids, 60)
 
 

@@ -17,8 +17,9 @@ from penstock.engine.attention import AttentionPlan, KVStore, PromptPart, attend
 from penstock.engine.memory import STEPS_TO_GROW, StepBudget, is_out_of_memory
 from penstock.engine.model import Batch, Model
 from penstock.engine.shape import ModelShape
+from penstock.wire.codec import unpack_logprobs
 from penstock.wire.errors import ConfigError
-from penstock.wire.messages import Fault, Finish
+from penstock.wire.messages import Delta, Fault, Finish, TokenLogprob
 from tiny_models import WatchedModel, generation_id, make_engine, make_model, make_submit, random_prompt, reference, reference_tokens, run
 
 CPU = torch.device("cpu")
@@ -76,6 +77,12 @@ def at_most(rows: int) -> Callable[[Batch], None]:
     return check
 
 
+def _prompt_logprobs(delta: Delta) -> list[TokenLogprob | None]:
+    assert delta.prompt is not None
+    assert delta.prompt.logprobs is not None
+    return [entry for piece in delta.prompt.logprobs for entry in unpack_logprobs(piece)]
+
+
 def test_logits_of_a_prompt_are_computed_in_slices() -> None:
     submits = [make_submit(number, random_prompt(number, 400), 2, prompt_logprobs=True, logprobs=2) for number in range(4)]
     model = WatchedModel(lambda _: None)
@@ -83,14 +90,10 @@ def test_logits_of_a_prompt_are_computed_in_slices() -> None:
     assert max(model.wide) <= 256
     small = run(make_engine(kv_pages=256, token_budget=50), submits)
     for submit in submits:
-        found, expected = sliced.deltas[submit.id][0].prompt, small.deltas[submit.id][0].prompt
-        assert found is not None
-        assert expected is not None
-        assert found.logprobs is not None
-        assert expected.logprobs is not None
-        assert len(found.logprobs) == 400
-        assert found.logprobs[0] is None
-        for one, other in zip(found.logprobs[1:], expected.logprobs[1:], strict=True):
+        found, expected = [_prompt_logprobs(collected.deltas[submit.id][0]) for collected in (sliced, small)]
+        assert len(found) == 400
+        assert found[0] is None
+        for one, other in zip(found[1:], expected[1:], strict=True):
             assert one is not None
             assert other is not None
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)

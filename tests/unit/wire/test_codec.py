@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.wire.codec import FrameReader, encode_frame
+from penstock.wire.codec import FrameReader, encode_frame, pack_logprobs
 from penstock.wire.errors import FrameMalformed, FrameTooLarge
 from penstock.wire.messages import (
     Cancel,
@@ -37,7 +37,7 @@ DELTAS = st.builds(
     NUMBERS,
     st.lists(NUMBERS, max_size=5).map(tuple),
     st.none() | st.lists(LOGPROBS, max_size=3).map(tuple),
-    st.none() | st.builds(PromptReport, NUMBERS, st.none() | st.lists(st.none() | LOGPROBS, max_size=2).map(tuple)),
+    st.none() | st.builds(PromptReport, NUMBERS, st.none() | st.lists(st.none() | LOGPROBS, max_size=2).map(pack_logprobs)),
 )
 TERMINALS = st.builds(Finish, st.sampled_from(["stop", "length", "cancelled"])) | st.builds(Fault, st.text(), st.text(), st.booleans())
 SEGMENTS = st.builds(Segment, st.binary(min_size=16, max_size=16), st.none() | DELTAS, st.none() | TERMINALS)

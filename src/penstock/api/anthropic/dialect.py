@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -70,10 +70,10 @@ class MessagesDialect(Dialect):
     def fault(self, fault: Fault) -> bytes:
         return _event("error", {"error": fault_content(fault, self._grammar_field)})
 
-    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> Iterator[bytes]:
         (answer,) = answers
         message = self._message(whole_blocks(answer.parts, self._shows_thinking), answer.ending, self._usage(usage))
-        return msgspec.json.encode(message if nvext is None else {**message, "nvext": nvext})
+        yield msgspec.json.encode(message if nvext is None else {**message, "nvext": nvext})
 
     def _message(self, content: list[dict[str, Any]], ending: Ending | None, usage: dict[str, Any]) -> dict[str, Any]:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": content}

@@ -25,6 +25,7 @@ from penstock.api.pipeline.plan import (
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.output import Part
 from penstock.text.tokenizers.tokenizer import Tokenizer
+from penstock.wire.codec import unpack_logprobs
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Delta, TokenLogprob
 
@@ -67,9 +68,19 @@ class CompletionDialect(OpenAIDialect):
         self._echoed = [submit.token_ids for submit in plan.submits] if echo else None
         self._has_logprobs = has_logprobs
         self._offsets = [0] * len(plan.submits)
+        self._prompt_entries = [0] * len(plan.submits)
+        self._opening_text = ""
 
     def opening(self, index: int) -> str:
-        return self._tokenizer.decode(self._echoed[index]) if self._echoed is not None else ""
+        if self._echoed is None:
+            return ""
+        echoed = self._echoed[index]
+        if index and self._echoed[index - 1] is echoed:
+            # The choices of a prompt stand together.
+            return self._opening_text
+        detokenizer = self._tokenizer.detokenizer()
+        self._opening_text = detokenizer.feed(echoed) + detokenizer.finish()
+        return self._opening_text
 
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
         of_prompt = None if delta.prompt is None else delta.prompt.logprobs
@@ -78,8 +89,11 @@ class CompletionDialect(OpenAIDialect):
         token_ids: list[int] = []
         entries: list[TokenLogprob | None] = []
         if of_prompt is not None and self._echoed is not None:
-            token_ids += self._echoed[index]
-            entries += of_prompt
+            # They may come in several deltas.
+            entries += [entry for piece in of_prompt for entry in unpack_logprobs(piece)]
+            first = self._prompt_entries[index]
+            self._prompt_entries[index] = first + len(entries)
+            token_ids += self._echoed[index][first : first + len(entries)]
         token_ids += delta.token_ids[:tokens]
         entries += (delta.logprobs or ())[:tokens]
         texts = [_text(self._tokenizer, token_id) for token_id in token_ids]

@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
+
+from msgspec import structs
 
 from penstock.api.pipeline.dialect import Dialect, Ending
 from penstock.api.pipeline.plan import Plan
+from penstock.stream.mailbox import Arrival
 from penstock.stream.slot import check_contiguous
 from penstock.text.detokenizer import TextAssembler
 from penstock.text.output import CallBroken, CallEnd, OutputParser, Part, Reasoning
 from penstock.wire.messages import Delta, Finish, Terminal
 
 _NOTHING: tuple[Part, ...] = ()
+
+MAX_WEIGHT = 1536
+"""What is rendered in one go: 2 to 5 ms. A logprob, of a token or of an alternative, has the weight 1."""
+
+ARRIVAL_WEIGHT = 8
+TOKENS_PER_WEIGHT = 4
+
+
+def weight_of(arrival: Arrival) -> int:
+    """How long an arrival takes to render."""
+    delta = arrival.delta
+    if delta is None:
+        return ARRIVAL_WEIGHT
+    weight = ARRIVAL_WEIGHT + len(delta.token_ids) // TOKENS_PER_WEIGHT
+    if delta.logprobs:
+        weight += len(delta.logprobs) * (1 + len(delta.logprobs[0].top))
+    if delta.prompt is not None and delta.prompt.logprobs is not None:
+        # A packed alternative has 11 to 15 bytes.
+        weight += sum(map(len, delta.prompt.logprobs)) // 11
+    return weight
+
+
+def pieces_of(arrival: Arrival) -> Iterator[Arrival]:
+    """The same as several arrivals of at most about MAX_WEIGHT: first the prompt's logprobs, then the tokens, and with the last the end."""
+    delta = arrival.delta
+    if delta is None or weight_of(arrival) <= MAX_WEIGHT:
+        yield arrival
+        return
+    prompt = delta.prompt
+    if prompt is not None:
+        for packed in prompt.logprobs or ():
+            yield Arrival(arrival.choice, Delta(delta.offset, (), None, structs.replace(prompt, logprobs=(packed,))), None)
+    alternatives = len(delta.logprobs[0].top) if delta.logprobs else 0
+    step = max(1, MAX_WEIGHT // (1 + alternatives))
+    for start in range(0, len(delta.token_ids) or 1, step):
+        end = start + step
+        logprobs = None if delta.logprobs is None else delta.logprobs[start:end]
+        report = structs.replace(prompt, logprobs=None) if prompt is not None and not start else None
+        is_last = end >= len(delta.token_ids)
+        piece = Delta(delta.offset + start, delta.token_ids[start:end], logprobs, report)
+        yield Arrival(arrival.choice, piece, arrival.terminal if is_last else None)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.dialect import Dialect
 from penstock.api.pipeline.request import Incoming
-from penstock.api.pipeline.response import ClientWatch, EventWriter, Response
+from penstock.api.pipeline.response import Body, ClientWatch, EventWriter, Response
 from penstock.config.front_end import ResumeLimits
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import ReaderLeft, all_done
@@ -75,10 +75,10 @@ class Recorder:
         self.sending_since: float | None = None
         self.stalled = False
 
-    async def send_whole(self, status: int, body: bytes) -> None:  # noqa: ARG002, a whole answer is always a success
+    async def send_whole(self, status: int, body: Body) -> None:  # noqa: ARG002, a whole answer is always a success
         self.has_ended = True
-        self.recording.body = body
-        self._on_growth(len(body))
+        self.recording.body = whole = body if isinstance(body, bytes) else b"".join(body)
+        self._on_growth(len(whole))
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
         self.has_ended |= last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,6 +25,10 @@ Render = Callable[[], tuple[bytes, str | None]]
 """Takes all that has arrived. Returns its events and, with the last of them, the outcome of the stream."""
 
 
+Body = bytes | Sequence[bytes]
+"""A whole body, or its pieces: joining hundreds of megabytes would take too long."""
+
+
 class Sink(Protocol):
     """Where an answer goes: to a client, or into a recording.
 
@@ -34,7 +38,7 @@ class Sink(Protocol):
     sending_since: float | None
     stalled: bool
 
-    async def send_whole(self, status: int, body: bytes) -> None: ...
+    async def send_whole(self, status: int, body: Body) -> None: ...
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
         """Sends these events in one write. The caller awaits it, then resets `sending_since`."""
@@ -69,27 +73,31 @@ class Response:
     async def send_error(self, status: int, body: bytes, retry_after: float | None = None) -> None:
         await self.send_whole(status, body, error_headers(status, retry_after))
 
-    async def send_whole(self, status: int, body: bytes, headers: HeaderList = _JSON_HEADERS) -> None:
+    async def send_whole(self, status: int, body: Body, headers: HeaderList = _JSON_HEADERS) -> None:
         """Returns when the client has taken it. Raises ReaderLeft when the client leaves before that. Nobody else may call `receive`."""
         self.started = True
-        headers = [*headers, *self._more_headers(), (b"content-length", str(len(body)).encode())]
+        pieces = (body,) if isinstance(body, bytes) else body
+        size = sum(map(len, pieces))
+        headers = [*headers, *self._more_headers(), (b"content-length", str(size).encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        if len(body) > MAX_PIECE_BYTES:
+        last = b""
+        if size > MAX_PIECE_BYTES:
             with self._reading(self):
-                await self._send_pieces(body)
-            body = b""
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+                await self._send_pieces(pieces)
+        else:
+            last = b"".join(pieces)
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_pieces(self, body: bytes) -> None:
+    async def _send_pieces(self, pieces: Sequence[bytes]) -> None:
         watch = ClientWatch(self._receive, self._leave)
         watch.start()
         try:
-            for start in range(0, len(body), MAX_PIECE_BYTES):
+            for piece in regrouped(pieces):
                 # A send to a client that has gone raises nothing. Not asked after the last piece: it may leave once it has that.
                 if self._has_left:
                     raise ReaderLeft
                 self.sending_since = time.monotonic()
-                await self._send({"type": "http.response.body", "body": body[start : start + MAX_PIECE_BYTES], "more_body": True})
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         finally:
             self.sending_since = None
             watch.close()
@@ -109,6 +117,24 @@ class Response:
         self.started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *self._more_headers()]})
         await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+
+def regrouped(pieces: Sequence[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces of MAX_PIECE_BYTES; the last one may be shorter."""
+    parts: list[bytes] = []
+    room = MAX_PIECE_BYTES
+    for piece in pieces:
+        start = 0
+        while start < len(piece):
+            part = piece[start : start + room]
+            parts.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room:
+                yield b"".join(parts)
+                parts, room = [], MAX_PIECE_BYTES
+    if parts:
+        yield b"".join(parts)
 
 
 class EventWriter:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from starlette.types import Receive
 
 from penstock.api.pipeline.admission import Admission, Ticket
-from penstock.api.pipeline.choice import Choice
+from penstock.api.pipeline.choice import MAX_WEIGHT, Choice, pieces_of, weight_of
 from penstock.api.pipeline.detached import DetachedRun, DetachedRuns
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Usage
 from penstock.api.pipeline.plan import Plan
@@ -27,6 +28,13 @@ from penstock.wire.errors import GenerationFault, StreamError
 from penstock.wire.messages import Fault, Submit, Terminal
 
 log = logging.getLogger(__name__)
+
+MAX_BYTES_AT_ONCE = 1 << 20
+"""Of a whole answer, this much is encoded in one go."""
+
+# Fewer and shorter arrivals than these are rendered in a few milliseconds.
+MAX_ARRIVALS_UNWEIGHED = 16
+MAX_TOKENS_UNWEIGHED = 16
 
 MAX_TOKENS_AT_ONCE = 8192
 """Blocks of longer prompts are named in pieces, before the router needs them. It does not with one worker."""
@@ -125,6 +133,8 @@ class _Run:
         self._last: int | None = None
         """The choice whose ending waits until the session is bound."""
         self._writer: EventWriter | None = None
+        self._backlog: Iterator[Arrival] | None = None
+        """What was taken and is not rendered yet."""
         # Counted as tokens arrive: events may report them, and there may be thousands of choices.
         self._cached_tokens = 0
         self.completion_tokens = 0
@@ -186,11 +196,14 @@ class _Run:
             return self._end()
         events: list[bytes] = []
         try:
-            arrivals = self._fan.take()
+            arrivals = self._take()
             if not self._has_begun and arrivals:
                 self._begin(arrivals)
                 events.append(self._dialect.begin(Usage(self._plan.prompt_tokens, 0, _cached(arrivals))))
             for arrival in arrivals:
+                if self._choices[arrival.choice].ending is not None:
+                    # A stop string was in an earlier piece.
+                    continue
                 events.append(self._event(arrival))
                 if arrival.terminal is not None:
                     _raise_fault(arrival.terminal)
@@ -203,6 +216,28 @@ class _Run:
             last, outcome = self._end()
             return b"".join(events) + last, outcome
         return events[0] if len(events) == 1 else b"".join(events), None
+
+    def _take(self) -> Sequence[Arrival]:
+        """What is rendered now: all that has arrived, or a part of it if that takes long. Then the rest follows in the next turns."""
+        if self._backlog is None:
+            arrivals = self._fan.take()
+            if len(arrivals) <= MAX_ARRIVALS_UNWEIGHED and not any(map(_is_large, arrivals)):
+                return arrivals
+            self._backlog = chain.from_iterable(map(pieces_of, arrivals))
+        taken: list[Arrival] = []
+        weight = 0
+        for piece in self._backlog:
+            taken.append(piece)
+            weight += weight_of(piece)
+            if weight >= MAX_WEIGHT:
+                assert self._writer is not None
+                asyncio.get_running_loop().call_soon(self._writer.wake)
+                return taken
+        self._backlog = None
+        # Something may have arrived since.
+        if self._writer is not None:
+            asyncio.get_running_loop().call_soon(self._writer.wake)
+        return taken
 
     def _end(self) -> tuple[bytes, str | None]:
         """The end of a stream. Empty while the session is being bound: its client may send the next turn as soon as it sees the end."""
@@ -222,25 +257,46 @@ class _Run:
         arrivals = await self._fan.receive()
         self._begin(arrivals)
         while True:
-            for arrival in arrivals:
-                self._collect_one(arrival, collected[arrival.choice])
+            await self._collect_all(arrivals, collected)
             if not self._open:
                 break
             arrivals = await self._fan.receive()
         while (settling := self._turn.settling) is not None:
             await asyncio.wait([settling])
-        answers = [self._answer(index, collected[index]) for index in self._best()]
+        body = await self._body([self._answer(index, collected[index]) for index in self._best()])
         # From now on the response watches its client.
         self.watch.close()
-        await self._sink.send_whole(200, self._dialect.body(answers, self._usage(), self._nvext()))
+        await self._sink.send_whole(200, body)
         return "ok"
+
+    async def _collect_all(self, arrivals: Sequence[Arrival], collected: Sequence[_Collected]) -> None:
+        """Others go on meanwhile if it takes long."""
+        weight = 0
+        for piece in chain.from_iterable(map(pieces_of, arrivals)):
+            if self._choices[piece.choice].ending is None:
+                self._collect_one(piece, collected[piece.choice])
+                weight += weight_of(piece)
+                if weight >= MAX_WEIGHT:
+                    weight = 0
+                    await asyncio.sleep(0)
+
+    async def _body(self, answers: Sequence[Answer]) -> list[bytes]:
+        body: list[bytes] = []
+        size = 0
+        for piece in self._dialect.body(answers, self._usage(), self._nvext()):
+            body.append(piece)
+            size += len(piece)
+            if size >= MAX_BYTES_AT_ONCE:
+                size = 0
+                await asyncio.sleep(0)
+        return body
 
     def _collect_one(self, arrival: Arrival, collected: _Collected) -> None:
         parts, logprobs, token_ids = self._advance(arrival)
         collected.parts += parts
         collected.token_ids += token_ids
         if logprobs is not None:
-            collected.logprobs.append(logprobs)
+            collected.logprobs.append(self._dialect.kept_logprobs(logprobs))
         if arrival.terminal is not None:
             _raise_fault(arrival.terminal)
 
@@ -335,6 +391,14 @@ class _Collected:
     parts: list[Part] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+
+
+def _is_large(arrival: Arrival) -> bool:
+    """Whether it may take long to render. Nearly every delta of a stream has few tokens."""
+    delta = arrival.delta
+    if delta is None:
+        return False
+    return len(delta.token_ids) > MAX_TOKENS_UNWEIGHED or (delta.prompt is not None and delta.prompt.logprobs is not None)
 
 
 def _cached(arrivals: Sequence[Arrival]) -> int:

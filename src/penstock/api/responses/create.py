@@ -12,7 +12,7 @@ from starlette.types import Receive
 from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.detached import DetachedRun, DetachedRuns, Recorder
 from penstock.api.pipeline.request import Incoming
-from penstock.api.pipeline.response import Response, Sink
+from penstock.api.pipeline.response import Body, Response, Sink
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.dialect import ResponseDialect
@@ -173,7 +173,7 @@ class SavingSink:
         self._is_known = self.has_begun
         """The store has its start."""
 
-    async def send_whole(self, status: int, body: bytes) -> None:
+    async def send_whole(self, status: int, body: Body) -> None:
         await self._finish(None)
         await self.inner.send_whole(status, body)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import cast
 
 import msgspec
@@ -117,7 +117,7 @@ class ResponseDialect(Dialect):
         before = events.removesuffix(b"\n\n").rpartition(b"\n\n")[0]
         return (before + b"\n\n" if before else b"") + self.fail(error)
 
-    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> bytes:
+    def body(self, answers: Sequence[Answer], usage: Usage, nvext: dict[str, object] | None) -> Iterator[bytes]:
         (answer,) = answers
         for entries in answer.logprobs:
             self._output.logprobs.note(cast(Sequence[Item], entries))
@@ -127,7 +127,7 @@ class ResponseDialect(Dialect):
         if nvext is not None:
             self._response.nvext = nvext
         self._conclude(usage)
-        return msgspec.json.encode(self.snapshot())
+        yield msgspec.json.encode(self.snapshot())
 
     def _give_up(self) -> bytes:
         """Closes the open items."""

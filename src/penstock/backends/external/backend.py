@@ -18,6 +18,7 @@ from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, En
 from penstock.backends.external.kv_events import BlockMirror, salt_of
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.kv.sessions import Session, Sessions
+from penstock.wire.codec import pack_logprobs
 from penstock.wire.messages import (
     Capability,
     Delta,
@@ -285,7 +286,8 @@ class ExternalBackend:
         report = None
         if not generation.reported:
             generation.reported = True
-            report = PromptReport(generation.cached_tokens, generation.prompt_logprobs, generation.session_state)
+            packed = None if generation.prompt_logprobs is None else pack_logprobs(generation.prompt_logprobs)
+            report = PromptReport(generation.cached_tokens, packed, generation.session_state)
             self._prompt_tokens += len(request.token_ids)
             self._prompt_tokens_cached += generation.cached_tokens
         delta = Delta(generation.position, token_ids, logprobs, report) if token_ids or report is not None else None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from front_end import FrontEnd, says
-from penstock.api.pipeline.response import ClientWatch, ClientWatches, EventWriter
+from penstock.api.pipeline.response import Body, ClientWatch, ClientWatches, EventWriter
 
 
 class Broken:
@@ -20,7 +20,7 @@ class Broken:
         self.stalled = False
         self._waits = waits
 
-    async def send_whole(self, status: int, body: bytes) -> None:
+    async def send_whole(self, status: int, body: Body) -> None:
         raise NotImplementedError
 
     async def send_events(self, events: bytes, last: bool = False) -> None:

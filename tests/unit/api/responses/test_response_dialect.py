@@ -154,13 +154,13 @@ def test_a_broken_call_becomes_text() -> None:
     (message,) = events[-1]["response"]["output"]
     assert message["content"][0]["text"] == '<call>{"a oops and more'
     dialect = make_dialect()
-    whole = msgspec.json.decode(dialect.body([Answer(parts, [], STOP)], USAGE, None))
+    whole = msgspec.json.decode(b"".join(dialect.body([Answer(parts, [], STOP)], USAGE, None)))
     assert without_ids(whole["output"]) == without_ids([message])
 
 
 def test_in_a_whole_answer_a_broken_call_does_not_split_the_message() -> None:
     parts: list[Part] = ["See: ", CallBegin(0, "look"), CallArguments(0, '{"a'), CallBroken(0, '<call>{"a'), " oops"]
-    (message,) = msgspec.json.decode(make_dialect().body([Answer(parts, [], STOP)], USAGE, None))["output"]
+    (message,) = msgspec.json.decode(b"".join(make_dialect().body([Answer(parts, [], STOP)], USAGE, None)))["output"]
     assert message["content"][0]["text"] == 'See: <call>{"a oops'
 
 
@@ -228,7 +228,7 @@ def test_nvext() -> None:
     dialect.event(0, ChoiceDelta(["a"], ending=STOP, nvext={"session": 1}))
     dialect.end(USAGE)
     assert dialect.snapshot().nvext == {"session": 1}
-    whole = msgspec.json.decode(make_dialect().body([Answer(["a"], [], STOP)], USAGE, {"session": 1}))
+    whole = msgspec.json.decode(b"".join(make_dialect().body([Answer(["a"], [], STOP)], USAGE, {"session": 1})))
     assert whole["nvext"] == {"session": 1}
 
 
@@ -251,7 +251,7 @@ def test_each_message_of_a_whole_answer_has_its_own_logprobs() -> None:
     dialect = make_dialect()
     delta = Delta(0, (1, 2, 3), logprobs=(TokenLogprob(-1.0, ()),) * 3)
     answer = Answer([Reasoning("<1>"), "<2>"], [dialect.logprobs(0, delta, 3)], STOP)
-    whole = msgspec.json.decode(dialect.body([answer], USAGE, None))
+    whole = msgspec.json.decode(b"".join(dialect.body([answer], USAGE, None)))
     assert [entry["token"] for entry in whole["output"][1]["content"][0]["logprobs"]] == ["<2>"]
 
 
@@ -277,7 +277,7 @@ def test_logprobs_of_a_text_that_the_reasoning_contains_too() -> None:
 
 def dialect_body(parts: Sequence[Part], delta: Delta) -> bytes:
     dialect = make_dialect()
-    return dialect.body([Answer(parts, [dialect.logprobs(0, delta, len(delta.token_ids))], STOP)], USAGE, None)
+    return b"".join(dialect.body([Answer(parts, [dialect.logprobs(0, delta, len(delta.token_ids))], STOP)], USAGE, None))
 
 
 @pytest.mark.parametrize("held_back", [1, 2])
@@ -356,7 +356,7 @@ def test_any_chunking_gives_the_same_answer(case: tuple[list[Part], list[list[Pa
     whole, pieces = stream([parts]), stream(additions)
     assert structure(whole) == structure(pieces)
     assert without_ids(whole[-1]["response"]["output"]) == without_ids(pieces[-1]["response"]["output"])
-    body = msgspec.json.decode(make_dialect().body([Answer(joined(parts), [], STOP)], USAGE, None))
+    body = msgspec.json.decode(b"".join(make_dialect().body([Answer(joined(parts), [], STOP)], USAGE, None)))
     streamed = without_ids(pieces[-1]["response"]["output"])
     assert _texts(body["output"]) == _texts(pieces[-1]["response"]["output"])
     calls = [item for item in without_ids(body["output"]) if "call" in item["type"]]

@@ -103,7 +103,7 @@ async def test_an_end_that_cannot_be_stored_is_sent_as_a_failure(tmp_path: Path)
 async def test_a_whole_answer_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db") as store:
         wire = Wire(store)
-        body = wire.dialect.body([Answer(["Hi"], [], Ending("stop"))], USAGE, None)
+        body = b"".join(wire.dialect.body([Answer(["Hi"], [], Ending("stop"))], USAGE, None))
         sql(tmp_path / "r.db", "ALTER TABLE responses RENAME TO hidden")
         with pytest.raises(RequestError, match="not available"):
             await wire.sink.send_whole(200, body)

@@ -14,6 +14,7 @@ from penstock.backends.external.backend import ExternalBackend
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
 from penstock.backends.external.kv_events import BlockMirror, EngineRemoved, EngineStored
 from penstock.grammar.compile_queue import CompileQueue
+from penstock.wire.codec import pack_logprobs
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
     BlocksStored,
@@ -318,7 +319,7 @@ async def test_only_the_prompt_is_wanted() -> None:
         known = (None, TokenLogprob(-1.0), TokenLogprob(-2.0))
         rig.say(request, chunk(5, finish="length", prompt_logprobs=known, cached_tokens=0))
         await rig.until(lambda: bool(rig.terminals(1)))
-        assert rig.deltas(1) == [Delta(0, (), None, PromptReport(0, known))]
+        assert rig.deltas(1) == [Delta(0, (), None, PromptReport(0, pack_logprobs(known)))]
         assert rig.terminals(1) == [Finish("length")]
 
 

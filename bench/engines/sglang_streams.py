@@ -1,6 +1,6 @@
 """Checks that nothing is lost between SGLang and a worker, with cumulative and with incremental chunks.
 
-    python bench/sglang_streams.py --model DIRECTORY --engine-args='…'
+    python bench/engines/sglang_streams.py --model DIRECTORY --engine-args='…'
 
 In each mode, many streams at once are compared with SGLang's own answers to the same prompts without streaming. One reader takes a chunk
 and then nothing until all the others have ended. Then a few streams with logprobs, for which the same must hold. To be run where SGLang is
