@@ -333,7 +333,14 @@ def test_cache_salt(salt: str) -> None:
     assert chat(cache_salt=None, nvext={"cache_salt": None}) == Hints()
 
 
-@pytest.mark.parametrize("salt", ["", "x" * 129, 5, ["s"], {}, True])
+def test_a_cache_salt_that_is_too_long_is_refused() -> None:
+    for fields, param in (({"cache_salt": "x" * 129}, "cache_salt"), ({"nvext": {"cache_salt": "x" * 129}}, "nvext.cache_salt")):
+        error = refused(**fields)
+        assert (error.param, error.code, error.status) == (param, "too_long", 400)
+        assert str(error) == f"`{param}` has 129 characters: expected at most 128"
+
+
+@pytest.mark.parametrize("salt", ["", 5, ["s"], {}, True])
 def test_a_bad_cache_salt_is_refused(salt: object) -> None:
     for fields, param in (({"cache_salt": salt}, "cache_salt"), ({"nvext": {"cache_salt": salt}}, "nvext.cache_salt")):
         error = refused(**fields)
