@@ -6,6 +6,7 @@ would replace only `attend`.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -107,7 +108,7 @@ def attend(queries: Tensor, store: KVStore, layer: int, plan: AttentionPlan, win
 def _attend_prompt(queries: Tensor, keys: Tensor, values: Tensor, part: PromptPart, window: int | None) -> Tensor:
     rows, heads, size = queries.shape
     keys, values = _gather(keys, part.pages[None])[:, :, : part.context], _gather(values, part.pages[None])[:, :, : part.context]
-    if queries.is_cuda and queries.dtype != torch.float32 and size % 8 == 0 and size <= MAX_FLASH_SIZE:
+    if _has_flash(queries.device, queries.dtype, size):
         return attend_causally(queries, keys, values, window).reshape(rows, -1)
     if queries.is_cuda:
         # The kernel for other types needs a key per query: with fewer keys torch would keep all scores in memory.
@@ -126,6 +127,14 @@ def _attend_prompt(queries: Tensor, keys: Tensor, values: Tensor, part: PromptPa
         some = queries[:, :, piece.start : piece.stop]
         parts.append(scaled_dot_product_attention(some, keys[:, :, visible], values[:, :, visible], attn_mask=mask, enable_gqa=has_groups))
     return torch.cat(parts, 2).squeeze(0).transpose(0, 1).reshape(rows, -1)
+
+
+@functools.cache
+def _has_flash(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether `attend_causally` works there: on NVIDIA's GPUs since Ampere, for 16-bit types. AMD's kernel counts from the first key."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= MAX_FLASH_SIZE
 
 
 def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:

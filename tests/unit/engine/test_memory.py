@@ -119,6 +119,15 @@ def test_the_next_steps_are_small_enough_from_the_start() -> None:
     assert engine.stats().memory_failures == 3, "480 tokens, 240, 120; then 60 at a time"
 
 
+def test_all_get_their_token_in_every_step_that_is_made_smaller() -> None:
+    engine = make_engine(WatchedModel(at_most(8)), kv_pages=64, page_size=4)
+    for number in range(12):
+        engine.submit(make_submit(number, random_prompt(number, 6), 20))
+    while len(engine.step()) < 12:
+        pass
+    assert all(len(engine.step()) == 12 for _ in range(5)), "not only those of the first half"
+
+
 def test_only_the_request_that_cannot_run_fails() -> None:
     def check(batch: Batch) -> None:
         if 299 in batch.token_ids:
