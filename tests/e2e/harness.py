@@ -35,6 +35,7 @@ class Server:
         self.log: list[str] = []
         self._ready = threading.Event()
         self.url = ""
+        self.metrics_headers: dict[str, str] = {}
         self.model = model or (engine if engine == "simulator" else DEFAULT_MODEL)
         base = command or [sys.executable, "-m", "penstock", "serve", "--port", "0", "--engine", engine]
         self.process = subprocess.Popen(
@@ -87,7 +88,7 @@ class Server:
 
     def metric(self, name: str, /, **labels: str) -> float:
         """One sample of /metrics."""
-        _, _, text = self.request("GET", "/metrics")
+        _, _, text = self.request("GET", "/metrics", headers=self.metrics_headers)
         for line in text.splitlines():
             if re.match(rf"{name}(\{{|\s)", line) and all(f'{key}="{value}"' in line for key, value in labels.items()):
                 return float(line.rsplit(" ", 1)[1])

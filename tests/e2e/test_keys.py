@@ -91,7 +91,9 @@ def test_every_key_has_limits_of_its_own(serve: Callable[..., Server], tmp_path:
     path = tmp_path / "keys.toml"
     often, rarely = new_key(path, "often"), new_key(path, "rarely", "--requests-per-minute", "2")
     one, few = new_key(path, "one", "--concurrency", "1"), new_key(path, "few", "--tokens-per-minute", "20")
-    server = serve("--key-file", str(path), "--step-ms", "20", "--requests-per-minute", "1000")
+    reader = {"PENSTOCK_METRICS_KEY": "for-prometheus"}
+    server = serve("--key-file", str(path), "--step-ms", "20", "--requests-per-minute", "1000", environment=reader)
+    server.metrics_headers = bearer("for-prometheus")
 
     def ask(key: str, **fields: object) -> tuple[int, Any, Any]:
         body = {"model": "simulator", "prompt": "x", "max_tokens": 2, "ignore_eos": True, **fields}

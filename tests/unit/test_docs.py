@@ -44,7 +44,7 @@ def test_the_readme_fits_on_two_screens() -> None:
 def metric_names() -> set[str]:
     metrics = FrontEndMetrics(Tally())
     metrics.observe(ClusterReading)
-    return set(re.findall(r"^# TYPE (\S+)", metrics.render().decode(), re.MULTILINE))
+    return set(re.findall(r"^# TYPE (\S+)", metrics.render(with_keys=True).decode(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", OPERATIONS, ids=named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from penstock.api.anthropic import answers as anthropic
 from penstock.api.anthropic.errors import OVERLOADED, AnthropicErrors
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.anthropic.schema import CountRequest, MessagesRequest
+from penstock.api.auth.gate import METRICS
 from penstock.api.document.docs import ApiDocument
 from penstock.api.document.route import EXAMPLE_MODEL, HINTS, READS, Content, Parameter, Route, limit_parameter
 from penstock.api.errors import OpenAIErrors, refusal
@@ -48,6 +49,8 @@ class Services:
     admission: Admission
     metrics: FrontEndMetrics
     responses: SqliteStore | None = None
+    shows_keys: bool = False
+    """Whether the metrics have those of each API key."""
 
     def generate(self, parse: Parse) -> Answer:
         return partial(self.runner.answer, parse)
@@ -57,9 +60,14 @@ class Services:
         return ApiDocument(ROUTES)
 
 
-def make_app(services: Services) -> Application:
-    """The front end's application, with every route of the table."""
-    return Application(ROUTES, services)
+def make_app(services: Services, has_metrics: bool = True) -> Application:
+    """The front end's application, with every route of the table; without the metrics if they are elsewhere."""
+    return Application([route for route in ROUTES if has_metrics or route.path != METRICS], services)
+
+
+def make_metrics_app(services: Services) -> Application:
+    """The metrics alone, with those of each API key."""
+    return Application([route for route in ROUTES if route.path == METRICS], replace(services, shows_keys=True))
 
 
 class Application:
@@ -142,7 +150,7 @@ async def _ready(services: Services, _: Incoming) -> Content:
 
 
 async def _show_metrics(services: Services, _: Incoming) -> Content:
-    return Content(services.metrics.render(), CONTENT_TYPE)
+    return Content(services.metrics.render(services.shows_keys), CONTENT_TYPE)
 
 
 async def _openapi(services: Services, _: Incoming) -> Content:
@@ -303,9 +311,7 @@ ROUTES: tuple[Route, ...] = (
         errors=(503,),
         needs_key=False,
     ),
-    Route(
-        "GET", "/metrics", "Operation", "Get the metrics, for Prometheus", handler=_show_metrics, media_type="text/plain", needs_key=False
-    ),
+    Route("GET", METRICS, "Operation", "Get the metrics, for Prometheus", handler=_show_metrics, media_type="text/plain", needs_key=False),
     Route("GET", "/openapi.json", "Operation", "Get this document", handler=_openapi, media_type="application/json", needs_key=False),
     Route("GET", "/docs", "Operation", "Read this document as a page", handler=_docs, media_type="text/html", needs_key=False),
 )

@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.api.app import Services, make_app
+from penstock.api.app import Services, make_app, make_metrics_app
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring
+from penstock.api.metrics_server import MetricsServer
 from penstock.api.models import Models
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
@@ -37,7 +38,7 @@ from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.config.commands import FrontEndSettings, ServeSettings, WorkerSettings
-from penstock.config.front_end import API_KEY_VARIABLE, StoreSettings
+from penstock.config.front_end import API_KEY_VARIABLE, KeySettings, StoreSettings
 from penstock.config.resolve import Resolved
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
@@ -45,7 +46,7 @@ from penstock.router.router import Router
 from penstock.text.encoding import Encoder
 from penstock.text.tokenizers.cache import TokenizerCache, default_directory
 from penstock.text.transcript import Transcripts
-from penstock.wire.address import is_loopback
+from penstock.wire.address import TcpAddress, is_loopback
 from penstock.wire.errors import ConfigError
 from penstock.worker.runtime import WorkerRuntime
 
@@ -183,15 +184,31 @@ async def _open_front_end(
     transcripts = Transcripts(settings.transcript_memory, encoder)
     cluster = await _open_cluster(settings, models, transcripts, stack)
     responses = await _open_response_store(settings.responses, settings.keys.are_needed, stack)
-    metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses))
+    metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses, keyring))
     context = PromptContext(models, transcripts)
     detached = DetachedRuns(settings.resume, admission, tally)
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
     stack.push_async_callback(detached.close)
-    app = make_app(Services(context, runner, detached, cluster.sessions, admission, metrics, responses))
-    gate = Gate(app, keyring, tally, settings.cors_origins, settings.limits.max_body_bytes, _allowed_hosts(settings))
+    services = Services(
+        context, runner, detached, cluster.sessions, admission, metrics, responses, shows_keys=settings.metrics_key is not None
+    )
+    app = make_app(services, has_metrics=settings.metrics_address is None)
+    if settings.metrics_address is not None:
+        await _open_metrics(settings, settings.metrics_address, services, tally, stack)
+    max_body_bytes, hosts = settings.limits.max_body_bytes, _allowed_hosts(settings)
+    gate = Gate(app, keyring, tally, settings.cors_origins, max_body_bytes, hosts, settings.metrics_key)
     server = HttpServer(gate, listener, file_limit, tally)
     return FrontEnd(server, cluster.pool, admission, detached, keyring)
+
+
+async def _open_metrics(
+    settings: FrontEndSettings, address: TcpAddress, services: Services, tally: Tally, stack: contextlib.AsyncExitStack
+) -> None:
+    """The metrics on their own address, until the stack is left. Where only this machine can reach them, no web page can, either."""
+    hosts = settings.allowed_hosts if is_loopback(address.host) and settings.metrics_key is None else None
+    gate = Gate(make_metrics_app(services), Keyring(KeySettings(), tally), tally, hosts=hosts, metrics_key=settings.metrics_key)
+    server = await stack.enter_async_context(MetricsServer(gate, address))
+    log.info("metrics on %s", server.url)
 
 
 class SharingWatch:
@@ -305,7 +322,19 @@ async def _open_redis(url: str, stack: contextlib.AsyncExitStack) -> RedisStore:
     return store
 
 
-def _read_cluster(cluster: Cluster, admission: Admission, transcripts: Transcripts, responses: SqliteStore | None) -> ClusterReading:
+def _key_generations(keyring: Keyring, dispatcher: Dispatcher) -> dict[tuple[str, ...], float]:
+    """By name of the key and state. A single key has no lane of its own in the queue."""
+    found: dict[tuple[str, ...], float] = {}
+    running = keyring.running()
+    for name, unfinished in running.items():
+        waiting = dispatcher.waiting_of(name if len(running) > 1 else "")
+        found |= {(name, "waiting"): waiting, (name, "running"): max(0, unfinished - waiting)}
+    return found
+
+
+def _read_cluster(
+    cluster: Cluster, admission: Admission, transcripts: Transcripts, responses: SqliteStore | None, keyring: Keyring
+) -> ClusterReading:
     pool, router, sessions = cluster.pool, cluster.router, cluster.sessions
     return ClusterReading(
         workers={member.name: member.link.stats for member in pool.members},
@@ -316,6 +345,7 @@ def _read_cluster(cluster: Cluster, admission: Admission, transcripts: Transcrip
         load={member.name: router.load_of(member.name) for member in pool.members},
         index_blocks={member.name: sum(router.index.held(member.name)) for member in pool.members},
         queued=cluster.dispatcher.queued,
+        key_generations=_key_generations(keyring, cluster.dispatcher),
         migrations=cluster.dispatcher.migrations,
         sessions=len(sessions),
         session_events=sessions.counts,

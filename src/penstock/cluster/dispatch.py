@@ -233,6 +233,10 @@ class Dispatcher:
         """Generations that wait until a worker has room."""
         return sum(len(queue) for queue in self._queues.values())
 
+    def waiting_of(self, lane: str) -> int:
+        """Generations of one tenant that wait for their first worker."""
+        return sum(queue.count(lane) for queue in self._queues.values())
+
     async def __aenter__(self) -> Self:
         self._watch = asyncio.create_task(self._watch_deserted(), name="wait for workers")
         return self

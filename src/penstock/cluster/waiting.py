@@ -58,6 +58,10 @@ class WaitingQueue:
         others = self._waiters.weight - (request.weight if own else 0)
         return may_take(1, limit=limit, used=waiting, own=own, weight=request.weight, others=others)
 
+    def count(self, lane: str) -> int:
+        """How many of a tenant wait for their first worker."""
+        return self._waiters.count(lane)
+
     def discard(self, waiter: Waiter) -> None:
         """Forgets a waiter: it is never sent. Does nothing when it does not wait here."""
         if self._since.pop(waiter, None) is not None:

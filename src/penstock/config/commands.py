@@ -11,6 +11,7 @@ from penstock.config.engines import EmbeddedSettings, EngineSettings, HttpEngine
 from penstock.config.front_end import (
     MIB,
     DispatchLimits,
+    Key,
     KeySettings,
     Limits,
     ResumeLimits,
@@ -18,9 +19,10 @@ from penstock.config.front_end import (
     StoreSettings,
     check_host,
     check_origin,
+    read_key,
 )
 from penstock.config.setting import count, seconds, setting, without_password
-from penstock.wire.address import Address, TcpAddress, is_loopback, parse_address
+from penstock.wire.address import Address, TcpAddress, is_loopback, parse_address, parse_listener
 from penstock.wire.errors import ConfigError
 
 USE_LINK_TLS = "give --link-tls-cert, --link-tls-key and --link-tls-ca, or keep them on a network that you trust"
@@ -146,6 +148,23 @@ class FrontEndSettings(ProcessSettings):
         unset="none",
         group="API keys",
     )
+    metrics_address: TcpAddress | None = setting(
+        None,
+        "address of its own for /metrics, host:port; there it also has the metrics of each API key",
+        unit="ADDRESS",
+        parse=parse_listener,
+        unset="/metrics on --port, without those of each key unless PENSTOCK_METRICS_KEY is set",
+        group="server",
+    )
+    metrics_key: Key | None = setting(
+        None,
+        "key that /metrics needs, for Prometheus; no other key opens it, and it opens nothing else",
+        parse=read_key,
+        is_secret=True,
+        has_flag=False,
+        unset="/metrics needs no key",
+        group="server",
+    )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         "name by which clients may reach a server without keys, such as gpu1.example.org; repeat for several; *: any name, which lets web "
@@ -197,6 +216,8 @@ class FrontEndSettings(ProcessSettings):
     def unencrypted(self) -> list[str]:
         """What others on the network can read."""
         found = [] if is_loopback(self.host) else [f"HTTP on --host {self.host}, keys included: put a proxy with TLS in front"]
+        if self.metrics_address is not None and not is_loopback(self.metrics_address.host):
+            found.append(f"metrics with the names of API keys on --metrics-address {str(self.metrics_address).removeprefix('tcp://')}")
         open_links = [str(each) for each in self.workers if isinstance(each, TcpAddress) and not is_loopback(each.host)]
         if open_links and self.link_tls.cert is None:
             found.append(f"prompts and answers on the links to {', '.join(open_links)}: {USE_LINK_TLS}")

@@ -43,3 +43,14 @@ def parse_address(text: str) -> Address:
     if text.startswith("tcp://") and host and port.isascii() and port.isdigit() and int(port) < 65536:
         return TcpAddress(host, int(port))
     raise ValueError("expected unix:/path or tcp://host:port")
+
+
+def parse_listener(text: str) -> TcpAddress:
+    """host:port. Raises ValueError for other texts."""
+    try:
+        address = parse_address(f"tcp://{text}")
+    except ValueError:
+        address = None
+    if not isinstance(address, TcpAddress) or "/" in address.host:
+        raise ValueError("expected host:port, such as 127.0.0.1:9090")
+    return address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from penstock.metrics.frontend import DECLARATIONS, ClusterReading, FrontEndMetrics, Tally, reference
+from penstock.metrics.frontend import DECLARATIONS, REMOVED_KEYS, ClusterReading, FrontEndMetrics, Tally, reference
 from penstock.wire.messages import WorkerStats
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -30,10 +30,11 @@ READING = ClusterReading(
     session_events={"opened": 4},
     transcript_tokens={"reused": 5},
     responses_evicted={"full": 2},
+    key_generations={("alice", "waiting"): 3},
 )
 
 
-def rendered() -> str:
+def rendered(with_keys: bool = True) -> str:
     tally = Tally(running=8, tool_calls=3)
     for counter, labels in [
         (tally.requests, ("chat", "ok")),
@@ -42,11 +43,33 @@ def rendered() -> str:
         (tally.quota_refusals, ("alice", "concurrency")),
         (tally.failed_authentications, ("missing",)),
         (tally.limits_reached, ("max_body_bytes",)),
+        (tally.pages_refused, ("host_not_allowed",)),
     ]:
         counter[labels] += 1
     metrics = FrontEndMetrics(tally)
     metrics.observe(lambda: READING)
-    return metrics.render().decode()
+    return metrics.render(with_keys).decode()
+
+
+def test_names_of_keys_are_only_shown_to_who_may_see_them() -> None:
+    assert "alice" in rendered()
+    without = rendered(with_keys=False)
+    assert "alice" not in without
+    assert not re.findall(r"key=|^# TYPE penstock_key_", without, re.MULTILINE)
+    assert "penstock_requests_total" in without
+
+
+def test_a_key_that_is_removed_leaves_no_label() -> None:
+    tally = Tally()
+    for name in ("a", "b", "c"):
+        tally.key_requests[name,] += 2
+        tally.key_tokens[name, "prompt"] += 10
+        tally.quota_refusals[name, "concurrency"] += 1
+    tally.forget_key("a")
+    tally.forget_key("b")
+    assert tally.key_requests == {("c",): 2, (REMOVED_KEYS,): 4}
+    assert tally.key_tokens == {("c", "prompt"): 10, (REMOVED_KEYS, "prompt"): 20}
+    assert tally.quota_refusals == {("c", "concurrency"): 1, (REMOVED_KEYS, "concurrency"): 2}
 
 
 def test_the_reference_is_up_to_date() -> None:

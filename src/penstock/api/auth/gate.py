@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import ipaddress
 import re
 import uuid
@@ -16,7 +17,7 @@ from penstock.api.anthropic.errors import AnthropicErrors
 from penstock.api.auth.keys import Keyring, Tenant, presented_key
 from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import ErrorShape, OpenAIErrors, refusal
-from penstock.config.front_end import ANY_HOST, ANY_ORIGIN, Limits
+from penstock.config.front_end import ANY_HOST, ANY_ORIGIN, Key, Limits, key_digest
 from penstock.metrics.frontend import Tally
 from penstock.wire.address import is_loopback
 from penstock.wire.errors import RequestError
@@ -24,8 +25,9 @@ from penstock.wire.errors import RequestError
 TENANT = "penstock.tenant"
 """The key of the request's Tenant in the scope."""
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/metrics", "/docs", "/openapi.json"})
-"""Paths that need no key."""
+METRICS = "/metrics"
+OPEN_PATHS = frozenset({"/live", "/ready", METRICS, "/docs", "/openapi.json"})
+"""Paths that need no API key. The metrics may need a key of their own."""
 
 DISCARD_BYTES = 8 * 1024 * 1024
 DISCARD_SECONDS = 5.0
@@ -70,13 +72,15 @@ class Gate:
         cors_origins: Iterable[str] = (),
         max_body_bytes: int = Limits.max_body_bytes,
         hosts: Iterable[str] | None = None,
+        metrics_key: Key | None = None,
     ) -> None:
-        """`hosts` are names by which clients may reach the server; None: any."""
+        """`hosts` are names by which clients may reach the server; None: any. `metrics_key` is the one that /metrics needs."""
         self._app = app
         self._keyring = keyring
         self._tally = tally
         self._origins = frozenset(origin.encode() for origin in cors_origins)
         self._max_body_bytes = max_body_bytes
+        self._metrics_key = metrics_key
         self._guard = None if hosts is None else PageGuard(hosts, self._origins, keyring.is_open)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -95,6 +99,10 @@ class Gate:
             key = presented_key(scope["headers"])
             tenant = self._keyring.tenant_of(key)
             if tenant is None:
+                return self._refuse(scope, receive, send, "unknown" if key else "missing")
+        elif self._metrics_key is not None and scope["path"] == METRICS:
+            key = presented_key(scope["headers"])
+            if not hmac.compare_digest(key_digest(key), self._metrics_key.digest):
                 return self._refuse(scope, receive, send, "unknown" if key else "missing")
         scope[TENANT] = tenant
         return self._app(scope, receive, send)

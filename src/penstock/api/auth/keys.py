@@ -236,7 +236,13 @@ class Keyring:
         for key in keys:
             quotas[key.name] = self._quota(key)
             known[key.digest[:_PREFIX_BYTES]].append(_Known(key, quotas[key.name]))
+        for name in self._quotas.keys() - quotas.keys():
+            self._quotas[name].retire()
         self._known, self._quotas = dict(known), quotas
+
+    def running(self) -> dict[str, int]:
+        """Generations that have not ended, by name of the key. Without keys, those of everybody."""
+        return {NOBODY: self.nobody.quota.running} if self.is_open else {name: quota.running for name, quota in self._quotas.items()}
 
     def _quota(self, key: Key) -> Quota:
         limits = key.limits.or_else(self._settings.defaults)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from penstock.config.front_end import NO_LIMITS, QuotaLimits
-from penstock.metrics.frontend import Tally
+from penstock.metrics.frontend import REMOVED_KEYS, Tally
 from penstock.wire.errors import RequestError
 
 Clock = Callable[[], float]
@@ -66,7 +66,7 @@ class Quota:
     """
 
     def __init__(self, name: str, limits: QuotaLimits, tally: Tally, clock: Clock = time.monotonic) -> None:
-        self.name = name
+        self.name = self._label = name
         self.limits = limits
         self.running = 0
         """Generations that have not ended."""
@@ -76,6 +76,11 @@ class Quota:
         now = clock()
         self._requests = _bucket(None, limits.requests_per_minute, now)
         self._tokens = _bucket(None, limits.tokens_per_minute, now)
+
+    def retire(self) -> None:
+        """The key is removed. Its running requests are counted with those of all removed keys."""
+        self._label = REMOVED_KEYS
+        self._tally.forget_key(self.name)
 
     def change(self, limits: QuotaLimits) -> None:
         """Other limits from now on, used up to the same share."""
@@ -117,9 +122,9 @@ class Quota:
         if self._tokens is not None:
             self._tokens.take(completion_tokens, self._clock())
         tally = self._tally
-        tally.key_requests[self.name,] += 1
-        tally.key_tokens[self.name, "prompt"] += prompt_tokens
-        tally.key_tokens[self.name, "completion"] += completion_tokens
+        tally.key_requests[self._label,] += 1
+        tally.key_tokens[self._label, "prompt"] += prompt_tokens
+        tally.key_tokens[self._label, "completion"] += completion_tokens
 
     def headers(self) -> HeaderList:
         """What is left of the limits, as OpenAI's headers. Empty without limits."""
@@ -163,7 +168,7 @@ class Quota:
             raise self._refusal(found[0], f"{found[1]}: try again in {duration(wait)}", wait)
 
     def _refusal(self, limit: str, message: str, wait: float | None) -> RequestError:
-        self._tally.quota_refusals[self.name, limit] += 1
+        self._tally.quota_refusals[self._label, limit] += 1
         if wait is None:
             # Not 429: trying again does not help.
             return RequestError(message, code="request_too_large", status=400, limit=limit)

@@ -47,12 +47,14 @@ class Answer:
 class Front:
     """A gate before an application that streams, and remembers whom it has seen."""
 
-    def __init__(self, *keys: str, cors: Iterable[str] = (), hosts: Iterable[str] | None = None) -> None:
+    def __init__(self, *keys: str, cors: Iterable[str] = (), hosts: Iterable[str] | None = None, metrics_key: str | None = None) -> None:
         self.tally = Tally()
         self.seen: list[Any] = []
         self.received = 0
         self.body_megabytes = 1
-        self._gate = Gate(self._app, Keyring(KeySettings(tuple(map(read_key, keys))), self.tally), self.tally, cors, hosts=hosts)
+        keyring = Keyring(KeySettings(tuple(map(read_key, keys))), self.tally)
+        known = None if metrics_key is None else read_key(metrics_key)
+        self._gate = Gate(self._app, keyring, self.tally, cors, hosts=hosts, metrics_key=known)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.seen.append(scope[TENANT])
@@ -189,7 +191,8 @@ async def test_failures_and_usage_are_metrics_without_secrets() -> None:
     quota.admit(1, 5)
     quota.release(1, 5, 7)
     front.tally.quota_refusals["api-key-1", "concurrency"] += 1
-    text = metrics.render().decode()
+    assert "api-key-1" not in metrics.render().decode(), "only who asks for keys sees them"
+    text = metrics.render(with_keys=True).decode()
     assert 'penstock_failed_authentications_total{reason="unknown"} 1.0' in text
     assert 'penstock_key_requests_total{key="api-key-1"} 1.0' in text
     assert 'penstock_key_tokens_total{key="api-key-1",kind="prompt"} 5.0' in text
@@ -259,6 +262,20 @@ async def test_a_preflight_cannot_make_headers(names: str) -> None:
     answer = await Front(KEY, cors=[PAGE]).ask({**PREFLIGHT, "access-control-request-headers": names}, method="OPTIONS")
     assert answer.status == 204
     assert "access-control-allow-headers" not in answer.headers
+
+
+# The key of the metrics.
+
+
+async def test_metrics_can_need_a_key_of_their_own() -> None:
+    front = Front(KEY, metrics_key="psk-prometheus")
+    assert (await front.ask({"authorization": "Bearer psk-prometheus"}, "/metrics")).status == 200
+    assert (await front.ask({"authorization": "Bearer psk-prometheus"}, "/v1/models")).status == 401, "it opens nothing else"
+    for headers, reason in (({}, "missing"), (BEARER, "unknown")):
+        answer = await front.ask(headers, "/metrics")
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert front.tally.failed_authentications[reason,] >= 1
+    assert (await front.ask({}, "/live")).status == 200
 
 
 # Web pages and servers without keys.

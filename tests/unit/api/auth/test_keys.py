@@ -16,7 +16,7 @@ from penstock.api.auth.keys import NOBODY, Headers, Keyring, Tenant, check_name,
 from penstock.config.front_end import Key, KeySettings, QuotaLimits, key_digest, read_key
 from penstock.config.setting import settings_of
 from penstock.kv.blocks import ROOT
-from penstock.metrics.frontend import Tally
+from penstock.metrics.frontend import REMOVED_KEYS, Tally
 from penstock.wire.errors import ConfigError, RequestError
 
 ALICE = "psk-of-alice"
@@ -38,7 +38,8 @@ class KeyFile:
     def __init__(self, folder: Path, text: str, **settings: Any) -> None:
         self.path = folder / "keys.toml"
         self.path.write_text(text)
-        self.keyring = Keyring(KeySettings(file=self.path, **settings), Tally(), lambda: 0.0)
+        self.tally = Tally()
+        self.keyring = Keyring(KeySettings(file=self.path, **settings), self.tally, lambda: 0.0)
 
     def name_of(self, key: str) -> str | None:
         tenant = self.keyring.tenant_of(key.encode())
@@ -342,3 +343,20 @@ def test_nobody() -> None:
 
 def test_a_token_may_contain_the_word() -> None:
     assert owner([(b"authorization", b"Bearer a bearer b")]) != owner([(b"authorization", b"Bearer a b")])
+
+
+async def test_labels_do_not_grow_with_every_key_that_ever_was(tmp_path: Path) -> None:
+    """A key that is removed while its request runs: what the request uses is counted with all removed keys."""
+    file = KeyFile(tmp_path, entry("alice", ALICE))
+    for number in range(20):
+        name, key = f"key-{number}", f"psk-{number}"
+        await file.change(entry("alice", ALICE) + entry(name, key))
+        tenant = file.keyring.tenant_of(key.encode())
+        assert tenant is not None
+        tenant.quota.admit(1, 5)
+        assert file.keyring.running()[name] == 1
+        await file.change(entry("alice", ALICE))
+        tenant.quota.release(1, 5, 7)
+    assert file.tally.key_requests == {(REMOVED_KEYS,): 20}
+    assert file.tally.key_tokens == {(REMOVED_KEYS, "prompt"): 100, (REMOVED_KEYS, "completion"): 140}
+    assert file.keyring.running() == {"alice": 0}
