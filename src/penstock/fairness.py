@@ -102,13 +102,16 @@ class FairQueue(Generic[Item]):
     def serve(self, item: Item, cost: float) -> None:
         """Removes an item and charges its lane."""
         name = self._lane_of.get(item)
-        if name is not None:
-            lane = self._lanes[name]
-            if self._turns.least() == (lane.tag, name):
-                self._served = lane.tag
-            lane.tag += cost / lane.weight
+        if name is None:
+            self.discard(item)
+            return
+        lane = self._lanes[name]
+        if self._turns.least() == (lane.tag, name):
+            self._served = lane.tag
+        lane.tag += cost / lane.weight
+        self._remove(item, name, lane)
+        if lane.items:
             self._turns.put(name, lane.tag)
-        self.discard(item)
 
     def hurry(self, lane: str) -> None:
         """The next turn is this lane's, which has items. It pays as for any other."""
@@ -118,16 +121,12 @@ class FairQueue(Generic[Item]):
         """Removes an item; its lane pays nothing. Returns whether it was there."""
         if item not in self._lane_of:
             return False
-        name = self._lane_of.pop(item)
+        name = self._lane_of[item]
         if name is None:
+            del self._lane_of[item]
             self._urgent.discard(item)
         else:
-            lane = self._lanes[name]
-            lane.items.discard(item)
-            if not lane.items:
-                self.weight -= lane.weight
-                self._turns.discard(name)
-                self._forget_lanes()
+            self._remove(item, name, self._lanes[name])
         return True
 
     @property
@@ -139,6 +138,14 @@ class FairQueue(Generic[Item]):
         """Items of this lane that wait."""
         found = self._lanes.get(lane)
         return 0 if found is None else len(found.items)
+
+    def _remove(self, item: Item, name: str, lane: _Lane[Item]) -> None:
+        del self._lane_of[item]
+        lane.items.discard(item)
+        if not lane.items:
+            self.weight -= lane.weight
+            self._turns.discard(name)
+            self._forget_lanes()
 
     def _forget_lanes(self) -> None:
         """A lane without items is forgotten when its tag is not ahead any more."""
@@ -165,9 +172,13 @@ def may_take(wanted: int, *, limit: int, used: int, own: int, weight: float, oth
     The last eighth of the places, at least one, is for tenants below their share. A share is what each would have by its weight if one
     more tenant of weight 1 came. A tenant without any place may take whatever is free.
     """
-    if used + wanted <= limit - max(1, limit // RESERVED_PART):
+    if used + wanted <= _unreserved(limit):
         return True
     return used + wanted <= limit and (not own or own + wanted <= limit * weight / (others + weight + 1))
+
+
+def _unreserved(limit: int) -> int:
+    return limit - max(1, limit // RESERVED_PART)
 
 
 class Places:
@@ -176,6 +187,7 @@ class Places:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self._unreserved = _unreserved(limit)
         self._own: dict[str, int] = {}
         self._weights: dict[str, float] = {}
         self._weight = 0.0
@@ -192,7 +204,9 @@ class Places:
             return True
         own, counted = self._own.get(lane, 0), self._weights.get(lane, 0.0)
         others = self._weight - counted
-        if not may_take(wanted, limit=self.limit, used=self.used, own=own, weight=weight, others=others):
+        if self.used + wanted > self._unreserved and not may_take(
+            wanted, limit=self.limit, used=self.used, own=own, weight=weight, others=others
+        ):
             return False
         self.used += wanted
         self._own[lane] = own + wanted

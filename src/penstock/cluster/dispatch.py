@@ -255,6 +255,8 @@ class Dispatcher:
         if self._queues.get(model) or not production.try_send():
             if not self._queue(model).has_room(request, self._limits.max_queued, self.queued):
                 message = f"the queue for a worker is full; the limit is {self._limits.max_queued:,}"
+                if self.queued < self._limits.max_queued:
+                    message += ". What is left is for keys below their share"
                 production.cancel()
                 raise GenerationFault(Fault("queue_full", message))
             self.enqueue(production, is_new=True)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, ExternalEngine
 from penstock.backends.external.kv_events import BlockMirror, salt_of
+from penstock.fairness import RESERVED_PART, FairBudget, Share
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.kv.sessions import Session, Sessions
 from penstock.wire.codec import pack_logprobs
@@ -93,7 +94,8 @@ class _Generation:
 
 class ExternalBackend:
     """See `worker.backend.Backend`. Each generation is a task that reads the engine's chunks. The chunks of all tasks in one turn of the
-    event loop are emitted together.
+    event loop are emitted together. The engine serves what it has in its own order. So of tenants that share it, it gets little more than
+    it computes at once; the rest waits here, and is sent in turn.
 
     When the engine dies, every generation gets one retryable fault and `on_failure` is called: the process should end and be restarted.
     """
@@ -120,6 +122,7 @@ class ExternalBackend:
         self._engine_sessions: dict[str, str] = {}
         self._feed: EventFeed | None = None
         self._facts = EngineFacts(model.context_length, model.block_size)
+        self._places: FairBudget | None = None
         self._open: dict[bytes, _Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._segments: list[Segment] = []
@@ -137,6 +140,8 @@ class ExternalBackend:
         log.info("loading %s with %s", self.model.name, self.model.engine)
         self._emit, self._loop = emit, asyncio.get_running_loop()
         facts = self._facts = await self._engine.start(self._fail)
+        if facts.max_batch:
+            self._places = FairBudget(facts.max_batch + max(1, facts.max_batch // RESERVED_PART))
         if "grammar" not in facts.capabilities:
             self._grammars = None
         if facts.events is not None:
@@ -173,7 +178,8 @@ class ExternalBackend:
             return
         session, state = self._sessions.begin_turn(request.session, request.lane)
         generation = self._open[request.id] = _Generation(request, session, state)
-        task = generation.task = self._begin(self._run(generation), f"generation {request.id.hex()}")
+        work = self._run(generation) if self._places is None or not request.lane else self._run_in_turn(generation, self._places)
+        task = generation.task = self._begin(work, f"generation {request.id.hex()}")
         # Not in a `finally` of the task: a task that is cancelled before its first step never gets there.
         task.add_done_callback(partial(self._left, generation))
 
@@ -220,6 +226,15 @@ class ExternalBackend:
         if self._grammars is not None:
             self._grammars.close()
         await self._engine.close()
+
+    async def _run_in_turn(self, generation: _Generation, places: FairBudget) -> None:
+        share = Share(generation.request.lane, generation.request.weight)
+        try:
+            if not places.take(share, 1):
+                await places.wait(share, 1)
+            await self._run(generation)
+        finally:
+            places.release(share)
 
     async def _run(self, generation: _Generation) -> None:
         """Runs one generation and gives it its terminal."""

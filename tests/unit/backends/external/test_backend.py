@@ -608,3 +608,65 @@ async def test_close_waits_for_running_generations() -> None:
     assert sorted(rig.engine.stopped) == sorted(request.id for request in requests)
     rig.engine.on_death("after the end")
     assert rig.failures == 0
+
+
+async def flooded(rig: Rig, flood: int, others: int) -> None:
+    """Tenant a, then tenant b, whose prompts begin with 2. The engine computes eight at once and gets one more."""
+    for number in range(flood):
+        rig.backend.submit(submit(number, (1, number), lane="a"))
+    for number in range(flood, flood + others):
+        rig.backend.submit(submit(number, (2, number), lane="b"))
+    await settled(rig)
+
+
+async def settled(rig: Rig) -> None:
+    """Every task that can go on has: with no task switch for the last ones, nothing more comes."""
+    before = -1
+    while before < len(rig.engine.requests):
+        before = len(rig.engine.requests)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+async def test_tenants_get_the_engine_in_turn() -> None:
+    async with running() as rig:
+        await flooded(rig, 30, 5)
+        assert [request.token_ids[0] for request in rig.engine.requests] == [1] * 9 + [2], "b has a place though a took all"
+        assert (rig.backend.stats().running, rig.backend.stats().queued) == (0, 35)
+        for number in range(35):
+            rig.say(rig.engine.requests[number], chunk(5, finish="stop"))
+            await rig.until(lambda: bool(rig.segments))
+            rig.segments.clear()
+            await settled(rig)
+        order = [request.token_ids[0] for request in rig.engine.requests]
+        assert order[10:].index(2) <= 2
+        assert [place for place, lane in enumerate(order) if lane == 2][-1] <= 20, order
+        assert len({request.token_ids for request in rig.engine.requests}) == 35
+
+
+async def test_without_tenants_the_engine_gets_everything_at_once() -> None:
+    async with running() as rig:
+        for number in range(30):
+            rig.backend.submit(submit(number, (1, number)))
+        await settled(rig)
+        assert len(rig.engine.requests) == 30
+
+
+async def test_what_is_cancelled_while_it_waits_never_reaches_the_engine() -> None:
+    async with running() as rig:
+        await flooded(rig, 12, 0)
+        for number in (9, 0):
+            rig.backend.cancel(name(number))
+        await settled(rig)
+        assert sorted(request.token_ids[1] for request in rig.engine.requests) == [*range(9), 10]
+        assert rig.backend.stats().queued == 10
+
+
+async def test_what_waits_when_the_engine_dies_fails_with_the_rest() -> None:
+    async with running() as rig:
+        await flooded(rig, 12, 1)
+        rig.engine.on_death("killed")
+        await rig.until(lambda: len(rig.segments) == 13)
+        assert {segment.terminal.code for segment in rig.segments if isinstance(segment.terminal, Fault)} == {"engine_failed"}
+        await settled(rig)
+        assert len(rig.engine.requests) == 10
