@@ -112,15 +112,15 @@ async def run_simulator(arguments: argparse.Namespace) -> bool:
 
 def _posted(path: str, **fields: object) -> bytes:
     body = json.dumps({"model": "simulator", **fields}).encode()
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body
+    return b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body
 
 
 _ENDLESS: dict[str, Any] = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True}
 BAD_STATES = {
     "nothing sent": b"",
-    "half a head": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncont",
-    "half a body": b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"model":',
-    "idle after an answer": b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n",
+    "half a head": b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncont",
+    "half a body": b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{"model":',
+    "idle after an answer": b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "unread stream": _posted("/v1/completions", stream=True, n=8, **_ENDLESS),
     "unread whole answer": _posted("/tokenize", prompt="x" * 300_000),
     "whole answer in the making": _posted("/v1/completions", **_ENDLESS),

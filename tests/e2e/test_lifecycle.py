@@ -29,13 +29,13 @@ def begin_stream(server: Server, receive_buffer: int | None = None, **fields: ob
     return begin(server, "/v1/completions", body, receive_buffer)
 
 
-def begin(server: Server, path: str, body: bytes, receive_buffer: int | None = None) -> socket.socket:
+def begin(server: Server, path: str, body: bytes, receive_buffer: int | None = None, method: str = "POST") -> socket.socket:
     connection = socket.socket()
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(30)
     connection.connect(("127.0.0.1", server.port))
-    connection.sendall(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
+    connection.sendall(f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 
 
@@ -162,6 +162,22 @@ def test_a_whole_answer_that_is_not_read_is_cut_off(serve: Callable[..., Server]
     assert not [line for line in server.log if "Traceback" in line]
 
 
+def test_a_stored_stream_that_is_not_read_is_cut_off(serve: Callable[..., Server]) -> None:
+    """All of its events are there when it is asked for."""
+    server = serve("--step-ms", "0.1", "--stall-timeout", "1")
+    fields = {"input": "x", "stream": True, "max_output_tokens": 20_000, "ignore_eos": True, "top_logprobs": 2}
+    with begin(
+        server, "/v1/responses", json.dumps({"model": "simulator", **fields, "include": ["message.output_text.logprobs"]}).encode()
+    ) as made:
+        events = read_to_end(made)
+    stored = re.search(rb"resp_[0-9a-f]+", events)
+    assert stored is not None
+    assert len(events) > 2_000_000
+    with begin(server, f"/v1/responses/{stored[0].decode()}?stream=true", b"", receive_buffer=4096, method="GET"):
+        wait_until(lambda: server.metric("penstock_readers_stalled_total") == 1)
+    assert server.metric("penstock_requests_total", route="response_get", outcome="stalled") == 1
+
+
 def test_an_unread_answer_does_not_stay_in_the_buffers(serve: Callable[..., Server]) -> None:
     """It is taken as far as the server can see, but its client's kernel has no room for it."""
     server = serve("--stall-timeout", "0.5")
@@ -245,9 +261,9 @@ def in_every_bad_state(server: Server) -> list[socket.socket]:
     background.recv(12)
     connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
     _, half_head, half_body, kept_alive = connections
-    half_head.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncont")
-    half_body.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"model":')
-    kept_alive.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+    half_head.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncont")
+    half_body.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{"model":')
+    kept_alive.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
     kept_alive.recv(12)
     # The third gets no place in the batch.
     unread = [begin_stream(server, receive_buffer=4096, n=8, **endless) for _ in range(3)]

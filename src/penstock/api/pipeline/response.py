@@ -18,7 +18,7 @@ from penstock.stream.mailbox import ReaderLeft, all_done
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 WATCH_AFTER_SECONDS = 0.1
-# A larger whole answer is sent in pieces. The server's send waits only between pieces.
+# What is larger is sent in pieces. The server's send waits only between pieces, however large they are.
 MAX_PIECE_BYTES = 64 * 1024
 
 Render = Callable[[], tuple[bytes, str | None]]
@@ -83,40 +83,49 @@ class Response:
         last = b""
         if size > MAX_PIECE_BYTES:
             with self._reading(self):
-                await self._send_pieces(pieces)
+                await self._send_watched(pieces)
         else:
             last = b"".join(pieces)
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _send_pieces(self, pieces: Sequence[bytes]) -> None:
-        watch = ClientWatch(self._receive, self._leave)
-        watch.start()
-        try:
-            for piece in regrouped(pieces):
-                # A send to a client that has gone raises nothing. Not asked after the last piece: it may leave once it has that.
-                if self._has_left:
-                    raise ReaderLeft
-                self.sending_since = time.monotonic()
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-        finally:
-            self.sending_since = None
-            watch.close()
-
-    def _leave(self) -> None:
-        self._has_left = True
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
         """Sends these events in one write; the first one also sends the headers."""
         self._tally.writes += 1
         self.sending_since = time.monotonic()
-        if not self.started:
-            return self._start_with(events, last)
+        if not self.started or len(events) > MAX_PIECE_BYTES:
+            return self._send_more(events, last)
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
-    async def _start_with(self, events: bytes, last: bool) -> None:
-        self.started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *self._more_headers()]})
-        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+    async def _send_more(self, events: bytes, last: bool) -> None:
+        """`send_events` for those that need several messages."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *self._more_headers()]})
+        if len(events) > MAX_PIECE_BYTES:
+            await self._send_pieces((events,))
+            events = b""
+        if events or last:
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def _send_watched(self, pieces: Sequence[bytes]) -> None:
+        watch = ClientWatch(self._receive, self._leave)
+        watch.start()
+        try:
+            await self._send_pieces(pieces)
+        finally:
+            self.sending_since = None
+            watch.close()
+
+    async def _send_pieces(self, pieces: Sequence[bytes]) -> None:
+        for piece in regrouped(pieces):
+            # A send to a client that has gone raises nothing. Not asked after the last piece: it may leave once it has that.
+            if self._has_left:
+                raise ReaderLeft
+            self.sending_since = time.monotonic()
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    def _leave(self) -> None:
+        self._has_left = True
 
 
 def regrouped(pieces: Sequence[bytes]) -> Iterator[bytes]:
