@@ -11,6 +11,7 @@ from typing import Self
 import pytest
 
 from penstock.backends.simulator import Simulator, Vocabulary
+from penstock.cluster import suspects
 from penstock.cluster.links.link import LinkProtocol
 from penstock.cluster.links.security import Handshake
 from penstock.cluster.links.worker_server import WorkerServer
@@ -103,7 +104,8 @@ class MuteWorker(Worker):
 async def test_a_lost_worker_loses_no_token(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(Worker(tmp_path, f"worker-{number}")) for number in range(3)]
-        front_end = await stack.enter_async_context(FrontEnd(workers))
+        # Workers that die whenever the slowest stream has made 40 tokens more look as if that stream killed them.
+        front_end = await stack.enter_async_context(FrontEnd(workers, trial_seconds=0.0))
         started = [front_end.start(submit(number, 300, logprobs=2)) for number in range(30)]
         for round_number in range(5):
             await until(lambda: min(len(reader.tokens) for reader, _ in started) > 40 * (round_number + 1))  # noqa: B023
@@ -234,16 +236,17 @@ async def test_missed_events_are_replaced_by_a_snapshot(tmp_path: Path) -> None:
             await until(lambda: held()[0] == worker.simulator.stats().kv_blocks_cached > 0)  # noqa: B023
 
 
-async def test_a_request_that_kills_every_worker_ends_with_a_fault(tmp_path: Path) -> None:
+async def test_a_request_that_kills_every_worker_ends_with_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "HOLD_SECONDS", 0.2)
     async with MuteWorker(tmp_path, "deadly", breaks=True) as deadly, FrontEnd([deadly]) as front_end:
         _, task = front_end.start(submit(1, 50))
         with pytest.raises(GenerationFault) as caught:
             async with asyncio.timeout(10):
                 await task
-        assert "4 attempts in a row failed without a token" in fault_of(caught).message
+        assert fault_of(caught).code == "kills_workers"
         assert not fault_of(caught).retryable
-        assert len(deadly.submits) == 4, "the first time, and three more"
-        assert len({request.id for request in deadly.submits}) == 4
+        assert len(deadly.submits) == 2, "the first time, and once more, alone"
+        assert len({request.id for request in deadly.submits}) == 2
 
 
 async def test_without_a_worker_a_generation_waits_and_then_fails(tmp_path: Path) -> None:

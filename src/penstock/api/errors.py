@@ -22,6 +22,8 @@ _STATUS_OF_FAULT = {
     "invalid_grammar": 400,
     "unsupported": 400,
     "engine_refused": 400,
+    # Not 5xx: clients would send it again, and kill two more workers.
+    "kills_workers": 422,
     "queue_full": 429,
     "overloaded": 503,
     "no_worker": 503,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import struct
 import sys
 import time
@@ -224,8 +226,19 @@ class Simulator:
             await asyncio.sleep(end_of_step - now)
             segments, self._refused = self._refused, []
             self._prefill(work)
+            if self._config.fatal_seed is not None:
+                self.check_fatal()
             self._decode(segments)
             emit(segments, self._cache.events.take())
+
+    def check_fatal(self) -> None:
+        """Fault injection: dies if a generation that kills its worker has come so far."""
+        fatal = [each for each in self._scheduler.decoding.values() if each.request.seed == self._config.fatal_seed]
+        if any(each.position - each.request.offset >= self._config.fatal_tokens for each in fatal):
+            self.die()
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     async def _idle(self) -> None:
         """Waits until something is asked for or a lease ends."""

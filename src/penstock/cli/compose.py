@@ -347,6 +347,8 @@ def _read_cluster(
         queued=cluster.dispatcher.queued,
         key_generations=_key_generations(keyring, cluster.dispatcher),
         migrations=cluster.dispatcher.migrations,
+        stopped=cluster.dispatcher.suspects.stopped,
+        suspects=len(cluster.dispatcher.suspects),
         sessions=len(sessions),
         session_events=sessions.counts,
         transcript_tokens={"reused": transcripts.tokens_reused, "encoded": transcripts.tokens_encoded},

@@ -17,6 +17,7 @@ from msgspec import structs
 from penstock.cluster.links.worker_link import Generation, WorkerLink, WorkerReport
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
+from penstock.cluster.suspects import Suspects
 from penstock.cluster.waiting import WaitingQueue
 from penstock.config.front_end import DispatchLimits
 from penstock.fairness import cost_of
@@ -28,8 +29,10 @@ from penstock.wire.messages import GENERATION_ID_BYTES, Draining, Fault, PromptR
 
 log = logging.getLogger(__name__)
 
-# How many times in a row a generation may change its worker without a new token.
+# How many times in a row a generation may change its worker without a new token: because its workers gave a fault, and because they were
+# lost. That may be for another's sake, so it is allowed more often; those that cause it are found as `suspects.py` says.
 MAX_FRUITLESS_MIGRATIONS = 3
+MAX_FRUITLESS_LOSSES = 8
 # The pause before a generation goes back to a worker that just failed it, because there is no other. Doubles each time.
 PAUSE_SECONDS = 0.05
 WATCH_SECONDS = 0.25
@@ -81,10 +84,12 @@ class Production:
     mailbox: Mailbox
     turn: Turn
     next_id: bytes
+    born: int
     failed: set[WorkerLink] = field(default_factory=set)
     _attempt: Attempt | None = None
     _pause: asyncio.Handle | None = None
     _fruitless: int = 0
+    _losses: int = 0
     _shares: bool = False
 
     def __post_init__(self) -> None:
@@ -113,6 +118,16 @@ class Production:
             return 0
         return cost_of(attempt.assignment.share * attempt.member.model.block_size, self.request.max_tokens)
 
+    @property
+    def link(self) -> WorkerLink | None:
+        """Where it runs."""
+        return None if self._attempt is None else self._attempt.member.link
+
+    @property
+    def age(self) -> int:
+        """How many tokens it has made where it runs."""
+        return 0 if self._attempt is None else self.mailbox.next_offset - self._attempt.started_at
+
     def cancel(self) -> None:
         """Stops it, wherever it is. Does nothing when it has ended."""
         self._release_prompt()
@@ -122,12 +137,14 @@ class Production:
             attempt.cancel()
         elif pause is not None:
             pause.cancel()
+            self.dispatcher.suspects.discard(self)
         else:
             self.dispatcher.forget(self)
 
     def fail(self, fault: Fault) -> None:
         """Ends it with this fault."""
         self._release_prompt()
+        self.dispatcher.suspects.discard(self)
         self.mailbox.end(fault)
 
     def _release_prompt(self) -> None:
@@ -177,30 +194,51 @@ class Production:
 
     def _continue(self, attempt: Attempt, error: PenstockError) -> None:
         """On another worker, after this attempt failed; after a pause when there is no other."""
+        link, age = attempt.member.link, self.mailbox.next_offset - attempt.started_at
+        if age:
+            self._fruitless = self._losses = 0
+            self.failed.clear()
+        self.failed.add(link)
         if isinstance(error, GenerationFault):
-            fault = error.fault
+            fault, has_died = error.fault, False
+            self._fruitless += not age
         else:
             fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
-        if self.mailbox.next_offset > attempt.started_at:
-            self._fruitless = 0
-            self.failed.clear()
-        else:
-            self._fruitless += 1
-        self.failed.add(attempt.member.link)
-        if self._fruitless > MAX_FRUITLESS_MIGRATIONS:
-            message = f"{self._fruitless} attempts in a row failed without a token; the last one: {fault.message}"
+            has_died = link.has_died
+            self._losses += not age
+        if self._fruitless > MAX_FRUITLESS_MIGRATIONS or self._losses > MAX_FRUITLESS_LOSSES:
+            message = f"{self._fruitless + self._losses} attempts in a row failed without a token; the last one: {fault.message}"
             self.fail(Fault(fault.code, message))
             return
         self.dispatcher.migrations[fault.code] += 1
         self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
-        if self._fruitless and self.dispatcher.has_only_failed(self):
+        if has_died and self.dispatcher.suspects.examine(self, link, age):
+            return
+        fruitless = self._fruitless + self._losses
+        if fruitless and self.dispatcher.has_only_failed(self):
             # Only workers that just failed it are left. They may need a moment.
-            seconds = PAUSE_SECONDS * 2**self._fruitless
-            self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self._send_again)
+            seconds = PAUSE_SECONDS * 2**fruitless
+            self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self.send_again)
         else:
-            self._send_again()
+            self.send_again()
 
-    def _send_again(self) -> None:
+    def hold(self, seconds: float) -> None:
+        """Pauses it, and after that time stops it for good, unless `end_hold` comes first."""
+        self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self._stop)
+
+    def end_hold(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+
+    def _stop(self) -> None:
+        self.dispatcher.suspects.stopped += 1
+        count = len(self.turn.deaths)
+        log.error("%d workers died with one generation, which is stopped; none died while it was held back", count)
+        message = f"{count} workers died while they ran this request, and none while it was held back: it is not tried again"
+        self.fail(Fault("kills_workers", message))
+
+    def send_again(self) -> None:
         if not self.try_send():
             self.dispatcher.enqueue(self, is_new=False)
 
@@ -210,7 +248,8 @@ class Dispatcher:
 
     Delivery: a generation whose worker is lost, stalls, drains or gives a retryable fault continues on another worker from the next
     offset, so no token is lost or repeated. It may do so without limit as long as every worker adds tokens, and at most
-    MAX_FRUITLESS_MIGRATIONS times in a row without one. It waits in a queue while no worker has room, and at most `worker_wait`
+    MAX_FRUITLESS_MIGRATIONS times in a row without one, or MAX_FRUITLESS_LOSSES if workers are lost. A request that kills its workers is
+    stopped after the second: see `suspects.py`. It waits in a queue while no worker has room, and at most `worker_wait`
     seconds while its model has no worker at all.
     """
 
@@ -224,6 +263,7 @@ class Dispatcher:
         self._deserted: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self.migrations: Counter[str] = Counter()
+        self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, clock)
         self.shared_prompts: Counter[bytes] = Counter()
         """How many generations that have not ended share each prompt."""
         pool.listeners.append(self)
@@ -231,7 +271,7 @@ class Dispatcher:
     @property
     def queued(self) -> int:
         """Generations that wait until a worker has room."""
-        return sum(len(queue) for queue in self._queues.values())
+        return len(self.suspects) + sum(len(queue) for queue in self._queues.values())
 
     def waiting_of(self, lane: str) -> int:
         """Generations of one tenant that wait for their first worker."""
@@ -251,7 +291,7 @@ class Dispatcher:
 
         Its deltas and its terminal go to the mailbox. Raises GenerationFault when the queue is full.
         """
-        production = Production(self, model, request, mailbox, turn, request.id)
+        production = Production(self, model, request, mailbox, turn, request.id, self.suspects.deaths)
         if self._queues.get(model) or not production.try_send():
             if not self._queue(model).has_room(request, self._limits.max_queued, self.queued):
                 message = f"the queue for a worker is full; the limit is {self._limits.max_queued:,}"
@@ -274,6 +314,7 @@ class Dispatcher:
 
     def forget(self, production: Production) -> None:
         """It does not wait any more."""
+        self.suspects.discard(production)
         queue = self._queues.get(production.model)
         if queue is not None:
             queue.discard(production)
@@ -296,10 +337,13 @@ class Dispatcher:
         member.link.on_report = partial(self._reported, member)
         if self._router.join(member.name, member.model):
             member.link.request_snapshot()
+        self.suspects.pump()
         self.pump(member.model.name)
 
     def left(self, member: Member) -> None:
         self._router.leave(member.name)
+        if member.link.has_died:
+            self.suspects.record(member.link)
 
     def _reported(self, member: Member, report: WorkerReport) -> None:
         match report:
@@ -315,6 +359,7 @@ class Dispatcher:
         if step.events is not None and self._router.receive(member.name, step.events):
             log.info("KV events of %s were missed: asking for a snapshot", member.name)
             member.link.request_snapshot()
+        self.suspects.heard(member.link)
         self.pump(member.model.name)
 
     def pump(self, model: str) -> None:
@@ -336,6 +381,8 @@ class Dispatcher:
         if production.failed:
             # It lost a worker before. Do not spend an attempt on one that may be dead, too.
             members = [member for member in self._others(production) or members if member.link.has_just_spoken]
+        if production in self.suspects:
+            members = [member for member in members if self.suspects.is_free(member.link)]
         usable = {member.name: member for member in members}
         candidates = [Candidate(name, self._has_room(member), member.is_quiet) for name, member in usable.items()]
         if not any(candidate.has_room for candidate in candidates):
@@ -374,11 +421,14 @@ class Dispatcher:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = self._clock()
-            for model, queue in self._queues.items():
-                if not len(queue) or self._pool.usable(model):
+            self.suspects.tick()
+            for model in {*self._queues, *self.suspects.models}:
+                queue = self._queue(model)
+                if not (len(queue) or model in self.suspects.models) or self._pool.usable(model):
                     self._deserted.pop(model, None)
                     continue
                 since = self._deserted.setdefault(model, now)
                 if now - since >= self._limits.worker_wait:
                     message = f"no worker for model {model!r} came within {self._limits.worker_wait:g} s"
                     queue.fail(now - self._limits.worker_wait, Fault("no_worker", message))
+                    self.suspects.fail(model, now - self._limits.worker_wait, Fault("no_worker", message))

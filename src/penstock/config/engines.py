@@ -139,6 +139,8 @@ class SimulatorConfig(SessionSettings):
     kv_blocks: int = _kv_blocks(262_144)
     prefill_budget: int = 8192
     block_size: int = _block_size(PAGE_SIZE)
+    fatal_seed: int | None = setting(None, "fault injection: a generation with this seed kills its worker", unit="SEED")
+    fatal_tokens: int = count(0, "how many tokens that generation makes on each worker before it kills it")
 
 
 @dataclass(frozen=True)

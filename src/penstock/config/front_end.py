@@ -78,6 +78,11 @@ class DispatchLimits:
     )
     max_queued: int = count(8192, "generations that wait at the front end until a worker has room; further ones get status 429")
     worker_wait: float = seconds(30.0, "how long a generation waits for a worker if its model has none")
+    trial_seconds: float = seconds(
+        2.0,
+        "after the death of a worker, its generations continue one at a time on each of the others for this long, then all at once; "
+        "so a request that kills workers is found. 0: all at once",
+    )
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ class ClusterReading:
     queued: int = 0
     key_generations: Mapping[tuple[str, ...], float] = field(default_factory=dict)
     migrations: Mapping[str, int] = field(default_factory=dict)
+    stopped: int = 0
+    suspects: int = 0
     sessions: int = 0
     session_events: Mapping[str, int] = field(default_factory=dict)
     transcript_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -239,6 +241,10 @@ DECLARATIONS = (
         "Generations that did not go to the worker of their session or key. gone: no link; quiet: silent; overloaded: too busy."),
     Declaration("counter", "penstock_migrations", ("reason",), lambda _, reading: reading.migrations,
         "Generations that continued on another worker, by the code of the fault that ended them on the first."),
+    Declaration("gauge", "penstock_generations_suspected", (), lambda _, reading: reading.suspects,
+        "Generations of a worker that died, which wait to be tried alone on another."),
+    Declaration("counter", "penstock_generations_stopped", (), lambda _, reading: reading.stopped,
+        "Generations that were stopped because worker after worker died with them."),
     Declaration("gauge", "penstock_router_load_blocks", ("name",), lambda _, reading: reading.load,
         "Load of a worker in KV blocks, as the router estimates it."),
     Declaration("gauge", "penstock_router_index_blocks", ("name",), lambda _, reading: reading.index_blocks,

@@ -12,6 +12,7 @@
     │   └── PutAfterTerminal    a delta or a second terminal after the terminal
     └── LinkError               the connection between a front end and a worker
         ├── LinkBroken          the connection ended
+        │   └── PeerLeft        the other end closed it, and said why
         ├── WorkerStalled       the worker has running generations and was silent for too long
         ├── FrameTooLarge       a frame over the limit
         ├── FrameMalformed      bytes that are not a message, or an unexpected message
@@ -100,6 +101,10 @@ class LinkBroken(LinkError):
     """The connection ended."""
 
     code = "link_broken"
+
+
+class PeerLeft(LinkBroken):
+    """The other end closed the link, and said why. It did not die."""
 
 
 class WorkerStalled(LinkError):

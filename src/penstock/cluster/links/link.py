@@ -10,7 +10,7 @@ from typing import cast
 
 from penstock.cluster.links.security import LinkTls
 from penstock.wire.codec import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameReader, encode_frame
-from penstock.wire.errors import FrameMalformed, HandshakeRefused, LinkBroken, LinkError
+from penstock.wire.errors import FrameMalformed, HandshakeRefused, LinkBroken, LinkError, PeerLeft
 from penstock.wire.messages import PROTOCOL_VERSION, Goodbye, Message
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def check_version(version: int) -> None:
 def unexpected(message: Message, expected: str) -> LinkError:
     """The error for an unexpected message: the peer's goodbye, or a message that is not allowed here."""
     if isinstance(message, Goodbye):
-        kind = HandshakeRefused if message.code == HandshakeRefused.code else LinkBroken
+        kind = HandshakeRefused if message.code == HandshakeRefused.code else PeerLeft
         return kind(f"the peer closed the link: {message.code}: {message.message}")
     return FrameMalformed(f"expected {expected}, got {type(message).__name__}")
 

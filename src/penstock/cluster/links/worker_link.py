@@ -15,7 +15,16 @@ from penstock.cluster.links.security import Handshake, LinkTls, end_of, needs_pr
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.address import Address, UnixAddress
 from penstock.wire.codec import encode_frame
-from penstock.wire.errors import FrameMalformed, GenerationFault, HandshakeRefused, LinkBroken, LinkError, PenstockError, StreamError
+from penstock.wire.errors import (
+    FrameMalformed,
+    GenerationFault,
+    HandshakeRefused,
+    LinkBroken,
+    LinkError,
+    PeerLeft,
+    PenstockError,
+    StreamError,
+)
 from penstock.wire.messages import (
     MAX_TOKENIZER_BYTES,
     PROTOCOL_VERSION,
@@ -140,6 +149,11 @@ class WorkerLink(LinkProtocol):
     @property
     def is_usable(self) -> bool:
         return self.is_established and not self.lost.done() and not self.draining
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it was lost without a word."""
+        return self.lost.done() and not self.draining and not isinstance(self.lost.result(), PeerLeft)
 
     @property
     def has_just_spoken(self) -> bool:

@@ -71,6 +71,8 @@ class Turn:
     worker: str | None = None
     cached_tokens: int = 0
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
+    deaths: frozenset[int] = frozenset()
+    """The deaths of workers at which it was there: see `cluster/suspects.py`."""
     affinity_key: str | None = None
     affinity: Binding | None = None
     parent: Binding | None = None

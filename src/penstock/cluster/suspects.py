@@ -1,0 +1,243 @@
+"""Which generations may have killed a worker, and how these are tried again, so that one request does not kill worker after worker.
+
+A worker's death makes a suspect of each generation that it had. Suspects are tried: each worker gets one of them at a time, until that
+one has come further than on the worker that died. If a worker dies meanwhile, the suspect on trial there is accused, and held back. Do
+workers die without it, then it is free; otherwise it is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from penstock.cluster.links.worker_link import WorkerLink
+from penstock.cluster.sessions.turn import Turn
+from penstock.wire.messages import Fault
+
+log = logging.getLogger(__name__)
+
+MAX_WORKERS_KILLED = 2
+REMEMBERED_SECONDS = 60.0
+HOLD_SECONDS = 5.0
+# A trial is over after PROOF_TOKENS tokens more than the suspect had made on the worker that died. If these were over MAX_AGE_TOKENS, the
+# first trial is over after PROOF_TOKENS: what kills at a certain place of the text kills soon after it is resumed there.
+PROOF_TOKENS = 4
+MAX_AGE_TOKENS = 32
+
+
+class Suspect(Protocol):
+    """A generation whose worker died."""
+
+    model: str
+    turn: Turn
+    born: int
+    """How many deaths there had been when it began."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def link(self) -> WorkerLink | None:
+        """Where it runs now."""
+
+    @property
+    def age(self) -> int:
+        """How many tokens it has made there."""
+
+    def try_send(self) -> bool:
+        """Sends it to a worker without a trial that has room. Returns whether it need not wait any more."""
+
+    def send_again(self) -> None:
+        """Sends it, or puts it into the queue."""
+
+    def hold(self, seconds: float) -> None:
+        """Pauses it, and after that time stops it for good."""
+
+    def end_hold(self) -> None: ...
+
+    def fail(self, fault: Fault) -> None: ...
+
+
+class Trial(NamedTuple):
+    """A suspect that runs alone among suspects. It is cleared when it has made `proof` tokens; `age` is how many it had made on the worker
+    that died."""
+
+    suspect: Suspect
+    proof: int
+    age: int
+
+    def accuses(self, suspect: Suspect, age: int) -> bool:
+        """The worker died when this suspect had made `age` tokens there: right after it was resumed, or as far as it had come before."""
+        return self.suspect is suspect and (age <= PROOF_TOKENS or abs(age - self.age) <= PROOF_TOKENS)
+
+
+class Death(NamedTuple):
+    """A worker that was lost, and the trial that was held there."""
+
+    number: int
+    at: float
+    link: WorkerLink
+    trial: Trial | None
+
+
+@dataclass(slots=True)
+class _Case:
+    """A suspect that waits for its trial: the tokens that it made on the worker that died, and those it must make to be cleared."""
+
+    age: int
+    proof: int
+    since: float
+    until: float | None = None
+    """Set when there is a worker for it."""
+
+
+class Suspects:
+    """The suspects of one front end.
+
+    A generation is suspected while its request was at more of the recent deaths since it began than it was not at. So where workers die
+    for another reason, nobody is suspected for long. `usable` gives the links that take work for a model.
+    """
+
+    def __init__(
+        self, usable: Callable[[str], Sequence[WorkerLink]], trial_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._usable = usable
+        self._trial_seconds = trial_seconds
+        self._clock = clock
+        self.deaths = 0
+        self.stopped = 0
+        """Generations that were stopped."""
+        self._recent: deque[Death] = deque()
+        self._waiting: dict[Suspect, _Case] = {}
+        self._held: set[Suspect] = set()
+        self._trials: dict[WorkerLink, Trial] = {}
+        self._is_review_due = False
+
+    def __len__(self) -> int:
+        """Suspects that wait for their trial."""
+        return len(self._waiting)
+
+    def __contains__(self, suspect: Suspect) -> bool:
+        return suspect in self._waiting
+
+    @property
+    def models(self) -> set[str]:
+        return {suspect.model for suspect in self._waiting}
+
+    def is_free(self, link: WorkerLink) -> bool:
+        """Whether nobody is on trial there."""
+        return link not in self._trials
+
+    def examine(self, suspect: Suspect, link: WorkerLink, age: int) -> bool:
+        """The suspect had made `age` tokens on this link, whose worker died. False: it is not suspected, and goes on at once."""
+        death = self.record(link)
+        suspect.turn.deaths |= {death.number}
+        guilt = self._guilt(suspect)
+        if guilt < 1 or not self._trial_seconds:
+            return False
+        if guilt >= MAX_WORKERS_KILLED and death.trial is not None and death.trial.accuses(suspect, age):
+            log.warning("worker after worker died with the same generation: it is held back for %g s", HOLD_SECONDS)
+            self._held.add(suspect)
+            suspect.hold(HOLD_SECONDS)
+        else:
+            is_short = age > MAX_AGE_TOKENS and guilt < MAX_WORKERS_KILLED
+            self._wait(suspect, age, PROOF_TOKENS if is_short else age + PROOF_TOKENS)
+        return True
+
+    def record(self, link: WorkerLink) -> Death:
+        """The death of this link's worker, counted once."""
+        for death in reversed(self._recent):
+            if death.link is link:
+                return death
+        self._forget_old()
+        self.deaths += 1
+        self._recent.append(Death(self.deaths, self._clock(), link, self._trials.pop(link, None)))
+        self._review_soon()
+        return self._recent[-1]
+
+    def discard(self, suspect: Suspect) -> None:
+        """It has ended, or its client has left."""
+        self._waiting.pop(suspect, None)
+        self._held.discard(suspect)
+
+    def heard(self, link: WorkerLink) -> None:
+        """A frame came from this worker: a trial there may be over."""
+        trial = self._trials.get(link)
+        if trial is not None and (trial.suspect.link is not link or trial.suspect.age >= trial.proof):
+            del self._trials[link]
+            self.pump()
+
+    def pump(self) -> None:
+        """Begins trials where there is room: those first that had just begun when their worker died. One of each request at a time, and
+        none while another one of it is held."""
+        for model in self.models:
+            links = self._usable(model)
+            if links:
+                self._set_deadlines(model)
+            while any(self.is_free(link) for link in links) and (suspect := self._next(model)) is not None and suspect.try_send():
+                case = self._waiting.pop(suspect, None)
+                if case is not None and suspect.link is not None:
+                    self._trials[suspect.link] = Trial(suspect, case.proof, case.age)
+
+    def tick(self) -> None:
+        """Ends the wait of those whose trial does not come. From then on, the trials that run prove nothing."""
+        self._forget_old()
+        now = self._clock()
+        late = [suspect for suspect, case in self._waiting.items() if case.until is not None and case.until <= now]
+        if late:
+            self._trials.clear()
+        for suspect in late:
+            del self._waiting[suspect]
+            suspect.send_again()
+        self.pump()
+
+    def fail(self, model: str, before: float, fault: Fault) -> None:
+        """Ends those that have waited for a worker since before this time."""
+        for suspect, case in list(self._waiting.items()):
+            if suspect.model == model and case.since < before:
+                suspect.fail(fault)
+
+    def _wait(self, suspect: Suspect, age: int, proof: int) -> None:
+        self._waiting[suspect] = _Case(age, proof, self._clock())
+        self._review_soon()
+
+    def _guilt(self, suspect: Suspect) -> int:
+        """The recent deaths that its request was at, less those that it was not at."""
+        since = [death.number in suspect.turn.deaths for death in self._recent if death.number > suspect.born]
+        return 2 * sum(since) - len(since)
+
+    def _review_soon(self) -> None:
+        """After all generations of a dead worker were examined: each in its own call that the event loop has already."""
+        if not self._is_review_due:
+            self._is_review_due = True
+            asyncio.get_running_loop().call_soon(self._review)
+
+    def _review(self) -> None:
+        """A worker died without those that wait or are held: they may be free."""
+        self._is_review_due = False
+        for suspect in [suspect for suspect in self._waiting if self._guilt(suspect) < 1]:
+            del self._waiting[suspect]
+            suspect.send_again()
+        for suspect in [suspect for suspect in self._held if self._guilt(suspect) < MAX_WORKERS_KILLED]:
+            self._held.remove(suspect)
+            suspect.end_hold()
+            self._wait(suspect, 0, PROOF_TOKENS)
+        self.pump()
+
+    def _next(self, model: str) -> Suspect | None:
+        busy = {id(suspect.turn) for suspect in [*self._held, *[trial.suspect for trial in self._trials.values()]]}
+        found = [each for each in self._waiting if each.model == model and id(each.turn) not in busy]
+        return min(found, key=lambda suspect: self._waiting[suspect].age, default=None)
+
+    def _set_deadlines(self, model: str) -> None:
+        for suspect, case in self._waiting.items():
+            if case.until is None and suspect.model == model:
+                case.until = self._clock() + self._trial_seconds
+
+    def _forget_old(self) -> None:
+        while self._recent and self._recent[0].at < self._clock() - REMEMBERED_SECONDS:
+            self._recent.popleft()
