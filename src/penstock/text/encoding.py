@@ -56,11 +56,16 @@ class Encoder:
         """What the tokenizer's `encode` returns."""
         return (await self.encode_texts(tokenizer, [text], lane))[0]
 
-    async def encode_texts(self, tokenizer: Tokenizer, texts: Sequence[str], lane: str = "") -> Sequence[Sequence[int]]:
-        """What the tokenizer's `encode` returns for each text."""
+    async def encode_texts(
+        self, tokenizer: Tokenizer, texts: Sequence[str], lane: str = "", most: int | None = None, in_all: int | None = None
+    ) -> Sequence[Sequence[int]]:
+        """What the tokenizer's `encode` returns for each text.
+
+        A text with more than `most` tokens ends soon after that many. If there are more than `in_all`, the last texts are left out.
+        """
         if sum(map(len, texts)) + (len(texts) - 1) * TEXT_EFFORT <= SHORT:
             return [tokenizer.encode(text) for text in texts]
-        return await self.run(_encode_texts(tokenizer, texts), lane)
+        return await self.run(_encode_texts(tokenizer, texts, most, in_all), lane)
 
     async def encode_infill(self, tokenizer: Tokenizer, prefix: str, suffix: str, lane: str = "") -> Sequence[int] | None:
         """What the tokenizer's `encode_infill` returns."""
@@ -127,13 +132,19 @@ def _take_turn(steps: Steps[Result]) -> tuple[Result] | None:
     return None
 
 
-def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Steps[list[list[int]]]:
+def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str], most: int | None, in_all: int | None) -> Steps[list[list[int]]]:
     encoded: list[list[int]] = []
+    total = 0
     for text in texts:
         token_ids: list[int] = []
         for piece in tokenizer.encode_steps(text):
             token_ids += piece
             yield
+            if most is not None and len(token_ids) > most:
+                break
+        total += len(token_ids)
+        if in_all is not None and total > in_all and encoded:
+            break
         encoded.append(token_ids)
         yield
     return encoded

@@ -7,7 +7,7 @@ import sys
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -169,11 +169,19 @@ class Transcripts:
         return len(self._sessions)
 
     async def encode_chat(
-        self, key: str | None, model: str, tokenizer: Tokenizer, prompt: ChatPrompt, lane: str = "", memo: Memo | None = None
+        self,
+        key: str | None,
+        model: str,
+        tokenizer: Tokenizer,
+        prompt: ChatPrompt,
+        lane: str = "",
+        memo: Memo | None = None,
+        check: Callable[[int], object] | None = None,
     ) -> EncodedChat:
         """The tokens of a chat. `lane` is the tenant whose chat it is. Without a key, nothing is looked up or remembered.
 
-        Parts in the memo are not tokenized again, the others are put there.
+        Parts in the memo are not tokenized again, the others are put there. `check` gets the number of tokens before they are made into a
+        tuple, which takes ten times the memory. What it raises is raised, and nothing is remembered.
 
         Raises RequestError as the tokenizer does. Does not suspend when there is little to do.
         """
@@ -187,7 +195,7 @@ class Transcripts:
         known = [_Piece(part.text, part.packed) for part in path]
         rest = text[sum(len(piece.text) for piece in known) :]
         reused = sum(len(piece.packed) for piece in known) // TOKEN_BYTES
-        steps = _encode(tokenizer, known, rest, memo)
+        steps = _encode(tokenizer, known, rest, memo, check)
         is_short = len(rest) + reused * TOKEN_BYTES // BYTES_UNPACKED <= SHORT
         pieces, token_ids, encoded = at_once(steps) if is_short else await self.encoder.run(steps, lane)
         self.tokens_reused += len(token_ids) - encoded
@@ -263,7 +271,7 @@ class Transcripts:
 
 
 def _encode(
-    tokenizer: Tokenizer, known: Sequence[_Piece], text: str, memo: Memo | None
+    tokenizer: Tokenizer, known: Sequence[_Piece], text: str, memo: Memo | None, check: Callable[[int], object] | None
 ) -> Steps[tuple[list[_Piece], tuple[int, ...], int]]:
     """The pieces of this text, the tokens of the known pieces followed by its own, and how many of these were not in the memo."""
     pieces = []
@@ -281,6 +289,8 @@ def _encode(
                 memo[part] = packed
         pieces.append(_Piece(part, packed))
     together = b"".join([piece.packed for piece in (*known, *pieces)])
+    if check is not None:
+        check(len(together) // TOKEN_BYTES)
     if len(together) <= STEP_BYTES:
         return pieces, _unpack(together), encoded
     unpacked: list[int] = []

@@ -31,6 +31,8 @@ from penstock.wire.messages import Delta, TokenLogprob
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
+MAX_PROMPT_TOKENS = 1 << 20
+"""Of all prompts of one request. One prompt alone may have more, if the model's context does."""
 
 
 async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[Plan, CompletionDialect]:
@@ -164,8 +166,12 @@ async def _encoded(
     encoder = context.transcripts.encoder
     if request.suffix is None:
         texts = [prompt for _, prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(await encoder.encode_texts(model.tokenizer, texts, lane))
-        return [(field, next(encoded) if isinstance(prompt, str) else _checked(model, field, prompt)) for field, prompt in prompts]
+        made = await encoder.encode_texts(model.tokenizer, texts, lane, model.info.context_length, MAX_PROMPT_TOKENS)
+        if len(made) < len(texts):
+            message = f"`prompt` has more than {MAX_PROMPT_TOKENS:,} tokens in all its prompts: expected at most that many"
+            raise RequestError(message, param="prompt", code="too_long", limit="prompt_tokens")
+        encoded = iter(made)
+        return [(field, _checked(model, field, next(encoded) if isinstance(prompt, str) else prompt, prompt)) for field, prompt in prompts]
     if len(prompts) > 1 or not isinstance(request.prompt, str):
         raise RequestError("`suffix` needs `prompt` to be one string", param="suffix")
     check_text_length(model, "suffix", request.suffix)
@@ -176,9 +182,12 @@ async def _encoded(
     return [("prompt", token_ids)]
 
 
-def _checked(model: ServedModel, field: str, prompt: list[int]) -> list[int]:
-    check_token_ids(field, prompt, model.info.vocab_size)
-    return prompt
+def _checked(model: ServedModel, field: str, token_ids: Sequence[int], prompt: str | list[int]) -> Sequence[int]:
+    if isinstance(prompt, str):
+        check_prompt_length(model, field, token_ids, is_cut=True)
+    else:
+        check_token_ids(field, token_ids, model.info.vocab_size)
+    return token_ids
 
 
 def _candidates(request: CompletionRequest) -> int | None:

@@ -119,7 +119,9 @@ async def plan_chat(
     tools = _callable_tools(chat)
     name = model.info.name
     key = None if hints.session is None or is_trial else session_key(tenant.owner, name, hints.session.id)
-    encoded = await context.transcripts.encode_chat(key, name, model.tokenizer, chat.prompt, tenant.lane, memo)
+    prompt_field = chat.fields[-1].partition("[")[0]  # it has all messages
+    check = partial(_room, model, prompt_field, max_tokens=chat.max_tokens, clips=chat.clips)
+    encoded = await context.transcripts.encode_chat(key, name, model.tokenizer, chat.prompt, tenant.lane, memo, check)
     reasoning_format = model.info.reasoning_parser
     tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
     is_inside = reasoning_format is not None and opens_reasoning(reasoning_format, encoded.ending)
@@ -137,8 +139,7 @@ async def plan_chat(
         request,
         hints,
         tenant,
-        # The field that holds all messages.
-        [(chat.fields[-1].partition("[")[0], encoded.token_ids)],
+        [(prompt_field, encoded.token_ids)],
         max_tokens=chat.max_tokens,
         clips=chat.clips,
         logprobs=chat.logprobs,
@@ -185,7 +186,7 @@ def make_plan(
     check_token_ids("stop_token_ids", request.stop_token_ids or (), model.info.vocab_size)
     _check_grammar_size(grammar_field, grammar)
     # The choices of a prompt share one tuple: its block names are computed once.
-    shared = [(tuple(token_ids), _room(model, field, token_ids, max_tokens, clips)) for field, token_ids in prompts]
+    shared = [(tuple(token_ids), _room(model, field, len(token_ids), max_tokens, clips)) for field, token_ids in prompts]
     choices = [(token_ids, room, choice) for token_ids, room in shared for choice in range(candidates)]
     response_id, *ids = _random_ids(len(choices) + 1)
     # What all generations have in common.
@@ -270,10 +271,10 @@ def check_text_length(model: ServedModel, field: str, text: str) -> None:
         raise _too_long(model, field, f"at least {least:,}", None)
 
 
-def check_prompt_length(model: ServedModel, field: str, token_ids: Sequence[int]) -> None:
-    """Refuses more tokens than the context has, without looking at them."""
+def check_prompt_length(model: ServedModel, field: str, token_ids: Sequence[int], is_cut: bool = False) -> None:
+    """Refuses more tokens than the context has, without looking at them. `is_cut`: there may be even more."""
     if len(token_ids) >= model.info.context_length:
-        raise _too_long(model, field, f"{len(token_ids):,}", None)
+        raise _too_long(model, field, f"at least {len(token_ids):,}" if is_cut else f"{len(token_ids):,}", None)
 
 
 def described_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -308,14 +309,14 @@ def _callable_tools(chat: Chat) -> dict[str, Mapping[str, Any]]:
     return tools
 
 
-def _room(model: ServedModel, field: str, token_ids: Sequence[int], max_tokens: int | None, clips: bool) -> int:
+def _room(model: ServedModel, field: str, tokens: int, max_tokens: int | None, clips: bool) -> int:
     """The most tokens that the answer may have."""
-    if not token_ids:
+    if not tokens:
         raise RequestError(f"`{field}` has no tokens; a prompt needs at least one", param=field, code="empty_prompt")
-    room = model.info.context_length - len(token_ids)
+    room = model.info.context_length - tokens
     wanted = None if clips else max_tokens
     if room <= 0 or (wanted is not None and wanted > room):
-        raise _too_long(model, field, f"{len(token_ids):,}", wanted)
+        raise _too_long(model, field, f"{tokens:,}", wanted)
     return room if max_tokens is None else min(max_tokens, room)
 
 

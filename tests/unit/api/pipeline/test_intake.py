@@ -8,12 +8,14 @@ import re
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from front_end import FrontEnd, Produce, request, says
+from front_end import MODEL, FrontEnd, Produce, request, says
 from penstock.api.app import ROUTES
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring
 from penstock.api.auth.quota import Quota
+from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import parse_completion
 from penstock.api.pipeline import request as pipeline
 from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
@@ -93,6 +95,36 @@ async def test_the_shape_is_checked_before_anything_is_tokenized(fields: dict[st
         await parse_completion(incoming, context)
     assert caught.value.param == param
     assert says in caught.value.message
+
+
+async def test_a_text_is_tokenized_only_until_it_cannot_fit() -> None:
+    incoming, context = await request({"model": "m", "prompt": "ß" * 6_000})
+    with pytest.raises(RequestError) as caught:
+        await parse_completion(incoming, context)
+    found = re.match(r"`prompt` has at least ([0-9,]+) tokens; that does not fit the model's context", caught.value.message)
+    assert found is not None
+    assert 1_000 < int(found[1].replace(",", "")) < 12_000, "it would have 12,000"
+    assert (caught.value.code, caught.value.limit) == ("context_length_exceeded", "context_length")
+
+
+async def test_all_prompts_together_have_a_limit() -> None:
+    model = structs.replace(MODEL, context_length=2**20)
+    incoming, context = await request({"model": "m", "prompt": ["ß" * 300_000] * 3}, model)
+    with pytest.raises(RequestError) as caught:
+        await parse_completion(incoming, context)
+    assert (caught.value.param, caught.value.limit) == ("prompt", "prompt_tokens")
+    assert "`prompt` has more than 1,048,576 tokens in all its prompts" in caught.value.message
+
+
+async def test_a_chat_that_is_too_long_is_refused_before_its_tokens_are_unpacked() -> None:
+    messages = [{"role": "user", "content": "ß" * 3_000}]
+    session = {"session_control": {"session_id": "s", "action": "open"}}
+    incoming, context = await request({"model": "m", "messages": messages, "nvext": session})
+    with pytest.raises(RequestError) as caught:
+        await parse_chat(incoming, context)
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    assert re.match(r"`messages` has 6,0[0-9][0-9] tokens; ", caught.value.message)
+    assert context.transcripts.tokens_encoded == 0, "what is refused is not remembered"
 
 
 USER = {"role": "user", "content": "x"}
