@@ -67,6 +67,7 @@ bench-cluster: setup ## Measure faults, routing, sessions and tokenizing; a few 
 	$(BIN)/python bench/sessions.py pay
 	$(BIN)/python bench/sessions.py leak
 	$(BIN)/python bench/sessions.py share
+	$(BIN)/python bench/sessions.py guess
 	$(BIN)/python bench/transcripts.py
 
 bench-api: setup ## Measure tool parsing and long prompts under load.

@@ -80,9 +80,9 @@ class Process:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Process]:
+def serving(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Process]:
     """`penstock serve` with these arguments."""
-    server = Process("serve", "--port=0", *arguments)
+    server = Process("serve", "--port=0", *arguments, environment=environment)
     try:
         server.wait_ready()
         yield server

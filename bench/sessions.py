@@ -1,8 +1,9 @@
-"""Measures sessions: what they save, that they leak nothing, and that two front ends agree on them.
+"""Measures sessions: what they save, that they leak nothing, and that two front ends agree on them; and what one key learns of another's.
 
     python bench/sessions.py pay        64 agents that pause for tools, among one-off requests, with sessions and without
     python bench/sessions.py leak       100,000 sessions, half closed and half expired, and a front end that is killed
     python bench/sessions.py share      two front ends with one Redis, and turns that alternate between them
+    python bench/sessions.py guess      one key guesses 1,000 prompts; another has sent half of them. With prefixes apart, and shared
 
 Real processes with the simulated engine, on loopback. Exits with 1 when a check fails.
 """
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -37,6 +39,9 @@ AGENTS, TURNS, ONE_OFFS = 64, 20, 500
 FIRST_PROMPT, TOOL_RESULT, ANSWER, ONE_OFF_PROMPT = 2000, 300, 80, 12_000
 MIN_PAUSE, MAX_PAUSE = 2.0, 30.0
 MIN_REUSED, MAX_SLOWDOWN = 0.95, 1.10
+GUESSES, GUESSED_PROMPT = 1000, 1000
+# Standard deviations of the rank test. Beyond it, right and wrong guesses do not take the same time.
+MAX_DEVIATION = 3.0
 
 
 def words(seed: int, count: int) -> str:
@@ -381,6 +386,84 @@ def sharing(workers: int, front_ends: int) -> Iterator[list[str]]:
             store.wait()
 
 
+@dataclass
+class Guesses:
+    """What the guesses of one kind showed."""
+
+    waits: list[float] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    routes: list[str] = field(default_factory=list)
+    workers: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        waits = ", ".join(f"p{percent} {percentile(self.waits, percent) * 1000:.2f}" for percent in (10, 50, 90))
+        workers = ", ".join(f"{worker} {self.workers.count(worker)}" for worker in sorted(set(self.workers)))
+        return f"first token in ms: {waits}; cached tokens {sorted(set(self.cached))}; routes {sorted(set(self.routes))}; {workers}"
+
+
+async def guess(_: argparse.Namespace) -> bool:
+    """The attacker asks one at a time, on an idle server: nothing else disturbs its clock."""
+    checks: dict[str, bool] = {}
+    for shares in (False, True):
+        flags = [
+            "--engine=simulator",
+            "--workers=2",
+            "--kv-blocks=150000",
+            "--prefill-rate=50000",
+            *(["--share-prefixes"] if shares else []),
+        ]
+        with serving(*flags, environment={"PENSTOCK_API_KEY": "victim,attacker"}) as server:
+            right, wrong = await _attack(server.url)
+        deviation = _rank_deviation(right.waits, wrong.waits)
+        print(f"\nprefixes {'shared' if shares else 'apart'}, {GUESSES} guesses of {GUESSED_PROMPT} tokens")
+        for name, guesses in (("right", right), ("wrong", wrong)):
+            print(f"  {name}: {guesses}")
+        print(f"  rank test: {deviation:+.2f} standard deviations")
+        if shares:
+            checks["with shared prefixes the attack succeeds, so it would be seen"] = deviation < -10 and min(right.cached) > 900
+        else:
+            checks["no guess finds anything cached"] = {*right.cached, *wrong.cached} == {0}
+            checks["all routes have the same reason"] = len({*right.routes, *wrong.routes}) == 1
+            share = [guesses.workers.count("worker-0") / len(guesses.workers) for guesses in (right, wrong)]
+            checks["both kinds go to the same workers as often"] = abs(share[0] - share[1]) < MAX_DEVIATION / GUESSES**0.5
+            checks[f"the times to the first token differ by less than {MAX_DEVIATION:g} standard deviations"] = (
+                abs(deviation) < MAX_DEVIATION
+            )
+    return report(checks)
+
+
+async def _attack(url: str) -> tuple[Guesses, Guesses]:
+    def body(seed: int) -> dict[str, object]:
+        content = words(seed, GUESSED_PROMPT)
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "nvext": {"extra_fields": ["route"]}}
+
+    kinds = [Guesses(), Guesses()]
+    secrets, wrongs = range(40_000_000, 40_000_000 + GUESSES // 2), range(50_000_000, 50_000_000 + GUESSES // 2)
+    victim, attacker = [aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) for key in ("victim", "attacker")]
+    async with victim, attacker:
+        for seed in secrets:
+            await ask(victim, url, body(seed))
+        tries = [(kind, seed) for kind, seeds in zip(kinds, (secrets, wrongs), strict=True) for seed in seeds]
+        random.Random(0).shuffle(tries)
+        for kind, seed in tries:
+            answer = await ask(attacker, url, body(seed))
+            (route,) = answer.nvext["route"]
+            kind.waits.append(answer.wait)
+            kind.cached.append(answer.usage["prompt_tokens_details"]["cached_tokens"])
+            kind.workers.append(route["worker"])
+            kind.routes.append(f"{route['reason']}, overlap {route['overlap_blocks']}")
+    return kinds[0], kinds[1]
+
+
+def _rank_deviation(first: list[float], second: list[float]) -> float:
+    """Mann and Whitney's test: how far the rank sum of the first is from what chance gives, in standard deviations. Negative: smaller."""
+    ranked = sorted([(value, 0) for value in first] + [(value, 1) for value in second])
+    ranks = sum(rank for rank, (_, group) in enumerate(ranked, 1) if group == 0)
+    count, other = len(first), len(second)
+    expected = count * (count + other + 1) / 2
+    return (ranks - expected) / math.sqrt(count * other * (count + other + 1) / 12)
+
+
 def percentile(values: list[float], percent: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
@@ -394,12 +477,12 @@ def report(checks: dict[str, bool]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["pay", "leak", "share"])
+    parser.add_argument("what", choices=["pay", "leak", "share", "guess"])
     parser.add_argument("--sessions", type=int, help="number of sessions (default: leak 100,000, share 1,000)")
     parser.add_argument("--kv-blocks", type=int, default=26_000, help="pay: KV blocks of each worker")
     arguments = parser.parse_args()
     arguments.sessions = arguments.sessions or (100_000 if arguments.what == "leak" else 1000)
-    run = {"pay": pay, "leak": leak, "share": share}[arguments.what]
+    run = {"pay": pay, "leak": leak, "share": share, "guess": guess}[arguments.what]
     return 0 if asyncio.run(run(arguments)) else 1
 
 

@@ -18,11 +18,13 @@ from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import RouterSettings
+from penstock.kv.blocks import block_hashes, tenant_root
 from penstock.router.policy import Hints, Preference, SessionWish
 from penstock.wire import codec
 from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import (
     PROTOCOL_VERSION,
+    BlocksStored,
     Challenge,
     Fault,
     Finish,
@@ -270,6 +272,24 @@ async def test_a_worker_that_comes_in_time_continues_the_generation(tmp_path: Pa
         async with Worker(tmp_path, "a"), asyncio.timeout(20):
             await task
         assert reader.tokens == expected(1, 300)
+
+
+async def test_a_generation_that_changes_its_worker_keeps_its_root(tmp_path: Path) -> None:
+    """What the second worker caches is found under the same root, and under no other."""
+    root = tenant_root("alice")
+    async with Worker(tmp_path, "a") as first, Worker(tmp_path, "b") as second, FrontEnd([first, second]) as front_end:
+        reader, task = front_end.start(submit(1, 300, root=root))
+        await until(lambda: len(reader.tokens) > 10)
+        begun, other = (first, second) if first.simulator.stats().running else (second, first)
+        await begun.server.close()
+        async with asyncio.timeout(20):
+            await task
+        assert reader.tokens == expected(1, 300)
+        snapshot = await other.simulator.snapshot()
+        assert snapshot is not None
+        cached = {name for event in snapshot.events if isinstance(event, BlocksStored) for name in event.blocks}
+        whole = (*submit(1).token_ids, *reader.tokens)
+        assert set(block_hashes(whole[:-1], 16, root)) == cached
 
 
 async def test_each_model_has_its_own_workers(tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ MAX_KEPT = 128
 
 @dataclass(eq=False)
 class CompileQueue(Generic[Compiled]):
-    """Compiles each grammar once, however many generations wait for it, and keeps the last MAX_KEPT results."""
+    """Compiles each grammar once, however many generations wait for it, and keeps the last MAX_KEPT results.
+
+    Once for each root: otherwise a wait would tell one tenant whether another has used the same grammar.
+    """
 
     compile_grammar: Callable[[Grammar], Compiled]
     clock: Callable[[], float] = time.monotonic
@@ -36,18 +39,19 @@ class CompileQueue(Generic[Compiled]):
 
     def __post_init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar compiler")
-        self._compilations: OrderedDict[Grammar, _Compilation[Compiled]] = OrderedDict()
+        self._compilations: OrderedDict[tuple[bytes, Grammar], _Compilation[Compiled]] = OrderedDict()
 
-    def request(self, grammar: Grammar) -> CompileRequest[Compiled]:
+    def request(self, grammar: Grammar, root: bytes = b"") -> CompileRequest[Compiled]:
         """Starts or joins the compilation of a grammar."""
-        compilation = self._compilations.get(grammar)
+        key = root, grammar
+        compilation = self._compilations.get(key)
         if compilation is None:
             started: Future[float] = Future()
             result = self._executor.submit(self._run, grammar, started)
-            compilation = self._compilations[grammar] = _Compilation(started, result)
+            compilation = self._compilations[key] = _Compilation(started, result)
             if len(self._compilations) > MAX_KEPT:
                 self._compilations.popitem(last=False)
-        self._compilations.move_to_end(grammar)
+        self._compilations.move_to_end(key)
         return CompileRequest(self, compilation)
 
     def close(self) -> None:

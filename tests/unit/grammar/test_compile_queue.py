@@ -59,6 +59,13 @@ async def test_each_grammar_is_compiled_once(compiler: Compiler) -> None:
     queue.close()
 
 
+async def test_tenants_do_not_wait_less_for_a_grammar_of_another(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler)
+    assert [await queue.request(regex("a"), root).wait() for root in (b"alice", b"mallory", b"", b"alice")] == ["A"] * 4
+    assert compiler.calls == ["a"] * 3
+    queue.close()
+
+
 async def test_requests_during_the_compilation_join_it(compiler: Compiler) -> None:
     queue = CompileQueue(compiler)
     first, *others = [asyncio.create_task(queue.request(regex("slow")).wait()) for _ in range(5)]

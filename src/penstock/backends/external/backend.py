@@ -264,7 +264,8 @@ class ExternalBackend:
 
     async def _engine_request(self, generation: _Generation) -> EngineRequest:
         request, session = generation.request, generation.session
-        lark = None if request.grammar is None or self._grammars is None else await self._grammars.request(request.grammar).wait()
+        grammars = None if request.grammar is None else self._grammars
+        lark = None if grammars is None or request.grammar is None else await grammars.request(request.grammar, request.root).wait()
         if isinstance(lark, Fault):
             raise EngineRefused(lark)
         made = request.offset if not generation.to_skip else 0
