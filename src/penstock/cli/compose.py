@@ -356,6 +356,7 @@ def _read_cluster(
         store_is_available=cluster.store.is_available,
         tasks=len(asyncio.all_tasks()),
         body_bytes=admission.bodies.used,
+        answer_bytes=admission.answers.used,
         bodies_waiting=admission.bodies.waiting,
         turns_waiting=transcripts.encoder.turns.waiting,
         responses_stored=0 if responses is None else responses.stored,

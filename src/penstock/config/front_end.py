@@ -62,6 +62,13 @@ class Limits:
         above=0,
         scale=MIB,
     )
+    answer_memory: int = setting(
+        128 * MIB,
+        "answers over 64 KiB that clients read from the store or the tokenizer at once; further ones get status 503",
+        unit="MIB",
+        above=0,
+        scale=MIB,
+    )
     stall_seconds: float = setting(
         60.0, "close the connection of a client that reads nothing for this long", name="stall_timeout", unit="SECONDS", above=0
     )

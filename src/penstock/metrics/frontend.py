@@ -100,6 +100,7 @@ class ClusterReading:
     store_is_available: bool = True
     tasks: int = 0
     body_bytes: int = 0
+    answer_bytes: int = 0
     bodies_waiting: int = 0
     turns_waiting: int = 0
     responses_stored: int = 0
@@ -211,6 +212,8 @@ DECLARATIONS = (
         "Tool calls in answers. whole: returned as a call; broken: not valid, returned as text."),
     Declaration("counter", "penstock_limits_reached", ("limit",), lambda tally, _: tally.limits_reached,
         "Requests refused because of a limit: a setting, a limit of their API key, or the field that is too large."),
+    Declaration("gauge", "penstock_answer_bytes", (), lambda _, reading: reading.answer_bytes,
+        "Bytes of answers without generations that clients have not taken yet. The limit is --answer-memory."),
     Declaration("gauge", "penstock_body_bytes", (), lambda _, reading: reading.body_bytes,
         "Bytes of request bodies that are being read, decoded or tokenized. The limit is --body-memory."),
     Declaration("gauge", "penstock_bodies_waiting", (), lambda _, reading: reading.bodies_waiting,

@@ -8,9 +8,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Self
 
+from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.response import Sink
 from penstock.config.front_end import Limits
-from penstock.fairness import FairBudget, Places
+from penstock.fairness import FairBudget, Places, Share
 from penstock.metrics.frontend import BUCKETS, Tally
 from penstock.wire.errors import RequestError
 
@@ -18,13 +19,14 @@ from penstock.wire.errors import RequestError
 class Ticket:
     """One admitted request, as a context: queued until its first token, then running."""
 
-    __slots__ = ("_admission", "_generations", "_is_running", "_lane", "arrived", "on_expel", "sink", "task")
+    __slots__ = ("_admission", "_generations", "_is_running", "_lane", "arrived", "on_expel", "share", "sink", "task")
 
     def __init__(self, admission: Admission, generations: int, sink: Sink, lane: str) -> None:
         self.arrived = time.monotonic()
         self.sink = sink
         self.task = asyncio.current_task()
         self.on_expel: Callable[[], None] | None = None
+        self.share: Share | None = None
         self._admission = admission
         self._generations = generations
         self._lane = lane
@@ -46,7 +48,7 @@ class Admission:
     """Admits requests within the limits, and knows those inside.
 
     While it drains, nothing new is admitted. `idle` is set when the last request has left. `bodies` are the bytes of requests that are
-    not admitted yet.
+    not admitted yet, `answers` those of answers that hold no generation and are not taken yet.
     """
 
     def __init__(self, limits: Limits, tally: Tally) -> None:
@@ -58,6 +60,7 @@ class Admission:
         self._tally = tally
         self.is_draining = False
         self.bodies = FairBudget(limits.body_memory)
+        self.answers = FairBudget(limits.answer_memory)
         self._places = Places(limits.max_generations)
         self._tickets: set[Ticket] = set()
 
@@ -77,9 +80,17 @@ class Admission:
         self.idle.clear()
         return ticket
 
-    def reading(self, sink: Sink) -> Ticket:
-        """Admits a client that reads an answer that is there, even while draining."""
+    def reading(self, tenant: Tenant | None, sink: Sink, size: int) -> Ticket:
+        """Admits a client that reads an answer that is there, even while draining.
+
+        With a tenant, the answer's bytes count for it until the client has left. Raises RequestError (503) when there are too many.
+        """
         ticket = Ticket(self, 0, sink, "")
+        if tenant is not None:
+            ticket.share = Share(tenant.lane, tenant.weight)
+            if not self.answers.take(ticket.share, size):
+                message = f"answers that are not read take all of their memory, {self.answers.total:,} bytes (--answer-memory)"
+                raise RequestError(message, code="overloaded", status=503, limit="answer_memory")
         self._tickets.add(ticket)
         self.idle.clear()
         return ticket
@@ -100,6 +111,8 @@ class Admission:
 
     def leave(self, ticket: Ticket, generations: int, lane: str, was_running: bool) -> None:
         self._tickets.discard(ticket)
+        if ticket.share is not None:
+            self.answers.release(ticket.share)
         if generations:
             self._places.give_back(generations, lane)
         if was_running:

@@ -15,7 +15,7 @@ from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.dialect import Dialect
 from penstock.api.pipeline.request import Incoming
-from penstock.api.pipeline.response import Body, ClientWatch, EventWriter, Response
+from penstock.api.pipeline.response import MAX_PIECE_BYTES, Body, ClientWatch, EventWriter, Response
 from penstock.config.front_end import ResumeLimits
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import ReaderLeft, all_done
@@ -235,8 +235,16 @@ class _Follower:
 
     def _render(self) -> tuple[bytes, str | None]:
         recording = self._recording
-        events = recording.events[self._position :]
-        self._position += len(events)
+        end, size = self._position, 0
+        while end < len(recording.events) and size < MAX_PIECE_BYTES:
+            size += len(recording.events[end])
+            end += 1
+        events = recording.events[self._position : end]
+        self._position = end
+        if end < len(recording.events):
+            # The rest follows when the client has taken these: it may never read, and there may be many such clients.
+            asyncio.get_running_loop().call_soon(self._writer.wake)
+            return b"".join(events), None
         if not recording.closed:
             return b"".join(events), None
         if not recording.events and recording.failure is not None:
@@ -296,10 +304,11 @@ class DetachedRuns:
         with self._admission.admit(0, response):
             return await run.follow(receive, response, after)
 
-    async def replay(self, events: Iterable[bytes], receive: Receive, response: Response) -> str:
-        """Sends the events of an answer that has ended, as `follow` does."""
-        with self._admission.admit(0, response):
-            return await _Follower(Recording(events, closed=True), response, -1).run(receive)
+    async def replay(self, events: Iterable[bytes], tenant: Tenant, receive: Receive, response: Response) -> str:
+        """Sends the events of an answer that has ended, as `follow` does. Raises RequestError (503) when there is no memory for them."""
+        recording = Recording(events, closed=True)
+        with self._admission.reading(tenant, response, recording.size):
+            return await _Follower(recording, response, -1).run(receive)
 
     def forget(self, run_id: str) -> None:
         """Forgets its events."""

@@ -188,7 +188,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, errors = scope[TENANT], self.errors()
-        reading = self.admission.reading
+        # Generations hold a place of their own; what is not counted is small or shared.
+        reading = partial(self.admission.reading, None if self.generates or self.route is None else tenant)
         response = Response(send, receive, self.metrics.tally, reading, lambda: [*tenant.quota.headers(), *errors.headers])
         outcome = "failed"
         self.metrics.loop.enter()

@@ -44,8 +44,9 @@ class Sink(Protocol):
         """Sends these events in one write. The caller awaits it, then resets `sending_since`."""
 
 
-Reading = Callable[[Sink], AbstractContextManager[object]]
-"""Makes a context in which a reader that takes nothing is cut off, and for which a server that stops waits."""
+Reading = Callable[[Sink, int], AbstractContextManager[object]]
+"""Makes a context in which a reader that takes nothing is cut off, and for which a server that stops waits. The number is the size of
+the answer. Raises RequestError when the server has no room for it."""
 
 
 class Response:
@@ -75,18 +76,21 @@ class Response:
 
     async def send_whole(self, status: int, body: Body, headers: HeaderList = _JSON_HEADERS) -> None:
         """Returns when the client has taken it. Raises ReaderLeft when the client leaves before that. Nobody else may call `receive`."""
-        self.started = True
         pieces = (body,) if isinstance(body, bytes) else body
         size = sum(map(len, pieces))
-        headers = [*headers, *self._more_headers(), (b"content-length", str(size).encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        last = b""
         if size > MAX_PIECE_BYTES:
-            with self._reading(self):
+            with self._reading(self, size):
+                await self._start_whole(status, headers, size)
                 await self._send_watched(pieces)
+            pieces = ()
         else:
-            last = b"".join(pieces)
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+            await self._start_whole(status, headers, size)
+        await self._send({"type": "http.response.body", "body": b"".join(pieces), "more_body": False})
+
+    def _start_whole(self, status: int, headers: HeaderList, size: int) -> Awaitable[None]:
+        self.started = True
+        headers = [*headers, *self._more_headers(), (b"content-length", str(size).encode())]
+        return self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
         """Sends these events in one write; the first one also sends the headers."""

@@ -126,7 +126,7 @@ class StoredResponses:
             message = "`stream` is true: only a response made with `stream` or `background` can be streamed"
             raise RequestError(message, param="stream")
         self.tally.streams_resumed += 1
-        return await self.detached.replay(events, receive, response)
+        return await self.detached.replay(events, incoming.tenant, receive, response)
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,19 @@ async def test_a_fault_in_mid_stream_can_be_read_again() -> None:
     await front_end.detached.close()
 
 
+async def test_a_reader_that_comes_back_holds_no_copy_of_all_events() -> None:
+    front_end = FrontEnd(says(*["x" * 10_000] * 100))
+    await front_end.post(**RESUMABLE)
+    stream_id, text = front_end.events[0]["id"], texts(front_end)
+    writes = front_end.tally.writes
+    await front_end.send("GET", f"/v1/completions/{stream_id}")
+    assert texts(front_end) == text
+    assert len(text) == 1_000_000
+    assert front_end.body.endswith(b"data: [DONE]\n\n")
+    assert front_end.tally.writes - writes > 10
+    await front_end.detached.close()
+
+
 async def test_what_is_over_makes_room_for_what_comes() -> None:
     front_end = FrontEnd(says("abc"), resume=ResumeLimits(memory=2000))
     streams = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import CompletionDialect
 from penstock.api.pipeline.request import PromptContext
 from penstock.api.pipeline.response import MAX_PIECE_BYTES
+from penstock.api.responses.store import SqliteStore
 from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import Mailbox
@@ -122,6 +124,31 @@ async def test_a_client_that_leaves_in_the_middle_of_a_whole_answer_has_left() -
     assert front_end.tally.clients_left == 1
     assert len(front_end.body) == MAX_PIECE_BYTES
     assert quota.running == 0
+
+
+async def test_answers_that_nobody_takes_have_a_limit(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(says("x"), limits=Limits(answer_memory=150_000), responses=store)
+        items = [{"type": "message", "role": "user", "content": "x" * 100_000}]
+        await front_end.send("POST", "/v1/conversations", json.dumps({"items": items}).encode())
+        path = f"/v1/conversations/{front_end.json['id']}/items"
+        front_end.socket_open.clear()
+        first = asyncio.create_task(front_end.send("GET", path))
+        async with asyncio.timeout(10):
+            while not front_end.admission.answers.used:
+                await asyncio.sleep(0)
+        second = asyncio.create_task(front_end.send("GET", path))
+        async with asyncio.timeout(10):
+            while not front_end.sent or front_end.sent[0]["status"] != 503:
+                await asyncio.sleep(0)
+        front_end.socket_open.set()
+        await asyncio.gather(first, second)
+        outcomes = {outcome: count for (route, outcome), count in front_end.tally.requests.items() if route == "conversation_items"}
+        assert outcomes == {"ok": 1, "refused_503": 1}
+        assert front_end.tally.limits_reached["answer_memory",] == 1
+        assert front_end.admission.answers.used == 0
+        await front_end.send("GET", path)
+        assert front_end.status == 200
 
 
 async def test_a_fault_gives_everything_back() -> None:
