@@ -19,8 +19,8 @@ HANDSHAKE_TIMEOUT = 5.0
 
 HEARTBEAT_SECONDS = 1.0
 """How often each end looks whether the other has sent anything. The front end asks for an answer where it may get none otherwise."""
-# A host without power is noticed within this time by the kernel: its own probes are answered even by a process that is busy.
-DEAD_HOST_SECONDS = 3
+# The kernel gives up a host that acknowledges nothing for this long. Its own probes are answered even by a process that is busy.
+DEAD_HOST_SECONDS = 2
 
 
 class LinkProtocol(asyncio.Protocol):
@@ -117,6 +117,6 @@ def _tune(connection: socket.socket | None) -> None:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_HOST_SECONDS - 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_HOST_SECONDS)
             # For bytes that are not acknowledged, for which the kernel does not probe.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_HOST_SECONDS * 1000)
