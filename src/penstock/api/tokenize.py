@@ -71,7 +71,7 @@ _MESSAGES_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "c
 
 async def tokenize(services: Services, incoming: Incoming) -> TokenizeAnswer:
     """Answers POST /tokenize."""
-    request = await decode_body(incoming.body, _TOKENIZE, frozenset())
+    request = await decode_body(incoming.body, _TOKENIZE, frozenset(), turn=incoming.turn)
     model = _model(services.context.models, request.model)
     token_ids = await _encoded(model, request, services.context, incoming.tenant.lane)
     texts = await services.context.read(incoming, _texts, model, token_ids) if request.return_token_strs else None
@@ -80,7 +80,7 @@ async def tokenize(services: Services, incoming: Incoming) -> TokenizeAnswer:
 
 async def detokenize(services: Services, incoming: Incoming) -> DetokenizeAnswer:
     """Answers POST /detokenize."""
-    request = await decode_body(incoming.body, _DETOKENIZE, frozenset())
+    request = await decode_body(incoming.body, _DETOKENIZE, frozenset(), turn=incoming.turn)
     model = _model(services.context.models, request.model)
     return DetokenizeAnswer(await services.context.read(incoming, _decoded, model, request.tokens))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 from front_end import Turns
@@ -9,6 +10,7 @@ from penstock.api.models import Models
 from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
+from penstock.fairness import LoopTurns
 from penstock.kv.blocks import PIECE_BLOCKS, ROOT, block_hash_pieces, block_hashes
 from penstock.router.affinity import MemoryStore
 from penstock.router.policy import Hints
@@ -20,7 +22,7 @@ async def test_the_blocks_of_a_long_prompt_are_named_in_pieces() -> None:
     turn = Turn(Sessions(MemoryStore(), WorkerPool([], "test", "", Models().prepare), quota=0), "", Hints())
     blocks = len(PROMPT) // 16
     async with Turns() as turns:
-        await turn.name_blocks([PROMPT], 16, ROOT)
+        await turn.name_blocks([PROMPT], 16, ROOT, partial(LoopTurns().take, "", 1))
         assert turns.count >= blocks // PIECE_BLOCKS
     names = turn.block_names(PROMPT, 16, ROOT)
     assert names == block_hashes(PROMPT, 16)

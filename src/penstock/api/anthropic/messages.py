@@ -47,7 +47,7 @@ _TEMPLATE_EFFORT = {"low": "low", "medium": "medium", "high": "high", "xhigh": "
 
 async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Plan, MessagesDialect]:
     """Raises RequestError that names the field."""
-    request = await _decode(incoming.body, _MESSAGES_DECODER)
+    request = await _decode(incoming, _MESSAGES_DECODER)
     check_thinking(request, incoming.headers)
     common = await context.read(incoming, read_common, request)
     hints = read_hints(common, incoming.headers)
@@ -64,7 +64,7 @@ async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Pl
 
 async def count_message_tokens(incoming: Incoming, context: PromptContext) -> TokenCount:
     """Counts the tokens of a message's prompt: the sum of the three input counts in the message's usage."""
-    request = await _decode(incoming.body, _COUNT_DECODER)
+    request = await _decode(incoming, _COUNT_DECODER)
     mark = await context.read(incoming, longest_mark, request)
     common = Common(model=request.model, nvext=request.nvext, cache_salt=request.cache_salt, cache_control=mark)
     session = read_hints(common, incoming.headers).session
@@ -74,12 +74,12 @@ async def count_message_tokens(incoming: Incoming, context: PromptContext) -> To
     return TokenCount(await count_tokens(model, await context.read(incoming, read_chat, request), incoming.tenant, context, key))
 
 
-async def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+async def _decode(incoming: Incoming, decoder: msgspec.json.Decoder[T]) -> T:
     try:
-        return await decode_body(body, decoder, UNSUPPORTED, CHOICES)
+        return await decode_body(incoming.body, decoder, UNSUPPORTED, CHOICES, incoming.turn)
     except RequestError as error:
         if error.param is not None and error.param.startswith("tools["):
-            _refuse_hosted(msgspec.json.decode(body).get("tools"))
+            _refuse_hosted(msgspec.json.decode(incoming.body).get("tools"))
         raise
 
 

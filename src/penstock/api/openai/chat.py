@@ -23,7 +23,7 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
 async def parse_chat(incoming: Incoming, context: PromptContext) -> tuple[Plan, ChatDialect]:
-    request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT)
+    request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT, turn=incoming.turn)
     hints = await context.read(incoming, read_hints, request, incoming.headers)
     chat = await context.read(incoming, _chat, request)
     plan = await plan_chat(request, chat, hints, incoming.tenant, context)

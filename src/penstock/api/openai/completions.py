@@ -36,7 +36,7 @@ MAX_PROMPT_TOKENS = 1 << 20
 
 
 async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[Plan, CompletionDialect]:
-    request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_COMPLETION)
+    request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_COMPLETION, turn=incoming.turn)
     hints = read_hints(request, incoming.headers)
     model = context.models.find(request.model)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens

@@ -11,7 +11,7 @@ from typing import Self
 from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.response import Sink
 from penstock.config.front_end import Limits
-from penstock.fairness import FairBudget, Places, Share
+from penstock.fairness import FairBudget, LoopTurns, Places, Share
 from penstock.metrics.frontend import BUCKETS, Tally
 from penstock.wire.errors import RequestError
 
@@ -61,6 +61,7 @@ class Admission:
         self.is_draining = False
         self.bodies = FairBudget(limits.body_memory)
         self.answers = FairBudget(limits.answer_memory)
+        self.loop_turns = LoopTurns()
         self._places = Places(limits.max_generations)
         self._tickets: set[Ticket] = set()
 

@@ -50,6 +50,10 @@ def _nothing() -> None:
     pass
 
 
+async def _next_turn() -> None:
+    await asyncio.sleep(0)
+
+
 class Incoming(Struct, gc=False):
     """A request whose body has been read, and its tenant. `path` has the parameters of its path, such as an id."""
 
@@ -60,6 +64,8 @@ class Incoming(Struct, gc=False):
     query: Mapping[str, str] = {}
     release: Callable[[], None] = _nothing
     """Makes room for other bodies."""
+    turn: Callable[[], Awaitable[None]] = _next_turn
+    """Awaited before work that may hold the event loop for milliseconds. See LoopTurns."""
 
     def drop_body(self) -> None:
         """The body has been decoded and its prompt tokenized. An answer may take minutes: it does not hold the body."""
@@ -230,7 +236,8 @@ class Endpoint:
         share = Share(tenant.lane, tenant.weight)
         release = partial(bodies.release, share)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)) if scope["query_string"] else {}
-        incoming = Incoming(b"", scope["headers"], tenant, scope.get("path_params", {}), query, release)
+        turn = partial(self.admission.loop_turns.take, tenant.lane, tenant.weight)
+        incoming = Incoming(b"", scope["headers"], tenant, scope.get("path_params", {}), query, release, turn)
         try:
             try:
                 if self.is_charged:
@@ -250,24 +257,36 @@ class Endpoint:
 
 
 async def decode_body(
-    body: bytes, decoder: msgspec.json.Decoder[T], unsupported: frozenset[str], choices: Mapping[str, Sequence[str]] = CHOICES
+    body: bytes,
+    decoder: msgspec.json.Decoder[T],
+    unsupported: frozenset[str],
+    choices: Mapping[str, Sequence[str]] = CHOICES,
+    turn: Callable[[], Awaitable[None]] = _next_turn,
 ) -> T:
     """The request. Raises RequestError that names the field, its value and what is expected: `choices` has that, by the field's path.
 
     Decoding cannot be interrupted, so a body that would take too long is refused.
     """
-    if len(body) > MIN_BYTES:
-        await check_cost(body)
+    is_long = len(body) > MIN_BYTES
+    if is_long:
+        await check_cost(body, turn)
     try:
-        return decoder.decode(body)
+        request = decoder.decode(body)
     except msgspec.ValidationError as error:
         wrong = error
     except _NOT_JSON as error:
         raise _not_json(error) from error
+    else:
+        if is_long:
+            # For what reads the request.
+            await turn()
+        return request
     # Others go on between these steps: each may take as long as the first.
-    await asyncio.sleep(0)
+    if is_long:
+        await turn()
     content = _content(body)
-    await asyncio.sleep(0)
+    if is_long:
+        await turn()
     raise _explain(str(wrong), content, unsupported, choices) from wrong
 
 

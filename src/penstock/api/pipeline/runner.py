@@ -39,8 +39,14 @@ MAX_TOKENS_UNWEIGHED = 16
 MAX_TOKENS_AT_ONCE = 8192
 """Blocks of longer prompts are named in pieces, before the router needs them. It does not with one worker."""
 
+MAX_GENERATIONS_AT_ONCE = 16
+"""More are started in a turn on the event loop."""
+
 Parse = Callable[[Incoming, PromptContext], Awaitable[tuple[Plan, Dialect]]]
 """Reads a request. Raises RequestError that names the field."""
+
+LoopTurn = Callable[[], Awaitable[None]]
+"""See LoopTurns."""
 
 Produce = Callable[[str, Turn, Submit, Mailbox], Production]
 """Starts a generation of this model. See `Dispatcher.produce`."""
@@ -86,7 +92,10 @@ class Runner:
             try:
                 on_admitted()
                 turn = Turn(self.sessions, tenant.owner, plan.hints)
-                run = _Run(plan, dialect, self.produce, turn, receive, sink, self.tally, ticket)
+                loop_turn = partial(self.admission.loop_turns.take, tenant.lane, tenant.weight)
+                if plan.prompt_tokens > MAX_TOKENS_AT_ONCE or generations > MAX_GENERATIONS_AT_ONCE:
+                    await loop_turn()
+                run = _Run(plan, dialect, self.produce, turn, receive, sink, self.tally, ticket, loop_turn)
                 self.watches.add(run.watch)
                 if plan.hints.session is None and plan.hints.affinity is None:
                     return await run.run()
@@ -115,7 +124,16 @@ class _Run:
     """One plan that runs: its answer is sent streamed or whole."""
 
     def __init__(
-        self, plan: Plan, dialect: Dialect, produce: Produce, turn: Turn, receive: Receive, sink: Sink, tally: Tally, ticket: Ticket
+        self,
+        plan: Plan,
+        dialect: Dialect,
+        produce: Produce,
+        turn: Turn,
+        receive: Receive,
+        sink: Sink,
+        tally: Tally,
+        ticket: Ticket,
+        loop_turn: LoopTurn,
     ) -> None:
         self._plan = plan
         self._turn = turn
@@ -123,6 +141,7 @@ class _Run:
         self._sink = sink
         self._tally = tally
         self._ticket = ticket
+        self._loop_turn = loop_turn
         request, name = plan.request, plan.model.info.name
         self._returns_token_ids = bool(request.return_token_ids)
         self._tells_usage = request.continuous_usage
@@ -159,7 +178,7 @@ class _Run:
             self._ticket.on_expel = self._expel
             if plan.prompt_tokens > MAX_TOKENS_AT_ONCE and len(self._turn.sessions.pool.usable(plan.model.info.name)) > 1:
                 prompts = [submit.token_ids for submit in plan.submits[:: plan.candidates]]
-                await self._turn.name_blocks(prompts, plan.model.info.block_size, plan.submits[0].root)
+                await self._turn.name_blocks(prompts, plan.model.info.block_size, plan.submits[0].root, self._loop_turn)
             self._fan.start()
             return await (self._stream() if self._plan.request.stream else self._collect())
         finally:
@@ -278,7 +297,7 @@ class _Run:
                 weight += weight_of(piece)
                 if weight >= MAX_WEIGHT:
                     weight = 0
-                    await asyncio.sleep(0)
+                    await self._loop_turn()
 
     async def _body(self, answers: Sequence[Answer]) -> list[bytes]:
         body: list[bytes] = []
@@ -288,7 +307,7 @@ class _Run:
             size += len(piece)
             if size >= MAX_BYTES_AT_ONCE:
                 size = 0
-                await asyncio.sleep(0)
+                await self._loop_turn()
         return body
 
     def _collect_one(self, arrival: Arrival, collected: _Collected) -> None:

@@ -74,7 +74,7 @@ class ResponseParser:
 
     async def parse(self, incoming: Incoming) -> ParsedResponse:
         """Raises RequestError that names the field, its value and what is expected."""
-        request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
+        request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES, turn=incoming.turn)
         is_kept = self._is_kept(request)
         context, read = await self._read_context(request, incoming)
         tools = await read(read_tools, request.tools, request.tool_choice)
@@ -93,7 +93,7 @@ class ResponseParser:
 
     async def count(self, incoming: Incoming) -> int:
         """The number of tokens of the prompt."""
-        asked = await decode_body(incoming.body, _COUNT_DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES)
+        asked = await decode_body(incoming.body, _COUNT_DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES, turn=incoming.turn)
         context, read = await self._read_context(asked, incoming)
         model = self.prompts.models.find(asked.model)
         tools = await read(read_tools, asked.tools, asked.tool_choice)

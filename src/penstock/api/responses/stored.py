@@ -136,14 +136,14 @@ class Conversations:
     store: SqliteStore
 
     async def create(self, incoming: Incoming) -> Conversation:
-        request = await decode_body(incoming.body or b"{}", _CREATE, frozenset(), RESPONSE_CHOICES)
+        request = await decode_body(incoming.body or b"{}", _CREATE, frozenset(), RESPONSE_CHOICES, turn=incoming.turn)
         return await self.store.create_conversation(incoming.owner, request.metadata or {}, _read(request.items or ()))
 
     async def get(self, incoming: Incoming) -> Conversation:
         return _there(await self.store.get_conversation(incoming.owner, incoming.path["id"]), incoming)
 
     async def update(self, incoming: Incoming) -> Conversation:
-        request = await decode_body(incoming.body, _UPDATE, frozenset(), RESPONSE_CHOICES)
+        request = await decode_body(incoming.body, _UPDATE, frozenset(), RESPONSE_CHOICES, turn=incoming.turn)
         return _there(await self.store.update_conversation(incoming.owner, incoming.path["id"], request.metadata or {}), incoming)
 
     async def delete(self, incoming: Incoming) -> DeletedConversation:
@@ -155,7 +155,7 @@ class Conversations:
         return _item_list(_there(page, incoming))
 
     async def add_items(self, incoming: Incoming) -> ItemList:
-        request = await decode_body(incoming.body, _ITEMS, frozenset(), RESPONSE_CHOICES)
+        request = await decode_body(incoming.body, _ITEMS, frozenset(), RESPONSE_CHOICES, turn=incoming.turn)
         added = await self.store.add_items(incoming.owner, incoming.path["id"], _read(request.items))
         return _item_list(Page(_there(added, incoming), has_more=False))
 

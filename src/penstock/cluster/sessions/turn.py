@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -79,13 +79,15 @@ class Turn:
     _has_followed: bool = False
     _names: dict[int, tuple[int, Sequence[bytes]]] = field(default_factory=dict)
 
-    async def name_blocks(self, prompts: Iterable[tuple[int, ...]], block_size: int, root: bytes) -> None:
+    async def name_blocks(
+        self, prompts: Iterable[tuple[int, ...]], block_size: int, root: bytes, loop_turn: Callable[[], Awaitable[None]]
+    ) -> None:
         """Names the blocks of long prompts before the router asks. Others go on meanwhile: 200,000 tokens take 10 ms."""
         for token_ids in prompts:
             names: list[bytes] = []
             for piece in block_hash_pieces(token_ids, block_size, root):
                 names += piece
-                await asyncio.sleep(0)
+                await loop_turn()
             self._names[id(token_ids)] = block_size, names
 
     def block_names(self, token_ids: tuple[int, ...], block_size: int, root: bytes) -> Sequence[bytes]:
