@@ -476,7 +476,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=140, help="end after this time with what is known")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    bench = Bench(torch.device(arguments.device), arguments)
+    # torch wants an index where memory is limited.
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    bench = Bench(device, arguments)
     say(f"{bench.report['device']}, torch {torch.__version__}")
     is_gpu = bench.device.type == "cuda"
     bench.part("attention over pages against float32", 5, lambda: check_pages(bench))
