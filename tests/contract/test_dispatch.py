@@ -546,3 +546,25 @@ async def test_a_draining_worker_gets_no_new_generation(tmp_path: Path) -> None:
         for number in range(5):
             turn, _ = await front_end.run(submit(number, 2))
             assert turn.worker == "b"
+
+
+async def test_tenants_of_several_front_ends_take_turns_in_a_worker(tmp_path: Path) -> None:
+    """The flood is in the worker, sent ahead by another front end: nobody but the worker can be fair."""
+    ended: list[str] = []
+
+    async def run(front_end: FrontEnd, number: int, lane: str) -> None:
+        _, task = front_end.start(submit(number, 8, lane=lane))
+        await task
+        ended.append(lane)
+
+    async with Worker(tmp_path, "w", max_batch=1) as worker, FrontEnd([worker], name="one") as one, FrontEnd([worker], name="two") as two:
+        async with asyncio.timeout(30):
+            flood = [asyncio.create_task(run(one, number, "a")) for number in range(60)]
+            await until(lambda: worker.simulator.stats().queued >= 50)
+            others = [asyncio.create_task(run(two, number, "b")) for number in range(1000, 1005)]
+            await until(lambda: worker.simulator.stats().queued + len(ended) >= 60 + 4)
+            before = len(ended)
+            await asyncio.gather(*others)
+            served = ended[before:]
+            await asyncio.gather(*flood)
+    assert len(served) <= 5 + 5 + 2, "one of the flood for each of the others, and those that ended in the same step"

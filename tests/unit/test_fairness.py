@@ -92,6 +92,17 @@ def test_waiting_for_nothing_gives_no_credit() -> None:
     assert flood.serve(10) == "ba" * 5
 
 
+def test_a_tenant_that_is_ahead_is_remembered_however_many_come_and_go() -> None:
+    flood = Flood(b=500, dear=1)
+    flood.serve(1)
+    assert flood.serve(1, cost=1000) == "dear"
+    for number in range(200):
+        flood.add(f"visitor {number}")
+        flood.serve(2)
+    flood.add("dear")
+    assert "dear" not in flood.serve(100)
+
+
 def test_nobody_starves_whatever_comes_and_goes() -> None:
     draw = random.Random(9)
     flood = Flood(steady=40)

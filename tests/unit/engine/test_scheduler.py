@@ -293,6 +293,20 @@ def test_a_late_tenant_gets_a_place_though_another_fills_the_batch() -> None:
     assert steps.scheduler.stats().running == 16
 
 
+def test_an_eighth_of_the_batch_is_for_the_others_even_if_it_is_not_their_turn() -> None:
+    steps = Steps(max_batch=16)
+    for number in range(40):
+        steps.add(number, prompt_of(number), max_tokens=1000, lane="a")
+    steps.step()
+    for number in range(1000, 1004):
+        # Each costs so much that the other tenant's turn would come first.
+        steps.add(number, prompt_of(number, 90), max_tokens=1000, lane="b")
+    for _ in range(10):
+        steps.step()
+    assert Counter(sequence.request.lane for sequence in steps.scheduler.decoding.values()) == {"a": 14, "b": 2}
+    assert steps.scheduler.stats().preemptions == 2
+
+
 def test_tenants_without_a_place_each_get_one_and_then_nobody_makes_way() -> None:
     steps = Steps(max_batch=4)
     for number in range(20):

@@ -335,6 +335,14 @@ def test_a_tenant_below_its_share_opens_sessions_though_another_has_taken_all() 
     assert opened(sessions, "a", 0, 70.0) == "over_quota", "it is at its share"
 
 
+def test_only_tenants_below_their_share_take_sessions_from_others() -> None:
+    sessions = Sessions(None, 10, 0.0)
+    for lane, count in {"a": 6, "b": 3, "c": 1}.items():
+        assert [opened(sessions, lane, number, 1.0) for number in range(count)] == ["open"] * count
+    assert opened(sessions, "b", 9, 2.0) == "over_quota", "four of ten are more than a third"
+    assert opened(sessions, "c", 9, 2.0) == "open"
+
+
 def test_sessions_with_an_active_turn_are_not_taken_away() -> None:
     sessions = Sessions(KVCache(8, 4), 2, 0.0)
     active = [sessions.begin_turn(SessionTurn(f"a{number}", "open", 10.0, 1), "a")[0] for number in range(2)]
