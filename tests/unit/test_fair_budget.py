@@ -31,6 +31,7 @@ class Tenants:
         try:
             await self.budget.wait(share, amount, seconds)
         except BaseException:
+            assert share.held == 0
             self.budget.release(share)
             raise
         self.served.append(tenant)

@@ -56,7 +56,7 @@ class Limits:
     max_generations: int = count(16_384, "generations at once; further ones get status 429", minimum=1)
     max_body_bytes: int = setting(32 * MIB, "largest request body; a larger one gets status 413", unit="BYTES", minimum=1)
     body_memory: int = setting(
-        128 * MIB,
+        64 * MIB,
         "request bodies at once, from their first byte until their prompt is tokenized; others wait, and after 10 seconds get status 503",
         unit="MIB",
         above=0,

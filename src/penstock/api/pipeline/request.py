@@ -150,7 +150,7 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None, deadlin
         if size > limit:
             raise too_large(limit)
         if chunk and not bodies.take(share, len(chunk)):
-            await _wait_for_room(bodies, share, len(chunk))
+            await _wait_for_room(bodies, share, len(chunk), deadline)
         if size == length and not chunks:
             return bytes(chunk)
         chunks.append(chunk)
@@ -159,11 +159,13 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None, deadlin
     raise asyncio.CancelledError
 
 
-async def _wait_for_room(bodies: FairBudget, share: Share, size: int) -> None:
-    """Meanwhile the client's socket fills up, and it must wait, too."""
+async def _wait_for_room(bodies: FairBudget, share: Share, size: int, deadline: _Deadline) -> None:
+    """Meanwhile the client's socket fills up, and it must wait, too. If that takes too long, the client is not to blame."""
     try:
         await bodies.wait(share, size, MAX_BODY_WAIT_SECONDS)
-    except TimeoutError as error:
+    except (TimeoutError, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and not deadline.has_passed:
+            raise
         message = f"the server holds {bodies.used:,} bytes of request bodies; its limit is {bodies.total:,} (--body-memory)"
         raise RequestError(message, code="overloaded", status=503, limit="body_memory") from error
 

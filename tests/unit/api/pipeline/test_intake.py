@@ -19,6 +19,7 @@ from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import parse_completion
 from penstock.api.pipeline import request as pipeline
 from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
+from penstock.fairness import Share
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Delta, Submit
@@ -245,9 +246,9 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def with_little_room(produce: Produce | None = None) -> FrontEnd:
-    """Two keys, and room for one and a half bodies."""
-    front_end = FrontEnd(produce or says("x"), Limits(body_memory=ROOM))
+async def with_little_room(produce: Produce | None = None, seconds: float = 60.0) -> FrontEnd:
+    """Two keys, and room for one and a half bodies, which must come within some seconds."""
+    front_end = FrontEnd(produce or says("x"), Limits(body_memory=ROOM, stall_seconds=seconds))
     await front_end.models.prepare(front_end.model)
     keyring = Keyring(KeySettings(given=(read_key(ALICE), read_key(BOB))), front_end.tally)
     front_end.app = Gate(front_end.application, keyring, front_end.tally)
@@ -290,6 +291,21 @@ async def test_a_body_that_waits_too_long_is_told_which_limit_is_reached(monkeyp
     assert front_end.tally.limits_reached == {("body_memory",): 1}
     await slow.send(BODY[-1:])
     assert (await slow.answer())[0] == 200
+    assert front_end.admission.bodies.used == 0
+
+
+async def test_a_body_that_waits_for_room_until_its_time_is_over_is_not_called_slow() -> None:
+    front_end = await with_little_room(seconds=0.02)
+    holder = Share("api-key-1")
+    assert front_end.admission.bodies.take(holder, ROOM)
+    client = Client(front_end, ALICE)
+    await client.send(BODY)
+    client.disconnect()
+    assert (await client.answer())[0] == 503
+    front_end.admission.bodies.release(holder)
+    client = Client(front_end, ALICE)
+    await client.send(BODY[:-1])
+    assert (await client.answer())[0] == 408, "the client is"
     assert front_end.admission.bodies.used == 0
 
 
