@@ -151,3 +151,14 @@ async def test_a_front_end_that_was_busy_does_not_take_that_for_silence(tmp_path
             assert link.beat()
             await until(lambda: link.has_heard)
         assert [link.beat() for _ in range(3)] == [True, True, False], "two looks without an answer, after the one that asked"
+
+
+async def test_a_busy_worker_is_not_judged_by_its_heartbeat(tmp_path: Path) -> None:
+    """Its event loop may be held up for a while, and its generations would be lost. `--worker-stall` decides."""
+    async with MuteWorker(tmp_path, "mute") as mute, FrontEnd([mute], heartbeat_seconds=3600) as front_end:
+        link = front_end.pool.members[0].link
+        _, task = front_end.start(submit(1))
+        await until(lambda: len(mute.submits) == 1)
+        assert all(link.beat() for _ in range(100))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -23,7 +23,7 @@ from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.address import Address, TcpAddress, UnixAddress
 from penstock.wire.codec import FrameReader, encode_frame
 from penstock.wire.errors import ConfigError, HandshakeRefused
-from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Hello, Welcome
+from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Hello, Pong, Welcome
 from penstock.worker.runtime import WorkerRuntime
 from relay import Relay
 from workers import SECRET, WORDS, expected, make_model, send, submit, until
@@ -213,6 +213,13 @@ async def test_tokens_wait_in_the_outbox_while_a_reader_over_tls_is_slow() -> No
             await asyncio.gather(*(each.done for each in sent))
         assert [tuple(box.history) for box in boxes] == [expected(number, 200) for number in range(100)]
         assert link.frames - frames < 10
+
+
+async def test_a_socket_that_takes_a_frame_over_tls_takes_the_next() -> None:
+    """A transport with TLS may call itself full when nothing waits in it."""
+    async with TcpWorker("", tls("worker", "worker")) as worker, linked(worker.address, "", tls("front_end", "frontend")):
+        (link,) = worker.server.links
+        assert [link.send(Pong()) for _ in range(5)] == [True] * 5
 
 
 @pytest.mark.parametrize(
