@@ -9,9 +9,9 @@ Each request is sent alone to a server of two simulated workers; `penstock_loop_
 from __future__ import annotations
 
 import argparse
-import contextlib
 import http.client
 import json
+import os
 import re
 import statistics
 import sys
@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import psutil
 
 from penstock.engine.checkpoints.checkpoint import find_default_model
 from servers import Process, serving
@@ -159,13 +157,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"requests to send (default: all): {'; '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often each is sent (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    help_text = "give the front end real-time priority: on a busy machine, waiting for a core looks like a stall (needs root)"
+    parser.add_argument("--real-time", action="store_true", help=help_text)
     arguments = parser.parse_args()
     flags = ("--engine=simulator", f"--model={find_default_model()}", "--served-name=m", "--context-length=262144", "--step-ms=1")
     with serving(*flags, "--workers=2", "--stall-log=0.02") as server:
-        for process in server.children("frontend").values():
-            with contextlib.suppress(psutil.AccessDenied):
-                # On a busy machine, waiting for a core would look like a stall.
-                process.nice(-15)
+        if arguments.real_time:
+            (front_end,) = server.children("frontend").values()
+            for thread in front_end.threads():
+                os.sched_setscheduler(thread.id, os.SCHED_FIFO, os.sched_param(1))
         send(server, completion("warm up"))
         results = {name: measure(server, name, arguments.rounds) for name in arguments.names or CASES}
     if arguments.json is not None:

@@ -462,7 +462,7 @@ def test_bombs(server: Server) -> None:
         status, _, body = server.request("POST", "/v1/responses", raw)
         assert (status, body["error"]["code"]) == (400, "too_deep"), body
     status, _, body = server.post("/v1/responses", input=[{"role": "user", "content": ""}] * 20_000)
-    assert status == 400
+    assert (status, body["error"]["code"]) == (413, "body_too_complex")
     status, _, body = server.request("GET", "/v1/responses/" + "x" * 5000)
     assert status == 404
 

@@ -29,6 +29,8 @@ from penstock.wire.messages import GENERATION_ID_BYTES, Draining, Fault, PromptR
 
 log = logging.getLogger(__name__)
 
+# Waiting generations that are sent in one go: 2 to 4 ms.
+MAX_SENT_AT_ONCE = 64
 # How many times in a row a generation may change its worker without a new token: because its workers gave a fault, and because they were
 # lost. That may be for another's sake, so it is allowed more often; those that cause it are found as `suspects.py` says.
 MAX_FRUITLESS_MIGRATIONS = 3
@@ -363,10 +365,10 @@ class Dispatcher:
         self.pump(member.model.name)
 
     def pump(self, model: str) -> None:
-        """Sends waiting generations if a worker has room now."""
+        """Sends waiting generations if a worker has room now. If there are many, others go on meanwhile."""
         queue = self._queues.get(model)
-        if queue:
-            queue.send()
+        if queue and queue.send(MAX_SENT_AT_ONCE):
+            asyncio.get_running_loop().call_soon(self.pump, model)
 
     def _others(self, production: Production) -> list[Member]:
         """The workers that have not just failed it. A worker that was connected again counts as another."""

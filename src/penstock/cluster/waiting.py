@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -67,11 +68,15 @@ class WaitingQueue:
         if self._since.pop(waiter, None) is not None:
             self._waiters.discard(waiter)
 
-    def send(self) -> None:
-        """Sends waiters in order, until a worker has no room for the first one."""
-        while (first := self._waiters.first()) is not None and first.try_send():
+    def send(self, limit: int = sys.maxsize) -> bool:
+        """Sends at most `limit` waiters in order, until a worker has no room for the first one. Returns whether the limit ended it."""
+        for _ in range(limit):
+            first = self._waiters.first()
+            if first is None or not first.try_send():
+                return False
             self._waiters.serve(first, first.cost)
             self._since.pop(first, None)
+        return True
 
     def fail(self, before: float, fault: Fault) -> None:
         """Ends the wait of everyone who came before this time."""

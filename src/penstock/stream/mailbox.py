@@ -141,9 +141,12 @@ class FanIn:
         self._productions: list[Production | None] = []
         self._interruption: PenstockError | None = None
 
-    def start(self) -> None:
+    def start(self, count: int | None = None) -> None:
+        """Starts the next `count` producers, or all that are left."""
+        first = len(self._productions)
+        last = len(self._producers) if count is None else first + count
         try:
-            for producer, mailbox in zip(self._producers, self._mailboxes, strict=True):
+            for producer, mailbox in zip(self._producers[first:last], self._mailboxes[first:last], strict=True):
                 self._productions.append(_start(producer, mailbox))
         except BaseException as error:
             if (another := self._stop_all()) is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import sys
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,11 @@ from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
 
 MAX_BRANCHES = 8
 """Transcripts kept per session that differ in their ends, from overlapping turns or an edited history."""
+
+MAX_REMEMBERED_AT_ONCE = 512
+"""Parts that are added to a session in one go: 2 ms."""
+
+MAX_FOUND_AT_ONCE = 2048
 
 TOKEN_BYTES = 4
 
@@ -61,8 +67,11 @@ class _Session:
         """The least recently used first."""
         self.size = SESSION_BYTES + sys.getsizeof(key) + sys.getsizeof(model)
 
-    def find(self, tokenizer: Tokenizer, text: str) -> list[_Part]:
-        """The known parts at the start of this text. The text's own last part is never among them."""
+    async def find(self, tokenizer: Tokenizer, text: str) -> list[_Part]:
+        """The known parts at the start of this text. The text's own last part is never among them.
+
+        Does not suspend for a few parts. Parts may be removed while others go on; they still have their text and tokens.
+        """
         path: list[_Part] = []
         part = self.root
         position = 0
@@ -70,6 +79,8 @@ class _Session:
             path.append(following)
             part = following
             position += len(part.text)
+            if not len(path) % MAX_FOUND_AT_ONCE:
+                await asyncio.sleep(0)
         if path and path[-1] in self.leaves:
             self.leaves[path[-1]] = self.leaves.pop(path[-1])
         return path
@@ -191,7 +202,7 @@ class Transcripts:
             self.tokens_encoded += len(made)
             return EncodedChat(made, ending=text[-ENDING:])
         session = None if key is None else self._open(key, model, tokenizer)
-        path = [] if session is None else session.find(tokenizer, text)
+        path = [] if session is None else await session.find(tokenizer, text)
         known = [_Piece(part.text, part.packed) for part in path]
         rest = text[sum(len(piece.text) for piece in known) :]
         reused = sum(len(piece.packed) for piece in known) // TOKEN_BYTES
@@ -203,8 +214,8 @@ class Transcripts:
         turn = None
         # The session may have been forgotten or evicted meanwhile.
         if key is not None and session is not None and self._sessions.get(key) is session:
-            end = self._remember(session, path, known, pieces[:-1])
-            turn = _Turn(key, session, tokenizer, end, *pieces[-1])
+            end = await self._remember(key, session, path, known, pieces[:-1])
+            turn = None if end is None else _Turn(key, session, tokenizer, end, *pieces[-1])
         return EncodedChat(token_ids, reused, turn, text[-ENDING:])
 
     def record(self, prompt: EncodedChat, token_ids: Sequence[int]) -> None:
@@ -253,15 +264,25 @@ class Transcripts:
         self._settle(session.size)
         return session
 
-    def _remember(self, session: _Session, path: Sequence[_Part], known: Iterable[_Piece], new: Iterable[_Piece]) -> _Part:
-        """Adds the new pieces after the known path, or all pieces if that path is gone. Returns the last part."""
-        size = session.size
+    async def _remember(
+        self, key: str, session: _Session, path: Sequence[_Part], known: Sequence[_Piece], new: Sequence[_Piece]
+    ) -> _Part | None:
+        """Adds the new pieces after the known path, or all pieces if that path is gone. Returns the last part.
+
+        Does not suspend for a few pieces. None if the session was forgotten while others went on.
+        """
         end = path[-1] if path else session.root
         if not session.holds(end):
             end, new = session.root, [*known, *new]
-        for piece in new:
-            end = session.put(end, *piece, replaces=False)
-        self._settle(session.size - size)
+        for start in range(0, len(new), MAX_REMEMBERED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+                if self._sessions.get(key) is not session or not session.holds(end):
+                    return None
+            size = session.size
+            for piece in new[start : start + MAX_REMEMBERED_AT_ONCE]:
+                end = session.put(end, *piece, replaces=False)
+            self._settle(session.size - size)
         return end
 
     def _settle(self, growth: int) -> None:

@@ -53,6 +53,16 @@ def test_nothing_is_sent_without_room_and_all_in_order_with_it() -> None:
     assert (room.sent, len(queue)) == (["a", "b"], 1)
 
 
+def test_many_waiters_are_sent_in_pieces() -> None:
+    room, queue = Room(5), WaitingQueue()
+    for name in "abcde":
+        queue.add(room.waiter(name), wish(), is_new=True)
+    assert queue.send(3)
+    assert room.sent == ["a", "b", "c"]
+    assert not queue.send(3)
+    assert (room.sent, len(queue)) == (["a", "b", "c", "d", "e"], 0)
+
+
 def test_one_step_of_priority_is_worth_its_seconds() -> None:
     now = 100.0
     room, queue = Room(10), WaitingQueue(lambda: now)

@@ -46,6 +46,18 @@ def running(*producers: Producer) -> Iterator[FanIn]:
         fan.close()
 
 
+async def test_producers_can_be_started_in_pieces() -> None:
+    scripts = [Script() for _ in range(5)]
+    fan = FanIn(scripts)
+    fan.start(2)
+    assert [script.mailbox is not None for script in scripts] == [True, True, False, False, False]
+    scripts[1].put(1)
+    assert await fan.receive() == [Arrival(1, Delta(0, (1,)), None)]
+    fan.start(2)
+    fan.close()
+    assert [script.cancels for script in scripts] == [1, 1, 1, 1, 0], "what never began is not stopped"
+
+
 async def test_choices_interleave_and_stay_in_order() -> None:
     first, second = Script(), Script()
     with running(first, second) as fan:

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
+from front_end import Turns
 from penstock.text.tokenizers.cuts import separators
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
-from penstock.text.transcript import MAX_BRANCHES, EncodedChat, Transcripts
+from penstock.text.transcript import MAX_BRANCHES, MAX_REMEMBERED_AT_ONCE, EncodedChat, Transcripts
 from penstock.wire.errors import RequestError
 from tokenizer_kinds import CHAT_ML, KINDS, byte_level, chat, encode_chat, say, smollm, tokenizer_of
 
@@ -469,3 +470,30 @@ async def test_a_chat_that_the_template_refuses_is_refused() -> None:
         with pytest.raises(RequestError, match="refuses these messages: no"):
             await transcripts.encode_chat(key, "model", tokenizer, chat("water"))
     assert transcripts.bytes == 0
+
+
+async def test_thousands_of_messages_are_remembered_in_pieces() -> None:
+    words, transcripts = WordTokenizer(), Transcripts(PLENTY)
+    messages = [ChatMessage(role="user", content=f"{number}") for number in range(4000)]
+    async with Turns() as turns:
+        first = await transcripts.encode_chat("s", "m", words, ChatPrompt(messages))
+        assert turns.count >= len(messages) // MAX_REMEMBERED_AT_ONCE
+    transcripts.check_integrity()
+    again = await transcripts.encode_chat("s", "m", words, ChatPrompt([*messages, ChatMessage(role="user", content="more")]))
+    assert again.reused_tokens >= len(first.token_ids) - 20
+    assert again.token_ids[: again.reused_tokens] == first.token_ids[: again.reused_tokens]
+    transcripts.check_integrity()
+
+
+async def test_a_session_that_ends_while_it_is_remembered_stays_forgotten() -> None:
+    words, transcripts = WordTokenizer(), Transcripts(PLENTY)
+    messages = [ChatMessage(role="user", content=f"{number}") for number in range(4000)]
+    encoding = asyncio.create_task(transcripts.encode_chat("s", "m", words, ChatPrompt(messages)))
+    while not transcripts.bytes > 100_000:
+        await asyncio.sleep(0)
+    transcripts.forget("s")
+    encoded = await encoding
+    assert encoded.turn is None
+    assert (transcripts.bytes, len(transcripts)) == (0, 0)
+    transcripts.record(encoded, [65])
+    transcripts.check_integrity()

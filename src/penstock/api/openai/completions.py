@@ -33,6 +33,7 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPT_TOKENS = 1 << 20
 """Of all prompts of one request. One prompt alone may have more, if the model's context does."""
+TOKENS_AT_ONCE = 8192
 
 
 async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[Plan, CompletionDialect]:
@@ -43,7 +44,7 @@ async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[
     if not max_tokens and not request.echo:
         raise RequestError("`max_tokens` is 0: expected at least 1 unless `echo` is true", param="max_tokens")
     field, grammar = wanted_grammar(request.structured_outputs, None)
-    given, candidates = _prompts(model, request.prompt), _candidates(request)
+    given, candidates = await context.read(incoming, _prompts, model, request.prompt), _candidates(request)
     check_choices(len(given), candidates or request.n or 1)
     prompts = await _encoded(model, request, given, context, incoming.tenant.lane)
     plan = make_plan(
@@ -59,30 +60,25 @@ async def parse_completion(incoming: Incoming, context: PromptContext) -> tuple[
         grammar=grammar,
         grammar_field=field,
     )
-    return plan, CompletionDialect(plan, bool(request.echo), request.logprobs is not None)
+    echoes = await context.read(incoming, _echoes, plan) if request.echo else None
+    return plan, CompletionDialect(plan, echoes, request.logprobs is not None)
 
 
 class CompletionDialect(OpenAIDialect):
     """Renders `text_completion` objects."""
 
-    def __init__(self, plan: Plan, echo: bool, has_logprobs: bool) -> None:
+    def __init__(self, plan: Plan, echoes: Sequence[str] | None, has_logprobs: bool) -> None:
+        """`echoes` has the text of each prompt, if it is to be repeated."""
         super().__init__("cmpl", "text_completion", plan)
-        self._echoed = [submit.token_ids for submit in plan.submits] if echo else None
+        self._echoes = echoes
+        self._candidates = plan.candidates
+        self._echoed = [submit.token_ids for submit in plan.submits] if echoes is not None else None
         self._has_logprobs = has_logprobs
         self._offsets = [0] * len(plan.submits)
         self._prompt_entries = [0] * len(plan.submits)
-        self._opening_text = ""
 
     def opening(self, index: int) -> str:
-        if self._echoed is None:
-            return ""
-        echoed = self._echoed[index]
-        if index and self._echoed[index - 1] is echoed:
-            # The choices of a prompt stand together.
-            return self._opening_text
-        detokenizer = self._tokenizer.detokenizer()
-        self._opening_text = detokenizer.feed(echoed) + detokenizer.finish()
-        return self._opening_text
+        return "" if self._echoes is None else self._echoes[index // self._candidates]
 
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:
         of_prompt = None if delta.prompt is None else delta.prompt.logprobs
@@ -115,6 +111,18 @@ class CompletionDialect(OpenAIDialect):
 
     def _content(self, parts: Sequence[Part]) -> dict[str, object]:
         return {"text": _plain(parts)}
+
+
+def _echoes(plan: Plan) -> list[str]:
+    """The text of each prompt."""
+    return [_decoded(plan.model.tokenizer, submit.token_ids) for submit in plan.submits[:: plan.candidates]]
+
+
+def _decoded(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    # Not `decode`: it holds the GIL until it is done.
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.feed(token_ids[start : start + TOKENS_AT_ONCE]) for start in range(0, len(token_ids), TOKENS_AT_ONCE)]
+    return "".join([*pieces, detokenizer.finish()])
 
 
 def _plain(parts: Sequence[Part]) -> str:

@@ -29,8 +29,13 @@ from penstock.wire.messages import Fault, Submit, Terminal
 
 log = logging.getLogger(__name__)
 
+MAX_STARTED_AT_ONCE = 64
+"""Generations that are sent to workers in one go: 2 to 4 ms."""
+
 MAX_BYTES_AT_ONCE = 1 << 20
-"""Of a whole answer, this much is encoded in one go."""
+"""Of a whole answer, this much is encoded in one go. A piece, however short, counts as PIECE_BYTES."""
+
+PIECE_BYTES = 1024
 
 # Fewer and shorter arrivals than these are rendered in a few milliseconds.
 MAX_ARRIVALS_UNWEIGHED = 16
@@ -179,6 +184,9 @@ class _Run:
             if plan.prompt_tokens > MAX_TOKENS_AT_ONCE and len(self._turn.sessions.pool.usable(plan.model.info.name)) > 1:
                 prompts = [submit.token_ids for submit in plan.submits[:: plan.candidates]]
                 await self._turn.name_blocks(prompts, plan.model.info.block_size, plan.submits[0].root, self._loop_turn)
+            for _ in range(0, len(plan.submits) - MAX_STARTED_AT_ONCE, MAX_STARTED_AT_ONCE):
+                self._fan.start(MAX_STARTED_AT_ONCE)
+                await self._loop_turn()
             self._fan.start()
             return await (self._stream() if self._plan.request.stream else self._collect())
         finally:
@@ -304,7 +312,7 @@ class _Run:
         size = 0
         for piece in self._dialect.body(answers, self._usage(), self._nvext()):
             body.append(piece)
-            size += len(piece)
+            size += len(piece) + PIECE_BYTES
             if size >= MAX_BYTES_AT_ONCE:
                 size = 0
                 await self._loop_turn()

@@ -82,6 +82,15 @@ async def test_a_body_of_known_length_ends_with_its_last_byte(pieces: tuple[byte
     assert client.pieces == [b"of the next request"]
 
 
+async def test_a_large_body_is_not_copied_at_its_end() -> None:
+    pieces = [bytes([number]) * 2**18 for number in range(8)]
+    client = Client(*pieces, headers={b"content-length": str(2**21).encode()})
+    limits = Limits(max_body_bytes=2**21, stall_seconds=10)
+    body = await read_body(client.scope, client.receive, limits, FairBudget(2**21), Share())
+    assert body == b"".join(pieces)
+    assert type(body).__name__ == "bytearray"
+
+
 async def test_a_body_that_does_not_end_is_refused_and_nothing_else_is_cancelled() -> None:
     client = Client(b"ab")
     with pytest.raises(RequestError) as caught:
