@@ -79,6 +79,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "2,048 choices": lambda: completion([[index] for index in range(1000, 1016)], n=128, max_tokens=16),
     "2,048 choices, streamed": lambda: completion([[index] for index in range(1000, 1016)], n=128, max_tokens=16, stream=True),
     "128 choices with 20 logprobs": lambda: chat([{"role": "user", "content": "x"}], n=128, max_tokens=64, logprobs=True, top_logprobs=20),
+    "2,048 tokens with 20 logprobs, Responses": lambda: Case(
+        "/v1/responses",
+        json.dumps({"model": "m", "input": "x", "max_output_tokens": 2048, "ignore_eos": True, "top_logprobs": 20}).encode(),
+        (200, 400),
+    ),
     "prompt token ids, n 128": lambda: completion(IDS, n=128, return_token_ids=True),
     "empty strings": lambda: filled('""'),
     "empty arrays": lambda: filled("[]"),

@@ -54,7 +54,8 @@ class Logprobs:
     """
 
     def __init__(self) -> None:
-        self._entries: list[Item] = []
+        self._entries: list[msgspec.Raw] = []
+        """Encoded: they are part of several events, of the answer and of what is stored."""
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._written = bytearray()
@@ -66,12 +67,12 @@ class Logprobs:
     def note(self, entries: Sequence[Item]) -> None:
         """Adds the tokens of a delta."""
         for entry in entries:
-            self._entries.append(entry)
+            self._entries.append(msgspec.Raw(msgspec.json.encode(entry)))
             self._begins.append(len(self._written))
             self._written += bytes(entry["bytes"])
             self._ends.append(len(self._written))
 
-    def of_delta(self, text: str) -> list[Item]:
+    def of_delta(self, text: str) -> list[msgspec.Raw]:
         """The logprobs of the newest piece of a message."""
         piece = text.encode()
         start = max(self._sent, self._closed)
@@ -82,7 +83,7 @@ class Logprobs:
         self._sent = found + len(piece)
         return self._between(start, found, self._sent)
 
-    def of_item(self, text: str) -> list[Item]:
+    def of_item(self, text: str) -> list[msgspec.Raw]:
         """The logprobs of a complete item with this text. Earlier tokens are not searched again."""
         whole = text.encode()
         start = self._closed
@@ -92,7 +93,7 @@ class Logprobs:
         self._closed = found + len(whole)
         return self._between(start, found, self._closed)
 
-    def _between(self, start: int, begin: int, end: int) -> list[Item]:
+    def _between(self, start: int, begin: int, end: int) -> list[msgspec.Raw]:
         """The tokens with bytes from `begin` to `end`. A token that begins before `start` belongs to an earlier text."""
         first = max(bisect_left(self._begins, start), bisect_right(self._ends, begin))
         return self._entries[first : bisect_left(self._begins, end)]
@@ -260,7 +261,7 @@ class _OpenText(_OpenItem):
         self._item["content"] = [part]
         return [*events, self.done(status)]
 
-    def _part(self, text: str, logprobs: Sequence[Item]) -> dict[str, Any]:
+    def _part(self, text: str, logprobs: Sequence[msgspec.Raw]) -> dict[str, Any]:
         if not self.is_message:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
