@@ -98,7 +98,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "16,384 messages, Anthropic": lambda: chat(messages(16_383), "/v1/messages"),
     "16,384 items, Responses": lambda: Case("/v1/responses", json.dumps({"model": "m", "input": messages(16_384)}).encode()),
     "a wrong field after 16,384 messages": lambda: chat(messages(16_384), n="x")._replace(statuses=(400,)),
-    "3,000 tool calls": lambda: chat(calls(2000)),
+    "2,000 tool calls": lambda: chat(calls(2000)),
     "1,024 tools": lambda: chat(
         [{"role": "user", "content": "x"}],
         tools=[
@@ -110,7 +110,7 @@ CASES: dict[str, Callable[[], Case]] = {
         "/v1/responses",
         json.dumps({"model": "m", "truncation": "auto", "input": [{"role": "user", "content": text(60)} for _ in range(8000)]}).encode(),
     ),
-    "a stored response of 8 MiB": lambda: Case(
+    "256 KiB of instructions, stored": lambda: Case(
         "/v1/responses", json.dumps({"model": "m", "input": "x", "instructions": "y " * 2**17, "metadata": {}}).encode(), (200, 400)
     ),
     "200,000 tokens detokenized": lambda: Case("/detokenize", json.dumps({"model": "m", "tokens": IDS * 5}).encode()),
