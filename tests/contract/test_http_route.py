@@ -189,7 +189,7 @@ async def test_the_route_and_what_is_known(running: Running) -> None:
         assert engine.report.version is not None
         assert facts.block_size == 32
         assert facts.kv_blocks > 0
-        assert facts.capabilities == ("logprobs", "prompt_logprobs", "grammar")
+        assert facts.capabilities == ("logprobs", "prompt_logprobs", "grammar", "isolation")
         # What SGLang keeps back is not promised.
         assert facts.context_length == (2046 if running.kind.engine == "sglang" else CONTEXT)
 
@@ -202,6 +202,21 @@ async def test_the_tokens_are_the_servers_own(running: Running) -> None:
     assert list(map(tokens, answers)) == expected
     assert [[chunk.finish for chunk in chunks if chunk.finish] for chunks in answers] == [["length"]] * len(asks)
     assert tokens(answers[0]) == greedy(chat_model(), asks[0].token_ids, 40)
+
+
+async def test_the_server_shares_nothing_between_salts(running: Running) -> None:
+    prompt = random_prompt("salted", 300)
+    async with running_engine(running) as (engine, facts):
+        assert "isolation" in facts.capabilities
+        found = []
+        for salt in ("0a" * 16, "0a" * 16, "0b" * 16, None, "0b" * 16):
+            chunks = await read_all(engine, ask(token_ids=prompt, max_tokens=2, salt=salt))
+            found.append(chunks[-1].cached_tokens)
+    # vLLM's server reports them only where it was told to.
+    again = found[1]
+    if again is not None:
+        assert found == [0, again, 0, 0, again]
+        assert again >= 256
 
 
 async def test_a_reader_that_stalls_loses_nothing(running: Running) -> None:
