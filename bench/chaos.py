@@ -147,11 +147,12 @@ async def run_shutdown(arguments: argparse.Namespace) -> bool:
                 states = list(itertools.islice(itertools.cycle(BAD_STATES), arguments.streams))
                 connections = [_begin(server.port, state) for state in states]
                 await asyncio.sleep(SETTLE_SECONDS)
+                inside = sum(server.metric(f"penstock_requests_{state}", role="frontend") for state in ("running", "queued"))
                 front_end, whole = _stop(server, arguments.grace)
             for connection in connections:
                 connection.close()
         cleaned = any("frontend has ended" in line for line in server.log)
-        print(f"{number + 1:2}: front end {front_end:+.2f} s, all {whole:+.2f} s; status {server.process.returncode}, cleaned up {cleaned}")
+        print(f"{number + 1:2}: {inside:.0f} generating; front end {front_end:+.2f} s, all {whole:+.2f} s; cleaned up: {cleaned}")
         late.append(front_end if cleaned and not server.process.returncode else math.inf)
     in_time = sum(seconds <= 1 for seconds in late)
     print(f"{in_time} of {len(late)} front ends ended within a second of the grace time; the latest {max(late):+.2f} s")

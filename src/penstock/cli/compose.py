@@ -58,11 +58,11 @@ log = logging.getLogger(__name__)
 # A worker that ends waits this long for its front ends to take over its generations.
 HAND_OVER_SECONDS = 2.0
 # A front end that ends gives each of these steps so long: all of them, and its clean-up, are over a second after its grace time.
-EXPEL_SECONDS = 0.3  # requests end with a fault
+EXPEL_SECONDS = 0.15  # requests end with a fault
 CANCEL_SECONDS = 0.1  # those that cannot are cancelled
-CLOSE_SECONDS = 0.1  # granian sends what it has
+CLOSE_SECONDS = 0.05  # granian sends what it has
 CUT_SECONDS = 0.2  # granian notices that its connections are cut
-EXIT_SECONDS = 0.1  # threads end
+EXIT_SECONDS = 0.05  # threads end
 # What a clean-up may take whose store or peer does not answer.
 CLEAN_UP_SECONDS = 5.0
 # An engine that must stop while it loads may take this long.
