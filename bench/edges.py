@@ -143,7 +143,8 @@ KINDS: dict[str, Kind] = {
     "half a body": Kind(CHAT, lambda: _chat(messages=[{"role": "user", "content": _words(200_000)}]), sends=0.5),
 }
 MAX_HELD = 40
-"""Connections of each kind that are left open, unread or half sent."""
+HOLD_SECONDS = 0.05
+"""Of each of these kinds a sender leaves so many connections open, unread or half sent, and makes a new one after so long."""
 
 
 def _head(kind: Kind, length: int) -> bytes:
@@ -188,6 +189,7 @@ class Hostile:
             held.append(writer)
             if len(held) > MAX_HELD:
                 held.pop(0).transport.abort()
+            await asyncio.sleep(HOLD_SECONDS)
         for writer in held:
             writer.transport.abort()
 
