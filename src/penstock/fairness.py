@@ -255,14 +255,16 @@ class _Waiter:
 class FairBudget:
     """What is used for a while, such as bytes or threads. At most `total` is in use, with one exception that keeps tenants apart.
 
-    A tenant alone may use it all. A tenant with nothing under way never waits: it may overdraw the budget. So however much one tenant
-    holds, and for how long, another one can always do one thing after the other. What else does not fit waits, and is served in turn. For
-    one event loop.
+    A tenant alone may use it all. A tenant with nothing under way never waits, nor does one that stays below its share: what each would
+    have if one more came. Both may overdraw the budget, by less than as much again and one request of each. So however much one tenant
+    holds, and for how long, others go on. What else does not fit waits, and is served in turn. For one event loop.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
+        self._held: dict[str, int] = {}
+        """By lane. Lanes with nothing are not in it."""
         self._under_way: dict[str, int] = {}
         """The number of shares, by lane. Lanes without one are not in it."""
         self._waiting: FairQueue[_Waiter] = FairQueue()
@@ -275,7 +277,11 @@ class FairBudget:
 
     def take(self, share: Share, amount: int) -> bool:
         """Takes more, if it need not wait for it."""
-        if (self.used + amount > self.total or self._waiting) and self._under_way.get(share.lane, 0) > share.is_under_way:
+        if (
+            (self.used + amount > self.total or self._waiting)
+            and self._under_way.get(share.lane, 0) > share.is_under_way
+            and self._held.get(share.lane, 0) + amount > self.total // (len(self._under_way) + 1)
+        ):
             return False
         self._grant(share, amount)
         return True
@@ -295,8 +301,7 @@ class FairBudget:
 
     def release(self, share: Share) -> None:
         """Gives everything back. May be called again."""
-        self.used -= share.held
-        share.held = 0
+        self._take_back(share, share.held)
         self._rest(share)
         if self._waiting:
             self._serve(share.lane)
@@ -304,16 +309,29 @@ class FairBudget:
     def check_integrity(self) -> None:
         """Raises AssertionError when a tenant waits of which nothing is under way, or something is kept for one that has left."""
         self._waiting.check_integrity()
-        assert self.used >= 0
+        assert self.used == sum(self._held.values())
+        assert all(held > 0 for held in self._held.values())
         assert all(self._under_way.values())
         assert {waiter.share.lane for waiter in self._waiting} <= self._under_way.keys()
 
     def _grant(self, share: Share, amount: int) -> None:
         self.used += amount
         share.held += amount
+        if amount:
+            self._held[share.lane] = self._held.get(share.lane, 0) + amount
         if not share.is_under_way:
             share.is_under_way = True
             self._under_way[share.lane] = self._under_way.get(share.lane, 0) + 1
+
+    def _take_back(self, share: Share, amount: int) -> None:
+        self.used -= amount
+        share.held -= amount
+        if amount:
+            left = self._held[share.lane] - amount
+            if left:
+                self._held[share.lane] = left
+            else:
+                del self._held[share.lane]
 
     def _rest(self, share: Share) -> None:
         if share.is_under_way:
@@ -327,8 +345,7 @@ class FairBudget:
             self._waiting.discard(waiter)
         else:
             # Its caller was cancelled when it was just served.
-            self.used -= waiter.amount
-            waiter.share.held -= waiter.amount
+            self._take_back(waiter.share, waiter.amount)
         self._serve(waiter.share.lane)
 
     def _serve(self, lane: str) -> None:

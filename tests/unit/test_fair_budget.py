@@ -195,3 +195,20 @@ async def test_any_order_of_events_leaves_nothing_behind(seed: int) -> None:
     budget.check_integrity()
     assert (budget.used, budget.waiting) == (0, 0)
     assert most <= 20 + 3 * 24, "a tenant overdraws by at most what it takes at once"
+
+
+async def test_a_tenant_below_its_share_never_waits() -> None:
+    """Of two tenants each may have a third: there may be one more."""
+    tenants = Tenants(90)
+    hoard = tenants.share("a", 90)
+    waiting = await tenants.start("a", 1)
+    shares = [tenants.share("b", 10) for _ in range(3)]
+    assert not tenants.budget.take(Share("b"), 1)
+    assert tenants.budget.used == 120
+    await tenants.release(shares.pop())
+    shares.append(tenants.share("b", 10))
+    await tenants.release(hoard)
+    await waiting
+    for share in (*shares, *tenants.shares):
+        await tenants.release(share)
+    assert tenants.budget.used == 0

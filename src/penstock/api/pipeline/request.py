@@ -101,7 +101,9 @@ class ClientGone(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits, bodies: FairBudget, share: Share) -> bytes:
-    """The whole body, which takes its bytes from the budget as they come.
+    """The whole body, which takes its bytes from the budget: all at once if the client says how many, or else as they come.
+
+    Two bodies that each wait for the other's bytes would wait for long.
 
     Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long, 503 when there is no room for it.
     """
@@ -111,6 +113,8 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits, bodies: Fair
         raise too_large(limit)
     deadline = _Deadline(seconds)
     try:
+        if length and not bodies.take(share, length):
+            await _wait_for_room(bodies, share, length, deadline)
         return await _read_chunks(receive, limit, length, deadline, bodies, share)
     except asyncio.CancelledError:
         if deadline.has_passed:
@@ -152,7 +156,7 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None, deadlin
         size += len(chunk)
         if size > limit:
             raise too_large(limit)
-        if chunk and not bodies.take(share, len(chunk)):
+        if length is None and chunk and not bodies.take(share, len(chunk)):
             await _wait_for_room(bodies, share, len(chunk), deadline)
         if size == length and not body:
             return bytes(chunk)

@@ -111,3 +111,27 @@ async def test_a_body_that_trickles_is_refused_when_its_time_is_over() -> None:
         async with asyncio.timeout(10):
             await read(client, trickle, 0.01)
     assert caught.value.status == 408
+
+
+async def test_bodies_of_known_length_do_not_wait_for_each_others_bytes() -> None:
+    """Together they are too large. Byte by byte, each would get a part of the room, and neither would end."""
+    limits, bodies = Limits(max_body_bytes=100, stall_seconds=10), FairBudget(100)
+    shares = [Share("a"), Share("a")]
+    clients = [Client(*[b"x" * 10] * 8, headers={b"content-length": b"80"}) for _ in shares]
+
+    async def slowly(client: Client) -> Any:
+        await asyncio.sleep(0)
+        return await client.receive()
+
+    async def body(client: Client, share: Share) -> bytes:
+        try:
+            return await read_body(client.scope, lambda: slowly(client), limits, bodies, share)
+        finally:
+            bodies.release(share)
+
+    tasks = [asyncio.create_task(body(*each)) for each in zip(clients, shares, strict=True)]
+    await asyncio.sleep(0)
+    assert [share.held for share in shares] == [80, 0]
+    async with asyncio.timeout(5):
+        assert await asyncio.gather(*tasks) == [b"x" * 80] * 2
+    assert bodies.used == 0
