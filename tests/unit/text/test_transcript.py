@@ -497,3 +497,14 @@ async def test_a_session_that_ends_while_it_is_remembered_stays_forgotten() -> N
     assert (transcripts.bytes, len(transcripts)) == (0, 0)
     transcripts.record(encoded, [65])
     transcripts.check_integrity()
+
+
+async def test_parts_in_a_memo_are_not_tokenized_again() -> None:
+    words, transcripts = WordTokenizer(), Transcripts(PLENTY)
+    memo: dict[str, bytes] = {}
+    messages = [ChatMessage(role="user", content=f"{number} " + "word " * 50) for number in range(200)]
+    await transcripts.encode_chat(None, "m", words, ChatPrompt(messages), memo=memo)
+    encoded = transcripts.tokens_encoded
+    fewer = await transcripts.encode_chat(None, "m", words, ChatPrompt(messages[50:]), memo=memo)
+    assert transcripts.tokens_encoded == encoded
+    assert fewer.token_ids == (await transcripts.encode_chat(None, "m", words, ChatPrompt(messages[50:]))).token_ids
