@@ -137,8 +137,8 @@ def test_a_bad_salt_gets_400(guarded: Server, path: str, salt: object) -> None:
     for fields, param in (({"cache_salt": salt}, "cache_salt"), ({"nvext": {"cache_salt": salt}}, "nvext.cache_salt")):
         status, _, answer = ask(guarded, ALICE, path, **BODIES[path], **fields)
         assert status == 400, answer
-        assert f"`{param}` is {json.dumps(salt)[:60]}" in answer["error"]["message"]
-        assert "expected `str" in answer["error"]["message"]
+        message = answer["error"]["message"]
+        assert f"`{param}` {'has 129 characters' if salt == 'x' * 129 else f'is {json.dumps(salt)}'}: expected " in message
 
 
 def test_keys_share_if_the_operator_says_so(shared: Server) -> None:

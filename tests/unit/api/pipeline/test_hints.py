@@ -345,8 +345,7 @@ def test_a_bad_cache_salt_is_refused(salt: object) -> None:
     for fields, param in (({"cache_salt": salt}, "cache_salt"), ({"nvext": {"cache_salt": salt}}, "nvext.cache_salt")):
         error = refused(**fields)
         assert (error.param, error.code, error.status) == (param, "invalid_value", 400)
-        assert f"`{param}` is {json.dumps(salt)[:60]}" in str(error)
-        assert "expected `str" in str(error)
+        assert f"`{param}` {'has 129 characters' if salt == 'x' * 129 else f'is {json.dumps(salt)}'}: expected " in str(error)
 
 
 def test_two_cache_salts_are_refused() -> None:
