@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.stream.slot import Slot
+from penstock.wire.codec import PACKED_ENTRIES
 from penstock.wire.messages import Delta, Finish, Segment, Terminal
 
 # A frame has about this many tokens at most. Even with twenty logprobs per token it stays below the size limit of a frame.
@@ -62,7 +63,7 @@ class Outbox:
             if delta is not None:
                 tokens -= len(delta.token_ids)
                 if delta.prompt is not None:
-                    tokens -= len(delta.prompt.logprobs or ())
+                    tokens -= PACKED_ENTRIES * len(delta.prompt.logprobs or ())
                 if tokens <= 0:
                     self.waiting = waiting[index if not slot.is_empty else index + 1 :]
                     break

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.stream.outbox import Outbox
+from penstock.stream.outbox import FRAME_TOKENS, Outbox
+from penstock.wire.codec import encode_frame, pack_logprobs
 from penstock.wire.errors import UnmergeableError
-from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Segment, TokenLogprob
+from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Segment, Step, TokenLogprob, WorkerStats
 
 
 @given(
@@ -88,3 +89,19 @@ def test_a_delta_that_cannot_be_merged_is_refused_when_it_is_put(wrong: Delta) -
     assert [segment.id for segment in drained] == [slot.generation for slot in slots]
     assert [segment.terminal for segment in drained if segment.terminal] == [Fault("stream_breach", "broken")]
     assert all(segment.delta == Delta(0, (7,), (TokenLogprob(-1.0),)) for segment in drained)
+
+
+def test_prompt_logprobs_count_as_what_a_frame_holds() -> None:
+    """Many prompts with all their logprobs end in the same step: no frame is over its limit, which would end the link."""
+    outbox = Outbox()
+    entry = TokenLogprob(-1.5, tuple((100_000 + token, -2.5) for token in range(20)))
+    report = PromptReport(0, pack_logprobs([entry] * (FRAME_TOKENS // 4)))
+    for number in range(12):
+        outbox.open(bytes([number])).put(Delta(0, (1,), None, report))
+    drained: list[bytes] = []
+    while outbox.waiting:
+        segments = outbox.drain()
+        assert len(segments) <= 4
+        encode_frame(Step(segments, WorkerStats()))
+        drained += [segment.id for segment in segments]
+    assert drained == [bytes([number]) for number in range(12)]
