@@ -148,6 +148,8 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._longest = max(map(len, stops))
+        self._by_first = {stop[0]: [other for other in stops if other[0] == stop[0]] for stop in stops}
         self._held = ""
         self.matched: str | None = None
 
@@ -176,8 +178,13 @@ class StopMatcher:
 
     def _possible_start(self, text: str) -> int:
         """The length of the longest end of `text` that is the start of a stop string."""
-        longest = min(len(text), max(map(len, self._stops)) - 1)
-        return next((size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in self._stops)), 0)
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._by_first:
+                end = text[start:]
+                for stop in self._by_first[end[0]]:
+                    if stop.startswith(end):
+                        return len(end)
+        return 0
 
 
 class TextPart(NamedTuple):

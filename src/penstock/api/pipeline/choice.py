@@ -21,15 +21,24 @@ MAX_WEIGHT = 1536
 """What is rendered in one go: 2 to 5 ms. A logprob, of a token or of an alternative, has the weight 1."""
 
 ARRIVAL_WEIGHT = 8
-TOKENS_PER_WEIGHT = 4
+TOKEN_WEIGHT = 0.25
+# Of a token that is looked at by itself, and of each stop string that is looked for after it.
+SINGLE_WEIGHT, STOP_WEIGHT = 2.0, 2.0
 
 
-def weight_of(arrival: Arrival) -> int:
+def token_weight(plan: Plan) -> float:
+    """How long each token of an answer takes to render."""
+    if plan.one_call or plan.request.stops:
+        return SINGLE_WEIGHT + STOP_WEIGHT * len(plan.request.stops)
+    return TOKEN_WEIGHT
+
+
+def weight_of(arrival: Arrival, token_weight: float = TOKEN_WEIGHT) -> int:
     """How long an arrival takes to render."""
     delta = arrival.delta
     if delta is None:
         return ARRIVAL_WEIGHT
-    weight = ARRIVAL_WEIGHT + len(delta.token_ids) // TOKENS_PER_WEIGHT
+    weight = ARRIVAL_WEIGHT + int(len(delta.token_ids) * token_weight)
     if delta.logprobs:
         weight += len(delta.logprobs) * (1 + len(delta.logprobs[0].top))
     if delta.prompt is not None and delta.prompt.logprobs is not None:
@@ -38,10 +47,10 @@ def weight_of(arrival: Arrival) -> int:
     return weight
 
 
-def pieces_of(arrival: Arrival) -> Iterator[Arrival]:
+def pieces_of(arrival: Arrival, token_weight: float = TOKEN_WEIGHT) -> Iterator[Arrival]:
     """The same as several arrivals of at most about MAX_WEIGHT: first the prompt's logprobs, then the tokens, and with the last the end."""
     delta = arrival.delta
-    if delta is None or weight_of(arrival) <= MAX_WEIGHT:
+    if delta is None or weight_of(arrival, token_weight) <= MAX_WEIGHT:
         yield arrival
         return
     prompt = delta.prompt
@@ -49,7 +58,7 @@ def pieces_of(arrival: Arrival) -> Iterator[Arrival]:
         for packed in prompt.logprobs or ():
             yield Arrival(arrival.choice, Delta(delta.offset, (), None, structs.replace(prompt, logprobs=(packed,))), None)
     alternatives = len(delta.logprobs[0].top) if delta.logprobs else 0
-    step = max(1, MAX_WEIGHT // (1 + alternatives))
+    step = max(1, int(MAX_WEIGHT / (1 + alternatives + token_weight)))
     for start in range(0, len(delta.token_ids) or 1, step):
         end = start + step
         logprobs = None if delta.logprobs is None else delta.logprobs[start:end]

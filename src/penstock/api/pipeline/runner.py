@@ -12,7 +12,7 @@ from itertools import chain
 from starlette.types import Receive
 
 from penstock.api.pipeline.admission import Admission, Ticket
-from penstock.api.pipeline.choice import MAX_WEIGHT, Choice, pieces_of, weight_of
+from penstock.api.pipeline.choice import MAX_WEIGHT, Choice, pieces_of, token_weight, weight_of
 from penstock.api.pipeline.detached import DetachedRun, DetachedRuns
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Usage
 from penstock.api.pipeline.plan import Plan
@@ -152,6 +152,7 @@ class _Run:
         self._tells_usage = request.continuous_usage
         self._fan = FanIn([partial(produce, name, turn, submit) for submit in plan.submits])
         self._choices = [Choice(index, plan, dialect) for index in range(len(plan.submits))]
+        self._token_weight = token_weight(plan)
         self._open = len(self._choices)
         self._has_begun = False
         self._last: int | None = None
@@ -250,12 +251,12 @@ class _Run:
             arrivals = self._fan.take()
             if len(arrivals) <= MAX_ARRIVALS_UNWEIGHED and not any(map(_is_large, arrivals)):
                 return arrivals
-            self._backlog = chain.from_iterable(map(pieces_of, arrivals))
+            self._backlog = self._pieces(arrivals)
         taken: list[Arrival] = []
         weight = 0
         for piece in self._backlog:
             taken.append(piece)
-            weight += weight_of(piece)
+            weight += weight_of(piece, self._token_weight)
             if weight >= MAX_WEIGHT:
                 assert self._writer is not None
                 asyncio.get_running_loop().call_soon(self._writer.wake)
@@ -265,6 +266,9 @@ class _Run:
         if self._writer is not None:
             asyncio.get_running_loop().call_soon(self._writer.wake)
         return taken
+
+    def _pieces(self, arrivals: Sequence[Arrival]) -> Iterator[Arrival]:
+        return chain.from_iterable(pieces_of(arrival, self._token_weight) for arrival in arrivals)
 
     def _end(self) -> tuple[bytes, str | None]:
         """The end of a stream. Empty while the session is being bound: its client may send the next turn as soon as it sees the end."""
@@ -299,10 +303,10 @@ class _Run:
     async def _collect_all(self, arrivals: Sequence[Arrival], collected: Sequence[_Collected]) -> None:
         """Others go on meanwhile if it takes long."""
         weight = 0
-        for piece in chain.from_iterable(map(pieces_of, arrivals)):
+        for piece in self._pieces(arrivals):
             if self._choices[piece.choice].ending is None:
                 self._collect_one(piece, collected[piece.choice])
-                weight += weight_of(piece)
+                weight += weight_of(piece, self._token_weight)
                 if weight >= MAX_WEIGHT:
                     weight = 0
                     await self._loop_turn()

@@ -104,6 +104,14 @@ async def test_a_stop_string_in_an_early_piece_ends_the_answer(stream: bool) -> 
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
 
 
+async def test_tokens_that_many_stop_strings_are_looked_for_in_are_rendered_in_pieces() -> None:
+    stops = ["never" * 400 + str(number) for number in range(16)]
+    front_end, _ = await answered(says_much(20_000), stop=stops, stream=True)
+    texts = [event["choices"][0]["text"] for event in front_end.events]
+    assert "".join(texts) == "A" * 20_000
+    assert max(map(len, texts)) <= MAX_WEIGHT / len(stops)
+
+
 async def test_thousands_of_choices_are_rendered_in_pieces() -> None:
     prompts = [[65]] * 2000
     front_end, turns = await answered(says_much(1, end="x"), prompt=prompts, max_tokens=2, stream=True)
@@ -111,15 +119,15 @@ async def test_thousands_of_choices_are_rendered_in_pieces() -> None:
     assert len({event["choices"][0]["index"] for event in front_end.events}) == 2000
 
 
-@given(st.integers(0, 20_000), st.none() | st.integers(0, 5), st.none() | st.integers(1, 3000), st.booleans())
-def test_the_pieces_of_an_arrival_are_the_arrival(tokens: int, top: int | None, prompt: int | None, fails: bool) -> None:
+@given(st.integers(0, 20_000), st.none() | st.integers(0, 5), st.none() | st.integers(1, 3000), st.booleans(), st.sampled_from([0.25, 34]))
+def test_the_pieces_of_an_arrival_are_the_arrival(tokens: int, top: int | None, prompt: int | None, fails: bool, each: float) -> None:
     logprobs = None if top is None else tuple([TokenLogprob(-float(number), TOP[:top]) for number in range(tokens)])
     packed = None if prompt is None else pack_logprobs([None, *map(entry, range(1, prompt))])
     delta = Delta(7, tuple(range(tokens)), logprobs, PromptReport(3, packed, "open"))
     terminal = Fault("lost", "lost") if fails else Finish("stop")
-    pieces = list(pieces_of(Arrival(5, delta, terminal)))
+    pieces = list(pieces_of(Arrival(5, delta, terminal), each))
     deltas = [piece.delta for piece in pieces if piece.delta is not None]
-    assert all(weight_of(piece) <= 2 * MAX_WEIGHT for piece in pieces)
+    assert all(weight_of(piece, each) <= 2 * MAX_WEIGHT for piece in pieces)
     assert [piece.terminal for piece in pieces] == [*[None] * (len(pieces) - 1), terminal]
     assert sum([piece.token_ids for piece in deltas], ()) == delta.token_ids
     assert sum([piece.logprobs or () for piece in deltas], ()) == (logprobs or ())
