@@ -568,3 +568,28 @@ async def test_tenants_of_several_front_ends_take_turns_in_a_worker(tmp_path: Pa
             served = ended[before:]
             await asyncio.gather(*flood)
     assert len(served) <= 5 + 5 + 2, "one of the flood for each of the others, and those that ended in the same step"
+
+
+async def test_a_tenant_gets_places_though_another_fills_the_batch_and_the_worker_s_queue(tmp_path: Path) -> None:
+    """Its generations must reach the worker: nobody but the worker can take a place back."""
+    model = make_model(max_batch=8)
+    async with Worker(tmp_path, "w", model, max_batch=8) as worker, FrontEnd([worker], worker_queue=1) as front_end:
+        flood = [front_end.start(submit(number, 50_000, lane="a"))[1] for number in range(30)]
+        await until(lambda: worker.simulator.stats().running == 8 and front_end.dispatcher.queued == 21)
+        others = [front_end.start(submit(number, 4, lane=lane))[1] for number, lane in enumerate("bbbcb", 100)]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*others)
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_a_tenant_sends_one_generation_ahead_to_a_worker_without_room(tmp_path: Path) -> None:
+    async with MuteWorker(tmp_path, "w") as worker, FrontEnd([worker], worker_queue=2) as front_end:
+        tasks = [front_end.start(submit(number, 4, lane=lane))[1] for number, lane in enumerate("aaaabbbb")]
+        await until(lambda: len(worker.submits) == 3)
+        assert [request.lane for request in worker.submits] == ["a", "a", "b"]
+        assert front_end.dispatcher.queued == 5
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,7 +18,7 @@ from penstock.cluster.links.worker_link import Generation, WorkerLink, WorkerRep
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.turn import Turn
 from penstock.cluster.suspects import Suspects
-from penstock.cluster.waiting import WaitingQueue
+from penstock.cluster.waiting import WaitingQueue, may_wait
 from penstock.config.front_end import DispatchLimits
 from penstock.fairness import cost_of
 from penstock.router.policy import Decision
@@ -45,7 +45,7 @@ UNKNOWN_BATCH = 4096
 class Attempt(Generation):
     """A generation on one worker."""
 
-    __slots__ = ("assignment", "id", "member", "production", "session", "started_at")
+    __slots__ = ("assignment", "id", "is_waiting", "member", "production", "session", "started_at")
 
     def __init__(
         self, production: Production, member: Member, generation_id: bytes, assignment: Assignment, session: SessionTurn | None
@@ -57,14 +57,23 @@ class Attempt(Generation):
         self.assignment = assignment
         self.session = session
         self.started_at = production.mailbox.next_offset
+        self.is_waiting = True
 
     def reported(self, report: PromptReport) -> None:
+        self._begun()
         self.assignment.first_token()
         self.production.turn.reported(self.member.name, self.session, report)
 
     def ended(self, error: PenstockError | None) -> None:
+        self._begun()
         self.assignment.ended()
         self.production.attempt_ended(self, error)
+
+    def _begun(self) -> None:
+        """It has left the worker's queue."""
+        if self.is_waiting:
+            self.is_waiting = False
+            self.production.dispatcher.begun(self.production)
 
     def cancel(self) -> None:
         """Stops the generation on its worker."""
@@ -266,6 +275,9 @@ class Dispatcher:
         self._watch: asyncio.Task[None] | None = None
         self.migrations: Counter[str] = Counter()
         self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, clock)
+        # By model and lane: how many wait at workers, and who waits here with none there.
+        self._unbegun: Counter[tuple[str, str]] = Counter()
+        self._hungry: dict[str, set[str]] = {}
         self.shared_prompts: Counter[bytes] = Counter()
         """How many generations that have not ended share each prompt."""
         pool.listeners.append(self)
@@ -294,8 +306,10 @@ class Dispatcher:
         Its deltas and its terminal go to the mailbox. Raises GenerationFault when the queue is full.
         """
         production = Production(self, model, request, mailbox, turn, request.id, self.suspects.deaths)
-        if self._queues.get(model) or not production.try_send():
-            if not self._queue(model).has_room(request, self._limits.max_queued, self.queued):
+        queue = self._queue(model)
+        is_next = not queue or (self._may_overdraw(production) and not queue.count(request.lane))
+        if not (is_next and production.try_send()):
+            if not may_wait(self._queues.values(), request, self._limits.max_queued, self.queued):
                 message = f"the queue for a worker is full; the limit is {self._limits.max_queued:,}"
                 if self.queued < self._limits.max_queued:
                     message += ". What is left is for keys below their share"
@@ -307,6 +321,21 @@ class Dispatcher:
     def enqueue(self, production: Production, *, is_new: bool) -> None:
         """It waits until a worker has room."""
         self._queue(production.model).add(production, production.request, is_new=is_new)
+        if self._may_overdraw(production):
+            self._hungry.setdefault(production.model, set()).add(production.request.lane)
+
+    def begun(self, production: Production) -> None:
+        """It waits at a worker no more."""
+        key = model, lane = production.model, production.request.lane
+        self._unbegun[key] -= 1
+        if not self._unbegun[key]:
+            del self._unbegun[key]
+            if lane:
+                self._hungry.setdefault(model, set()).add(lane)
+
+    def _may_overdraw(self, production: Production) -> bool:
+        """Whether it may go to a worker without room: none of its tenant waits at a worker. So workers know every tenant that waits."""
+        return bool(production.request.lane) and (production.model, production.request.lane) not in self._unbegun
 
     def _queue(self, model: str) -> WaitingQueue:
         queue = self._queues.get(model)
@@ -366,9 +395,14 @@ class Dispatcher:
 
     def pump(self, model: str) -> None:
         """Sends waiting generations if a worker has room now. If there are many, others go on meanwhile."""
-        queue = self._queues.get(model)
-        if queue and queue.send(MAX_SENT_AT_ONCE):
+        queue, hungry = self._queues.get(model), self._hungry.pop(model, None)
+        if not queue:
+            return
+        if queue.send(MAX_SENT_AT_ONCE):
             asyncio.get_running_loop().call_soon(self.pump, model)
+        left = {lane for lane in hungry or () if (model, lane) not in self._unbegun and not queue.send_first_of(lane)}
+        if left:
+            self._hungry[model] = left
 
     def _others(self, production: Production) -> list[Member]:
         """The workers that have not just failed it. A worker that was connected again counts as another."""
@@ -386,9 +420,12 @@ class Dispatcher:
         if production in self.suspects:
             members = [member for member in members if self.suspects.is_free(member.link)]
         usable = {member.name: member for member in members}
-        candidates = [Candidate(name, self._has_room(member), member.is_quiet) for name, member in usable.items()]
-        if not any(candidate.has_room for candidate in candidates):
+        rooms = {name: self._has_room(member) for name, member in usable.items()}
+        if not any(rooms.values()) and self._may_overdraw(production):
+            rooms = {name: not member.is_quiet for name, member in usable.items()}
+        if not any(rooms.values()):
             return None
+        candidates = [Candidate(name, rooms[name], member.is_quiet) for name, member in usable.items()]
         turn = production.turn
         preferred, why = turn.preference
         block_size = next(iter(usable.values())).model.block_size
@@ -411,6 +448,7 @@ class Dispatcher:
         except PenstockError:
             attempt.assignment.ended()
             raise
+        self._unbegun[production.model, production.request.lane] += 1
         return attempt
 
     def _has_room(self, member: Member) -> bool:

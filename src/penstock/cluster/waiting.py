@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from penstock.fairness import FairQueue, may_take
@@ -51,17 +51,13 @@ class WaitingQueue:
         else:
             self._waiters.put_first(waiter)
 
-    def has_room(self, request: Submit, limit: int, waiting: int) -> bool:
-        """Whether this tenant may wait, too, where at most `limit` do. `waiting` counts those of all models."""
-        if not request.lane:
-            return waiting < limit
-        own = self._waiters.count(request.lane)
-        others = self._waiters.weight - (request.weight if own else 0)
-        return may_take(1, limit=limit, used=waiting, own=own, weight=request.weight, others=others)
-
     def count(self, lane: str) -> int:
         """How many of a tenant wait for their first worker."""
         return self._waiters.count(lane)
+
+    def weight_without(self, request: Submit) -> float:
+        """The weight of all other tenants that wait."""
+        return self._waiters.weight - (request.weight if self.count(request.lane) else 0)
 
     def discard(self, waiter: Waiter) -> None:
         """Forgets a waiter: it is never sent. Does nothing when it does not wait here."""
@@ -74,9 +70,22 @@ class WaitingQueue:
             first = self._waiters.first()
             if first is None or not first.try_send():
                 return False
-            self._waiters.serve(first, first.cost)
-            self._since.pop(first, None)
+            self._served(first)
         return True
+
+    def send_first_of(self, lane: str) -> bool:
+        """Sends the first waiter of a tenant, though it may not be its turn. Returns whether it was sent, or none waits."""
+        first = self._waiters.first_of(lane)
+        if first is None:
+            return True
+        if not first.try_send():
+            return False
+        self._served(first)
+        return True
+
+    def _served(self, waiter: Waiter) -> None:
+        self._waiters.serve(waiter, waiter.cost)
+        self._since.pop(waiter, None)
 
     def fail(self, before: float, fault: Fault) -> None:
         """Ends the wait of everyone who came before this time."""
@@ -88,3 +97,12 @@ class WaitingQueue:
         """Raises AssertionError unless every waiter is in the queue, and memory is bounded by their number."""
         self._waiters.check_integrity()
         assert set(self._waiters) == self._since.keys()
+
+
+def may_wait(queues: Collection[WaitingQueue], request: Submit, limit: int, waiting: int) -> bool:
+    """Whether this tenant may wait, too, where at most `limit` do. `queues` are those of all models, of which `waiting` are taken."""
+    if not request.lane:
+        return waiting < limit
+    own = sum([queue.count(request.lane) for queue in queues])
+    others = sum([queue.weight_without(request) for queue in queues])
+    return may_take(1, limit=limit, used=waiting, own=own, weight=request.weight, others=others)

@@ -81,7 +81,7 @@ class DispatchLimits:
     GROUP: ClassVar[str] = "limits"
 
     worker_queue: int = count(
-        4096, "generations that wait at one worker for their first token; further ones wait at the front end", minimum=1
+        4096, "generations that wait at one worker for their first token, and one more of each key; others wait at the front end", minimum=1
     )
     max_queued: int = count(8192, "generations that wait at the front end until a worker has room; further ones get status 429")
     worker_wait: float = seconds(30.0, "how long a generation waits for a worker if its model has none")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.cluster.waiting import SECONDS_PER_PRIORITY, WaitingQueue
+from penstock.cluster.waiting import SECONDS_PER_PRIORITY, WaitingQueue, may_wait
 from penstock.wire.messages import Fault, Submit
 
 
@@ -145,9 +145,18 @@ def test_priority_orders_only_what_one_tenant_waits_for() -> None:
 
 def test_a_flood_does_not_take_the_last_places_of_the_queue() -> None:
     room, queue = Room(), WaitingQueue()
-    while queue.has_room(wish(lane="a"), 16, len(queue)):
+    while may_wait([queue], wish(lane="a"), 16, len(queue)):
         queue.add(room.waiter("flood"), wish(lane="a"), is_new=True)
     assert len(queue) == 14
-    assert queue.has_room(wish(lane="b"), 16, len(queue))
-    assert not queue.has_room(wish(lane="b"), 16, 16)
-    assert [queue.has_room(wish(), limit, len(queue)) for limit in (14, 15)] == [False, True]
+    assert may_wait([queue], wish(lane="b"), 16, len(queue))
+    assert not may_wait([queue], wish(lane="b"), 16, 16)
+    assert [may_wait([queue], wish(), limit, len(queue)) for limit in (14, 15)] == [False, True]
+
+
+def test_a_flood_for_several_models_does_not_take_the_last_places_either() -> None:
+    room, queues = Room(), [WaitingQueue() for _ in range(3)]
+    for queue in queues:
+        while may_wait(queues, wish(lane="a"), 16, sum(map(len, queues))):
+            queue.add(room.waiter("flood"), wish(lane="a"), is_new=True)
+    assert [len(queue) for queue in queues] == [14, 0, 0]
+    assert may_wait(queues, wish(lane="b"), 16, 14)
