@@ -25,6 +25,9 @@ from __future__ import annotations
 
 from penstock.wire.messages import Fault
 
+MAX_MESSAGE_CHARACTERS = 2000
+MAX_PARAM_CHARACTERS = 256
+
 
 class PenstockError(Exception):
     """The root of the tree."""
@@ -36,7 +39,10 @@ class ConfigError(PenstockError):
 
 class RequestError(PenstockError):
     """The client's mistake. `param` names the field, `code` is stable, `status` is the HTTP status. `retry_after`: after this many
-    seconds the same request may succeed; None if unknown. `limit` is the name of the limit that refuses the request, for the metric."""
+    seconds the same request may succeed; None if unknown. `limit` is the name of the limit that refuses the request, for the metric.
+
+    A long message or name is cut: it may quote megabytes of the request, and its client may never read the answer.
+    """
 
     def __init__(
         self,
@@ -48,13 +54,17 @@ class RequestError(PenstockError):
         retry_after: float | None = None,
         limit: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _cut(message, MAX_MESSAGE_CHARACTERS)
+        super().__init__(self.message)
+        self.param = None if param is None else _cut(param, MAX_PARAM_CHARACTERS)
         self.code = code
         self.status = status
         self.retry_after = retry_after
         self.limit = limit
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "…"
 
 
 class GenerationFault(PenstockError):

@@ -39,8 +39,9 @@ _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,4096}")
 _JSON = b"application/json"
 # The port of a Host.
 _NAME_OF_HOST = re.compile(r":[0-9]*\Z")
-# Values of Host that are remembered as good. Clients can invent more.
+# Values of Host that are remembered as good, if they are not longer than this. Clients can invent more.
 MAX_ACCEPTED = 1024
+MAX_HOST_BYTES = 256
 _EXPOSED = b", ".join(
     [
         b"x-request-id",
@@ -191,7 +192,7 @@ class PageGuard:
         name = _NAME_OF_HOST.sub("", host.decode("latin-1").lower()).removesuffix(".")
         if not (ANY_HOST in self._hosts or name in self._hosts or _is_address(name) or is_loopback(name)):
             return False
-        if len(self._accepted) < MAX_ACCEPTED:
+        if len(self._accepted) < MAX_ACCEPTED and len(host) <= MAX_HOST_BYTES:
             self._accepted.add(host)
         return True
 

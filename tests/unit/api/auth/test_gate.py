@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
@@ -384,6 +385,16 @@ async def test_hosts_that_clients_invent_take_no_memory_for_ever() -> None:
     for number in range(gate.MAX_ACCEPTED + 100):
         assert (await front.ask({"host": f"10.0.{number // 256}.{number % 256}"})).status == 200
     assert (await front.ask({"host": "evil.example"})).status == 403
+
+
+async def test_long_hosts_are_not_remembered() -> None:
+    front = Front(hosts=())
+    tracemalloc.start()
+    for number in range(200):
+        assert (await front.ask({"host": "127.0.0.1:" + str(number).zfill(60_000)})).status == 200
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2**20
 
 
 @pytest.mark.parametrize("host", ["*", "localhost", "gpu1.example.org", "a_b-c.d", "x"])

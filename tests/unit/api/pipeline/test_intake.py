@@ -30,6 +30,8 @@ WITH_BODY = [re.sub(r"{.*?}", "x", route.path) for route in ROUTES if route.body
 GENERATING = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
 TOO_LARGE = {"content-length": str(Limits().max_body_bytes + 1)}
 NO_JSON = b"this is not JSON"
+ONE_TOOL = [{"type": "function", "function": {"name": "t"}}]
+NAMED = {"type": "function", "function": {"name": "y" * 100_000}}
 
 
 def limited(**limits: int) -> tuple[FrontEnd, Quota]:
@@ -341,3 +343,30 @@ async def test_an_answer_does_not_hold_the_body_of_its_request() -> None:
     for client in clients:
         client.disconnect()
     await asyncio.gather(*(client.task for client in clients))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x", "y" * 100_000: 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": ONE_TOOL, "tool_choice": NAMED}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "y" * 100_000: 1}),
+    ],
+)
+async def test_an_error_does_not_quote_all_that_is_wrong(path: str, fields: dict[str, Any]) -> None:
+    front_end = FrontEnd(says("x"))
+    await front_end.send("POST", path, json.dumps({"model": "m", **fields}).encode())
+    assert front_end.status == 400
+    assert b"yyy" in front_end.body
+    assert len(front_end.body) < 5000
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/v1/responses/x/input_items"])
+async def test_a_long_query_is_not_read(path: str) -> None:
+    front_end, _ = limited(requests_per_minute=1)
+    method = "POST" if path == "/v1/completions" else "GET"
+    await front_end.send(method, f"{path}?{'a&' * pipeline.MAX_QUERY_BYTES}", NO_JSON, BEARER)
+    assert front_end.status == 414
+    if method == "POST":
+        await front_end.send(method, f"{path}?{'a&' * pipeline.MAX_QUERY_BYTES}", NO_JSON, BEARER)
+        assert front_end.status == 429, "it has cost a request"
