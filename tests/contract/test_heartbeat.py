@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from contract.test_dispatch import MuteWorker
 from penstock.backends.simulator import Simulator, Vocabulary
@@ -47,7 +49,7 @@ class Distant:
 def test_three_seconds_are_enough() -> None:
     """The worst case: the worker dies right after its answer, which the next look still finds."""
     assert (MAX_UNANSWERED_LOOKS + 1) * HEARTBEAT_SECONDS <= 3
-    assert HEARTBEAT_SECONDS + DEAD_HOST_SECONDS <= 3, "a busy link: at most one look without bytes, then the kernel's time"
+    assert HEARTBEAT_SECONDS + DEAD_HOST_SECONDS <= 3, "a busy link: the kernel's time, and the look after it"
 
 
 async def test_a_host_that_is_gone_is_noticed_on_an_idle_link_and_found_again(tmp_path: Path) -> None:
@@ -85,6 +87,67 @@ async def test_a_worker_frees_the_generations_of_a_front_end_that_is_gone() -> N
         assert distant.simulator.stats().kv_blocks_used == 0
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a packet filter, and the kernel's word about acknowledgements")
+async def test_a_host_that_is_gone_is_noticed_on_a_busy_link_from_both_ends() -> None:
+    async with AsyncExitStack() as stack:
+        distant = Distant(stack)
+        wire = await distant.start()
+        front_end = await stack.enter_async_context(FrontEnd([]))
+        front_end.pool.discovered([wire.address])
+        await until(lambda: len(front_end.pool.members) == 1)
+        (silent,) = distant.server.links
+        reader, task = front_end.start(submit(1, 2_000))
+        await until(lambda: len(reader.tokens) > 10)
+        wire.cut_power()
+        await until(lambda: silent not in distant.server.links, seconds=20)
+        async with asyncio.timeout(20):
+            await task
+        assert reader.tokens == expected(1, 2_000)
+        assert (front_end.pool.links_lost, front_end.pool.stalls) == (1, 0), "the engine was not to blame"
+
+
+async def test_a_worker_that_reads_nothing_for_seconds_is_not_taken_for_a_host_that_is_gone() -> None:
+    """Its process is busy and long prompts fill its buffers. Its kernel says so, which is a sign of life."""
+    async with AsyncExitStack() as stack:
+        distant = Distant(stack)
+        wire = await distant.start()
+        front_end = await stack.enter_async_context(FrontEnd([], stall_seconds=16))
+        front_end.pool.discovered([wire.address])
+        await until(lambda: len(front_end.pool.members) == 1)
+        (member,) = front_end.pool.members
+        wire.flows.clear()
+        long = range(90_000)
+        started = [front_end.start(replace(submit(number), token_ids=tuple(long))) for number in range(20)]
+        await until(lambda: member.link.silent_ticks >= 3 * DEAD_HOST_SECONDS or member.link.lost.done(), seconds=30)
+        wire.flows.set()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*[task for _, task in started])
+        assert [reader.tokens for reader, _ in started] == [expected(number, 16) for number in range(20)]
+        assert front_end.pool.links_lost == 0
+
+
+async def test_a_worker_that_gives_up_a_busy_front_end_has_not_died(tmp_path: Path) -> None:
+    """It says so: its generations go on elsewhere, and none is suspected to have killed it."""
+    async with AsyncExitStack() as stack:
+        distant = Distant(stack, heartbeat_seconds=0.01)
+        wire = await distant.start()
+        front_end = await stack.enter_async_context(FrontEnd([]))
+        front_end.pool.discovered([wire.address])
+        await until(lambda: len(front_end.pool.members) == 1)
+        reader, task = front_end.start(submit(1, 2_000))
+        await until(lambda: len(reader.tokens) > 10)
+        wire.flows.clear()
+        await until(lambda: not distant.server.links)
+        near = await stack.enter_async_context(Worker(tmp_path, "near"))
+        front_end.pool.discovered([near.address])
+        wire.flows.set()
+        async with asyncio.timeout(30):
+            await task
+        assert reader.tokens == expected(1, 2_000)
+        assert sum(front_end.dispatcher.migrations.values()) == 1
+        assert front_end.dispatcher.suspects.deaths == 0
 
 
 async def test_a_step_that_takes_long_is_not_a_dead_worker() -> None:

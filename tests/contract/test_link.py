@@ -21,6 +21,7 @@ from penstock.wire.codec import MAX_FRAME_BYTES, FrameReader, encode_frame
 from penstock.wire.errors import ConfigError, GenerationFault, HandshakeRefused, LinkBroken
 from penstock.wire.messages import (
     PROTOCOL_VERSION,
+    TOKENIZER_PIECE_BYTES,
     Cancel,
     Challenge,
     Delta,
@@ -33,6 +34,7 @@ from penstock.wire.messages import (
     Segment,
     Step,
     Submit,
+    TokenizerRequest,
     Welcome,
     WorkerStats,
 )
@@ -219,6 +221,18 @@ async def test_steps_are_merged_while_the_front_end_is_busy(address: Address) ->
             frames += 1
         assert tokens == tokens_between(1, 0, 100, WORDS)
         assert frames <= 2
+
+
+async def test_a_worker_ends_although_a_front_end_reads_nothing(tmp_path: Path) -> None:
+    async with Worker(UnixAddress(str(tmp_path / "worker.sock"))) as worker, raw(worker) as (reader, writer, challenge):
+        worker.server.tokenizer = bytes(8 * TOKENIZER_PIECE_BYTES)
+        writer.write(greet(worker, challenge))
+        await receive(reader, 2)
+        writer.write(encode_frame(TokenizerRequest(0)) * 4 + encode_frame(submit(1)))
+        await worker.until_stats(running=1)
+        async with asyncio.timeout(20):
+            await worker.server.close()
+        assert not worker.server.links
 
 
 @pytest.mark.parametrize(

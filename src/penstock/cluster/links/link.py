@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
+import sys
 from abc import abstractmethod
-from typing import cast
+from typing import TypeGuard, cast
 
 from penstock.cluster.links.security import LinkTls
 from penstock.wire.codec import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameReader, encode_frame
@@ -19,8 +21,11 @@ HANDSHAKE_TIMEOUT = 5.0
 
 HEARTBEAT_SECONDS = 1.0
 """How often each end looks whether the other has sent anything. The front end asks for an answer where it may get none otherwise."""
-# The kernel gives up a host that acknowledges nothing for this long. Its own probes are answered even by a process that is busy.
+# A host whose kernel acknowledges nothing for this long is gone. A kernel acknowledges for a process that is busy, too.
 DEAD_HOST_SECONDS = 2
+MIN_RETRANSMITS = 2
+# Of Linux' struct tcp_info: retransmits; unacked; last_data_sent and last_ack_recv, in milliseconds before now.
+_TCP_INFO = struct.Struct("=2xB21xI16xI8xI")
 
 
 class LinkProtocol(asyncio.Protocol):
@@ -83,10 +88,29 @@ class LinkProtocol(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def break_off(self, error: LinkError) -> None:
+        """Ends the link now, and tells the peer why if the socket takes it at once."""
+        self.close(error)
+        self.abort()
+
     def established(self) -> None:
         """The handshake is done: larger frames are allowed."""
         self.is_established = True
         self._reader.limit = MAX_FRAME_BYTES
+
+    def is_host_gone(self) -> bool:
+        """Whether the kernel has sent something again and again, and nothing came back for DEAD_HOST_SECONDS.
+
+        Not TCP_USER_TIMEOUT: that also ends links to a process that is busy, when its buffers are full and its kernel says so.
+        """
+        if self._transport is None or self._transport.is_closing():
+            return False
+        connection = self._transport.get_extra_info("socket")
+        if sys.platform != "linux" or not _is_tcp(connection):
+            return False
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        retransmits, unacked, sent, acknowledged = _TCP_INFO.unpack(info)
+        return bool(unacked and retransmits >= MIN_RETRANSMITS and acknowledged >= DEAD_HOST_SECONDS * 1000 and sent < acknowledged)
 
     @abstractmethod
     def messages_received(self, messages: list[Message]) -> None:
@@ -110,13 +134,15 @@ def unexpected(message: Message, expected: str) -> LinkError:
     return FrameMalformed(f"expected {expected}, got {type(message).__name__}")
 
 
+def _is_tcp(connection: socket.socket | None) -> TypeGuard[socket.socket]:
+    return connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6)
+
+
 def _tune(connection: socket.socket | None) -> None:
-    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+    if _is_tcp(connection):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        if hasattr(socket, "TCP_KEEPIDLE"):  # Linux. For a link on which nothing waits to be acknowledged.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_HOST_SECONDS)
-            # For bytes that are not acknowledged, for which the kernel does not probe.
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_HOST_SECONDS * 1000)

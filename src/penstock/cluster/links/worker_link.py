@@ -168,13 +168,14 @@ class WorkerLink(LinkProtocol):
         """One look at whether the other host is still there, every HEARTBEAT_SECONDS. Returns False if it is not.
 
         Pings an idle link, and a link with generations on which nothing came: so a worker can count on hearing from its front end.
-        Silence counts from a Ping on the idle link. A worker that is busy with generations falls under `tick`.
+        Silence counts from a Ping on the idle link. A worker that is busy with generations falls under `tick`, and its host under
+        `is_host_gone`.
         """
         if self.has_heard:
             self._unanswered = 0
         elif self._unanswered:
             self._unanswered += 1
-        if self._unanswered > MAX_UNANSWERED_LOOKS:
+        if self._unanswered > MAX_UNANSWERED_LOOKS or self.is_host_gone():
             return False
         if not self._generations or not self.has_heard:
             self._write_soon(_PING)
@@ -263,7 +264,7 @@ class WorkerLink(LinkProtocol):
             self._piece = None
 
     def messages_received(self, messages: list[Message]) -> None:
-        if type(messages[-1]) is not Pong:
+        if any(type(message) is not Pong for message in messages):
             # A worker whose engine hangs still answers.
             self.silent_ticks = 0
             self._heard_at = self._loop.time()

@@ -36,9 +36,12 @@ MAX_UNREAD_PIECES = 4
 """Pieces of the tokenizer that wait for one socket. A front end asks for the next one when it has the last."""
 
 
-MAX_SILENT_LOOKS = 10
-"""A front end that sent nothing at this many looks is gone: a live one sends at least a Ping every HEARTBEAT_SECONDS. More than the front
-end allows a worker, because its generations are lost with it."""
+MAX_SILENT_LOOKS = 30
+"""A front end that sent nothing at this many looks hangs: a live one sends at least a Ping every HEARTBEAT_SECONDS. More than the front
+end allows a worker, because its generations are lost with it, and it may only be busy. A host that is gone is noticed sooner."""
+
+CLOSE_SECONDS = 1.0
+"""What a front end has not read this long after its worker closed the link, it does not get."""
 
 
 class WorkerServer:
@@ -98,7 +101,11 @@ class WorkerServer:
             task.cancel()
         for link in list(self.links):
             link.close(LinkError(f"{self.name} is shutting down"))
+        if self.links:
+            await asyncio.wait([link.lost for link in self.links], timeout=CLOSE_SECONDS)
         while self.links:
+            for link in list(self.links):
+                link.abort()
             await asyncio.wait([link.lost for link in self.links])
         if self._server is not None:
             await self._server.wait_closed()
@@ -181,9 +188,10 @@ class FrontEndLink(LinkProtocol):
         """One look at whether the front end is still there. Counts looks, not seconds: a worker that was itself busy starts anew."""
         self._silent_looks = 0 if self.has_heard else self._silent_looks + 1
         self.has_heard = False
-        if self._silent_looks == MAX_SILENT_LOOKS:
-            self._error = LinkBroken(f"it has sent nothing for {MAX_SILENT_LOOKS} looks")
-            self.abort()
+        if self.is_host_gone():
+            self.break_off(LinkBroken("its host acknowledges nothing"))
+        elif self._silent_looks == MAX_SILENT_LOOKS:
+            self.break_off(LinkBroken(f"it has sent nothing for {MAX_SILENT_LOOKS} looks"))
 
     def messages_received(self, messages: list[Message]) -> None:
         runtime = self._server.runtime
