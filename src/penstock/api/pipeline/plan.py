@@ -32,6 +32,8 @@ from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sa
 MAX_CHOICES = 2048
 # The same as the engine's limit. Checked here, a grammar that is too large does not travel.
 MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_GRAMMAR_BYTES_IN_ALL = 128 * MAX_GRAMMAR_BYTES
+"""A grammar is sent with each choice. All choices of one chat may have the longest."""
 MAX_SCHEMA_NODES = 16_384
 """Objects and lists in the schemas of a request's tools, and in the schema of its answer."""
 MAX_BIAS = 100
@@ -184,7 +186,7 @@ def make_plan(
     if request.stream_options is not None and not request.stream:
         raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
     check_token_ids("stop_token_ids", request.stop_token_ids or (), model.info.vocab_size)
-    _check_grammar_size(grammar_field, grammar)
+    _check_grammar_size(grammar_field, grammar, len(prompts) * candidates)
     # The choices of a prompt share one tuple: its block names are computed once.
     shared = [(tuple(token_ids), _room(model, field, len(token_ids), max_tokens, clips)) for field, token_ids in prompts]
     choices = [(token_ids, room, choice) for token_ids, room in shared for choice in range(candidates)]
@@ -399,9 +401,13 @@ def wanted_grammar(structured: StructuredOutputs | None, response_format: Respon
     return "response_format" if structured is None else "structured_outputs", grammar
 
 
-def _check_grammar_size(field: str | None, grammar: Grammar | None) -> None:
-    if grammar is not None and len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
+def _check_grammar_size(field: str | None, grammar: Grammar | None, choices: int) -> None:
+    size = 0 if grammar is None else len(grammar.source.encode())
+    if size > MAX_GRAMMAR_BYTES:
         raise _too_large_grammar(field)
+    if size * choices > MAX_GRAMMAR_BYTES_IN_ALL:
+        message = f"`{field}` has {size:,} bytes for each of {choices:,} choices: expected at most {MAX_GRAMMAR_BYTES_IN_ALL:,} for all"
+        raise RequestError(message, param=field, code="grammar_too_large", limit="grammar_bytes")
 
 
 def _too_large_grammar(field: str | None) -> RequestError:

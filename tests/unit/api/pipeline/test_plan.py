@@ -125,6 +125,14 @@ async def test_what_both_endpoints_refuse(fields: dict[str, Any], param: str, sa
         assert caught.value.status == 400
 
 
+async def test_a_grammar_that_many_choices_need_is_bounded_in_all() -> None:
+    grammar = {"regex": "a" * 100_000}
+    assert len((await completion(structured_outputs=grammar, prompt=["x"] * 2, n=128)).submits) == 256
+    with pytest.raises(RequestError, match=r"100,000 bytes for each of 2,048 choices: expected at most 33,554,432 for all") as caught:
+        await completion(structured_outputs=grammar, prompt=["x"] * 16, n=128)
+    assert (caught.value.param, caught.value.status) == ("structured_outputs", 400)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
