@@ -22,7 +22,7 @@ from penstock.api.errors import ErrorShape
 from penstock.api.models import Models
 from penstock.api.openai.schema import CHOICES
 from penstock.api.pipeline.admission import Admission
-from penstock.api.pipeline.json_cost import MIN_BYTES, check_cost
+from penstock.api.pipeline.json_cost import MIN_BYTES, check_cost, is_quick
 from penstock.api.pipeline.response import Response
 from penstock.config.front_end import Limits
 from penstock.fairness import FairBudget, Share
@@ -287,7 +287,7 @@ async def decode_body(
 
     Decoding cannot be interrupted, so a body that would take too long is refused.
     """
-    is_long = len(body) > MIN_BYTES
+    is_long = len(body) > MIN_BYTES or not is_quick(body)
     if is_long:
         await check_cost(body, turn)
     try:

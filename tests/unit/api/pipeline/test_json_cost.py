@@ -74,6 +74,29 @@ async def test_others_go_on_while_an_error_is_explained() -> None:
         assert turns.count >= 2, "between decoding, decoding again, and explaining"
 
 
+@pytest.mark.parametrize(
+    ("body", "quick"),
+    [
+        (json.dumps({"model": "m", "prompt": "Some, [text] with: 1e308, 2e308. " * 100}).encode(), False),
+        (json.dumps({"model": "m", "prompt": "Some text, of [many] words: and numbers, 1, 2.5. " * 80}).encode(), True),
+        (json.dumps({"model": "m", "prompt": list(range(1000, 1600))}).encode(), True),
+        (repeated("1e308", 400), True),
+        (repeated("1e308", 1000), False),
+        (repeated("1" * 20, 4000), False),
+        (json.dumps({"model": "m", "prompt": [1e308] * 490, "user": "y" * 30_000}).encode(), False),
+        (json.dumps({"model": "m", "prompt": "word " * 10_000}).encode(), True),
+    ],
+)
+async def test_short_bodies_with_slow_numbers_take_turns(body: bytes, quick: bool) -> None:
+    taken = []
+
+    async def turn() -> None:
+        taken.append(1)
+
+    await decode_body(body, COMPLETION, frozenset(), turn=turn)
+    assert len(taken) == (0 if len(body) <= MIN_BYTES else 1) if quick else len(taken) >= 2
+
+
 @pytest.mark.parametrize("before", range(PIECE_BYTES - 6, PIECE_BYTES + 2))
 @pytest.mark.parametrize("text", ['\\"[[[[', '\\\\\\"[[[[', "\\\\\\\\[[[["])
 def test_strings_are_told_from_values_wherever_a_piece_ends(text: str, before: int) -> None:
