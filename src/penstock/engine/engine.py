@@ -100,7 +100,7 @@ class Engine:
             self._scheduler.add(sequence)
         else:
             assert self._compile_queue is not None
-            self._compiling[request.id] = sequence, self._compile_queue.request(request.grammar, request.root)
+            self._compiling[request.id] = sequence, self._compile_queue.request(request.grammar, request.root, request.lane)
 
     def cancel(self, generation: bytes) -> None:
         """Stops a generation in any state and frees all that it held at once. An unknown or ended one is ignored."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from penstock.wire.errors import GrammarError
@@ -23,13 +24,36 @@ THREADS = 2
 MAX_COMPILE_SECONDS = 10.0
 MAX_QUEUE_SECONDS = 60.0
 MAX_KEPT = 128
+MAX_WAITING = 512
+"""Grammars of one tenant that wait for a thread. More could not be compiled in MAX_QUEUE_SECONDS."""
+
+_QUEUE_FULL = Fault("grammar_queue", "too many grammars are waiting to be compiled; try again", retryable=True)
+
+
+class _Compilation(NamedTuple, Generic[Compiled]):
+    """One grammar. `started` is when a thread began to compile it."""
+
+    grammar: Grammar
+    started: Future[float]
+    result: Future[Compiled | Fault]
+
+
+@dataclass(eq=False)
+class _Lane(Generic[Compiled]):
+    """The grammars of one tenant: results by root and grammar, the last used last; how many are in threads; and which wait for one."""
+
+    kept: OrderedDict[tuple[bytes, Grammar], _Compilation[Compiled]] = field(default_factory=OrderedDict)
+    under_way: int = 0
+    waiting: deque[_Compilation[Compiled]] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
 class CompileQueue(Generic[Compiled]):
     """Compiles each grammar once, however many generations wait for it, and keeps the last MAX_KEPT results.
 
-    Once for each root: otherwise a wait would tell one tenant whether another has used the same grammar.
+    Once for each root: otherwise a wait would tell one tenant whether another has used the same grammar. A tenant that shares the queue has
+    one grammar in a thread at a time, and the tenant with the most results loses its oldest. So slow grammars of one tenant leave a thread
+    to the others, however many there are.
     """
 
     compile_grammar: Callable[[Grammar], Compiled]
@@ -39,28 +63,67 @@ class CompileQueue(Generic[Compiled]):
 
     def __post_init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar compiler")
-        self._compilations: OrderedDict[tuple[bytes, Grammar], _Compilation[Compiled]] = OrderedDict()
+        # For `under_way` and `waiting`: the threads change them, too.
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _Lane[Compiled]] = {}
 
-    def request(self, grammar: Grammar, root: bytes = b"") -> CompileRequest[Compiled]:
-        """Starts or joins the compilation of a grammar."""
-        key = root, grammar
-        compilation = self._compilations.get(key)
+    def request(self, grammar: Grammar, root: bytes = b"", lane: str = "") -> CompileRequest[Compiled]:
+        """Starts or joins the compilation of a grammar. `lane` is the tenant, see Submit."""
+        found, key = self._lanes.get(lane), (root, grammar)
+        if found is None:
+            found = self._lanes[lane] = _Lane()
+        compilation = found.kept.get(key)
         if compilation is None:
-            started: Future[float] = Future()
-            result = self._executor.submit(self._run, grammar, started)
-            compilation = self._compilations[key] = _Compilation(started, result)
-            if len(self._compilations) > MAX_KEPT:
-                self._compilations.popitem(last=False)
-        self._compilations.move_to_end(key)
+            compilation = _Compilation(grammar, Future(), Future())
+            if not self._begin(found, compilation, 1 if lane else THREADS):
+                compilation.result.set_result(_QUEUE_FULL)
+                return CompileRequest(self, compilation)
+            found.kept[key] = compilation
+            self._forget_oldest()
+        else:
+            found.kept.move_to_end(key)
         return CompileRequest(self, compilation)
 
     def close(self) -> None:
         """Drops what waits. A compilation that runs ends in its thread; nobody gets its result."""
+        with self._lock:
+            waiting = [compilation for lane in self._lanes.values() for compilation in lane.waiting]
+            for lane in self._lanes.values():
+                lane.waiting.clear()
         self._executor.shutdown(wait=False, cancel_futures=True)
+        for compilation in waiting:
+            compilation.result.cancel()
 
-    def _run(self, grammar: Grammar, started: Future[float]) -> Compiled | Fault:
+    def _begin(self, lane: _Lane[Compiled], compilation: _Compilation[Compiled], at_once: int) -> bool:
+        """Returns whether there is room for it."""
+        with self._lock:
+            if lane.under_way >= at_once:
+                if len(lane.waiting) >= MAX_WAITING:
+                    return False
+                lane.waiting.append(compilation)
+                return True
+            lane.under_way += 1
+        self._submit(lane, compilation)
+        return True
+
+    def _submit(self, lane: _Lane[Compiled], compilation: _Compilation[Compiled]) -> None:
+        job = self._executor.submit(self._run, lane, compilation)
+        job.add_done_callback(lambda job: compilation.result.cancel() if job.cancelled() else None)
+
+    def _run(self, lane: _Lane[Compiled], compilation: _Compilation[Compiled]) -> None:
         """In a thread."""
-        started.set_result(self.clock())
+        compilation.started.set_result(self.clock())
+        compilation.result.set_result(self._compile(compilation.grammar))
+        with self._lock:
+            following = lane.waiting.popleft() if lane.waiting else None
+            lane.under_way -= following is None
+        if following is not None:
+            try:
+                self._submit(lane, following)
+            except RuntimeError:  # closed meanwhile
+                following.result.cancel()
+
+    def _compile(self, grammar: Grammar) -> Compiled | Fault:
         try:
             return self.compile_grammar(grammar)
         except GrammarError as error:
@@ -69,12 +132,14 @@ class CompileQueue(Generic[Compiled]):
             log.exception("a grammar could not be compiled")
             return Fault("invalid_grammar", f"the grammar could not be compiled: {error}")
 
-
-class _Compilation(NamedTuple, Generic[Compiled]):
-    """One grammar. `started` is when a thread began to compile it."""
-
-    started: Future[float]
-    result: Future[Compiled | Fault]
+    def _forget_oldest(self) -> None:
+        if sum([len(lane.kept) for lane in self._lanes.values()]) <= MAX_KEPT:
+            return
+        largest = max(self._lanes.values(), key=lambda lane: len(lane.kept))
+        largest.kept.popitem(last=False)
+        if len(self._lanes) > MAX_KEPT:
+            with self._lock:
+                self._lanes = {name: lane for name, lane in self._lanes.items() if lane.kept or lane.under_way}
 
 
 class CompileRequest(Generic[Compiled]):
@@ -94,7 +159,7 @@ class CompileRequest(Generic[Compiled]):
         if self._compilation.started.done():
             seconds = self._queue.max_compile_seconds
             return Fault("invalid_grammar", f"the grammar takes more than {seconds:g} seconds to compile: make it simpler")
-        return Fault("grammar_queue", "too many grammars are waiting to be compiled; try again", retryable=True)
+        return _QUEUE_FULL
 
     async def wait(self) -> Compiled | Fault:
         """The compiled grammar, or why there is none."""

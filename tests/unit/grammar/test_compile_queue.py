@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.grammar.compile_queue import MAX_KEPT, THREADS, CompileQueue, wait_for_any
+from penstock.grammar.compile_queue import MAX_KEPT, MAX_WAITING, THREADS, CompileQueue, wait_for_any
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import Fault, Grammar
 
@@ -63,6 +63,32 @@ async def test_tenants_do_not_wait_less_for_a_grammar_of_another(compiler: Compi
     queue = CompileQueue(compiler)
     assert [await queue.request(regex("a"), root).wait() for root in (b"alice", b"mallory", b"", b"alice")] == ["A"] * 4
     assert compiler.calls == ["a"] * 3
+    queue.close()
+
+
+async def test_slow_grammars_of_one_tenant_leave_a_thread_to_others(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler)
+    slow = [queue.request(regex(f"slow{number}"), b"a", "a") for number in range(MAX_WAITING + 1)]
+    refused = await queue.request(regex("slow"), b"a", "a").wait()
+    assert isinstance(refused, Fault)
+    assert refused.code == "grammar_queue"
+    assert [await queue.request(regex(f"quick{number}"), b"b", "b").wait() for number in range(3)] == ["QUICK0", "QUICK1", "QUICK2"]
+    compiler.gate.set()
+    assert [await request.wait() for request in slow] == [f"SLOW{number}" for number in range(MAX_WAITING + 1)]
+    assert await queue.request(regex("slow"), b"a", "a").wait() == "SLOW", "a grammar that was refused can be tried again"
+    queue.close()
+
+
+async def test_grammars_of_one_tenant_leave_the_results_of_others(compiler: Compiler) -> None:
+    queue = CompileQueue(compiler)
+    await queue.request(regex("b"), b"b", "b").wait()
+    for number in range(MAX_KEPT + 10):
+        await queue.request(regex("a"), b"salt %d" % number, "a").wait()
+    await queue.request(regex("b"), b"b", "b").wait()
+    assert compiler.calls.count("b") == 1
+    for source in ("c", "d"):
+        for number in range(2 * MAX_KEPT):
+            assert await queue.request(regex(source), b"", f"lane {number}").wait() == source.upper()
     queue.close()
 
 
@@ -175,8 +201,8 @@ def test_what_waits_when_the_queue_closes_is_dropped(compiler: Compiler) -> None
     slow = [queue.request(regex(f"slow{number}")) for number in range(THREADS)]
     while len(compiler.calls) < THREADS:
         pass
-    waiting = queue.request(regex("quick"))
+    waiting = [queue.request(regex("quick"), b"", lane) for lane in ("", "a", "a")]
     queue.close()
-    assert waiting.result.cancelled()
+    assert [request.result.cancelled() for request in waiting] == [True] * 3
     compiler.gate.set()
     assert [request.result.result(30) for request in slow] == ["SLOW0", "SLOW1"]

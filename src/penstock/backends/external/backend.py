@@ -264,8 +264,9 @@ class ExternalBackend:
 
     async def _engine_request(self, generation: _Generation) -> EngineRequest:
         request, session = generation.request, generation.session
-        grammars = None if request.grammar is None else self._grammars
-        lark = None if grammars is None or request.grammar is None else await grammars.request(request.grammar, request.root).wait()
+        lark: str | Fault | None = None
+        if request.grammar is not None and self._grammars is not None:
+            lark = await self._grammars.request(request.grammar, request.root, request.lane).wait()
         if isinstance(lark, Fault):
             raise EngineRefused(lark)
         made = request.offset if not generation.to_skip else 0
