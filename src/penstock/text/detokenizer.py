@@ -149,7 +149,9 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
-        self._by_first = {stop[0]: [other for other in stops if other[0] == stop[0]] for stop in stops}
+        self._by_first: dict[str, list[str]] = {}
+        for stop in stops:
+            self._by_first.setdefault(stop[0], []).append(stop)
         self._held = ""
         self.matched: str | None = None
 
