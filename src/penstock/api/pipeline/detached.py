@@ -115,7 +115,7 @@ class DetachedRun:
 
     def __init__(self, runs: DetachedRuns, dialect: Dialect, tenant: Tenant, survives: bool = False) -> None:
         self._runs = runs
-        self._dialect = dialect
+        self._dialect: Dialect | None = dialect
         self.id = dialect.id
         self.tenant = tenant
         self.recording = Recording()
@@ -193,10 +193,12 @@ class DetachedRun:
     def _end(self, recorder: Recorder, outcome: str, failure: Exception | None) -> None:
         """Closes the recording. If its last event is missing, a fault is the last: a client that comes back must see an end."""
         try:
-            if self.recording.events and not recorder.has_ended:
+            if self.recording.events and not recorder.has_ended and self._dialect is not None:
                 outcome = "broken_off" if outcome == "fault" else outcome
                 recorder.send_events(self._dialect.last_fault(_fault_of(failure), len(self.recording.events)), last=True)
         finally:
+            # The events are kept and counted. The dialect may have the whole prompt.
+            self._dialect = None
             self.recording.close(outcome, failure)
             self._runs.over(self)
 

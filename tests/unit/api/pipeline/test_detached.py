@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 
@@ -328,6 +329,13 @@ async def test_without_memory_nothing_more_is_begun() -> None:
     steps.finish()
     await connection
     await front_end.detached.close()
+
+
+async def test_what_is_over_keeps_its_events_and_not_its_prompt() -> None:
+    front_end = FrontEnd(says("x"))
+    await front_end.post(**RESUMABLE, echo=True)
+    assert len(front_end.detached) == 1
+    assert not [each for each in gc.get_objects() if isinstance(each, CompletionDialect)]
 
 
 async def test_what_failed_before_its_first_event_is_not_kept() -> None:
