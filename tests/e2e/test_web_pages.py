@@ -57,6 +57,14 @@ def test_programs_notice_nothing(server: Server) -> None:
     assert server.request("POST", "/v1/completions", BODY, {"origin": own, "content-type": "application/json"})[0] == 200
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_health_check_without_a_host_is_answered(server: Server, version: bytes) -> None:
+    """As load balancers send it."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"GET /ready HTTP/%s\r\nconnection: close\r\n\r\n" % version)
+        assert connection.recv(100).split()[1] == b"200"
+
+
 def test_a_server_on_all_addresses_has_its_own_name_and_those_that_are_given(serve: Callable[..., Server]) -> None:
     server = serve("--host", "0.0.0.0", "--allowed-host", "penstock", "--allowed-host", "llm.example.org")
     for host, status in (("penstock:8000", 200), ("llm.example.org", 200), ("10.1.2.3", 200), ("evil.example", 403)):

@@ -174,7 +174,8 @@ class PageGuard:
         host = origin = content_type = None
         for name, value in scope["headers"]:
             if name == b"host":
-                host = value
+                # Empty: granian's word for a request without. Programs may leave it out, browsers never do.
+                host = value or None
             elif name == b"origin":
                 origin = value
             elif name == b"content-type":
