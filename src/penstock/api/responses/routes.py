@@ -174,6 +174,7 @@ RESPONSE_ROUTES = (
         "update",
         answer=answers.Conversation,
         body=ConversationUpdate,
+        errors=_WRITES,
         example=_EXAMPLE_METADATA,
     ),
     _conversation(

@@ -245,15 +245,15 @@ def purge(connection: sqlite3.Connection, oldest: float) -> int:
     return len(responses) + len(conversations)
 
 
-def make_room(connection: sqlite3.Connection, max_bytes: int, kept: str, *, by_owner: bool) -> int:
+def make_room(connection: sqlite3.Connection, max_bytes: int, kept: str, writer: str, *, by_owner: bool) -> int:
     """Deletes until at most `max_bytes` are used. Keeps `kept` and unfinished responses. Returns how many were deleted.
 
     With `by_owner`, the owner who has the most loses its oldest, again and again. So who has no more than its share, the bytes divided by
-    the owners, loses nothing because of another. Else the oldest of all go.
+    the owners, or less than the writer, loses nothing because of another. Else the oldest of all go.
     """
     deleted = 0
     while used_bytes(connection) > max_bytes:
-        found = _oldest_of_the_largest(connection, kept) if by_owner else _oldest(connection, kept)
+        found = _oldest_of_the_largest(connection, kept, writer) if by_owner else _oldest(connection, kept)
         if found is None:
             break
         _delete(connection, found[1], [(found[0],)])
@@ -271,16 +271,16 @@ def bytes_of(connection: sqlite3.Connection, owner: str) -> int:
     return 0 if row is None else int(row[0])
 
 
-def _oldest_of_the_largest(connection: sqlite3.Connection, kept: str) -> tuple[str, str] | None:
-    """If the largest owner has nothing that can be deleted, the next one comes, down to those at their share."""
-    share = 0.0
+def _oldest_of_the_largest(connection: sqlite3.Connection, kept: str, writer: str) -> tuple[str, str] | None:
+    """If the largest owner has nothing that can be deleted, the next one comes, down to those at their share or below the writer."""
+    least = 0.0
     for owner, size in connection.execute("SELECT owner, bytes FROM owners ORDER BY bytes DESC"):
-        if size < share:
+        if size < least:
             break
         found = _oldest(connection, kept, owner)
         if found is not None:
             return found
-        share = share or share_of_owners(connection)
+        least = least or max(share_of_owners(connection), bytes_of(connection, writer))
     return None
 
 

@@ -117,7 +117,7 @@ class SqliteStore:
             values = (conversation_id, owner, now, now, msgspec.json.encode(metadata))
             connection.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", values)
             rows.insert_items(connection, owner, conversation_id, "member", items)
-            self._keep_bounds(connection, conversation_id, owner)
+            self._keep_bounds(connection, conversation_id, owner, refuses=True)
             return Conversation(id=conversation_id, created_at=int(now), metadata=metadata)
 
         return await self._database.run(create)
@@ -129,6 +129,7 @@ class SqliteStore:
         def update(connection: sqlite3.Connection) -> Conversation | None:
             query = "UPDATE conversations SET metadata = ?, used = ? WHERE id = ? AND owner = ?"
             connection.execute(query, (msgspec.json.encode(metadata), self._clock(), conversation_id, owner))
+            self._keep_bounds(connection, conversation_id, owner, refuses=True)
             return self._conversation(connection, owner, conversation_id)
 
         return await self._with(self._conversation, owner, conversation_id, update)
@@ -158,7 +159,7 @@ class SqliteStore:
             rows.touch_conversation(connection, owner, conversation_id, self._clock())
             rows.check_room(connection, conversation_id, len(items))
             added = rows.insert_items(connection, owner, conversation_id, "member", items)
-            self._keep_bounds(connection, conversation_id, owner)
+            self._keep_bounds(connection, conversation_id, owner, refuses=True)
             return added
 
         return await self._with(self._conversation, owner, conversation_id, add)
@@ -205,13 +206,13 @@ class SqliteStore:
         if runner is None:
             rows.append_to_conversation(connection, response, state, now)
             self.stored += 1
-        self._keep_bounds(connection, response.id)
+        self._keep_bounds(connection, response.id, response.owner)
 
     def _finish(self, connection: sqlite3.Connection, response: NewResponse, state: ResponseState) -> None:
         if rows.finish_response(connection, response, state):
             rows.append_to_conversation(connection, response, state, self._clock())
             self.stored += 1
-            self._keep_bounds(connection, response.id)
+            self._keep_bounds(connection, response.id, response.owner)
 
     def _get(self, connection: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse | None:
         query = """
@@ -236,12 +237,12 @@ class SqliteStore:
         row = connection.execute(query, (conversation_id, owner, self._oldest)).fetchone()
         return None if row is None else Conversation(id=conversation_id, created_at=int(row[0]), metadata=msgspec.json.decode(row[1]))
 
-    def _keep_bounds(self, connection: sqlite3.Connection, kept: str, writer: str | None = None) -> None:
-        """Deletes what is too old or too much. With a writer, raises RequestError (507) when what it has is still too much."""
+    def _keep_bounds(self, connection: sqlite3.Connection, kept: str, writer: str, *, refuses: bool = False) -> None:
+        """Deletes what is too old or too much. If it `refuses`, raises RequestError (507) when what the writer has is still too much."""
         expired = rows.purge(connection, self._oldest)
-        full = rows.make_room(connection, self._limits.bytes, kept, by_owner=self._by_owner)
+        full = rows.make_room(connection, self._limits.bytes, kept, writer, by_owner=self._by_owner)
         size = used_bytes(connection)
-        if writer is not None and size > self._limits.bytes:
+        if refuses and size > self._limits.bytes:
             own, share = rows.bytes_of(connection, writer), rows.share_of_owners(connection)
             if own >= share or not self._by_owner:
                 # The write is undone, and with it what was deleted for it.

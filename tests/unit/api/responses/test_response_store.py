@@ -341,6 +341,30 @@ async def test_a_conversation_that_fills_the_store_alone_is_refused_and_nothing_
     assert_sizes(tmp_path)
 
 
+async def test_one_conversation_does_not_grow_at_the_expense_of_who_has_less(tmp_path: Path) -> None:
+    """Many owners with little make the average small, so that everybody else is above it."""
+    async with SqliteStore(tmp_path / "r.db", StoreLimits(bytes=2**20), Clock()) as store:
+        for number in range(40):
+            await store.put(asked(f"small_{number}", "x", owner=f"owner {number}"), answered())
+        for number in range(3):
+            await store.put(asked(f"bob_{number}", "x" * 100_000, owner="bob"), answered())
+        conversation = await store.create_conversation("ann", {}, [])
+        with pytest.raises(RequestError, match="the store is full"):
+            for _ in range(20):
+                await store.add_items("ann", conversation.id, [said("y" * 100_000)])
+        assert [await store.get("bob", f"bob_{number}") is not None for number in range(3)] == [True] * 3
+        assert (await store.conversation_page("ann", conversation.id, PageWish(limit=1))) is not None
+
+
+async def test_changed_metadata_counts_like_any_other_write(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db", StoreLimits(bytes=2**20), Clock()) as store:
+        conversations = [await store.create_conversation("ann", {}, []) for _ in range(300)]
+        for conversation in conversations:
+            await store.update_conversation("ann", conversation.id, {f"{key}": "x" * 500 for key in range(16)})
+        kept = [conversation for conversation in conversations if await store.get_conversation("ann", conversation.id) is not None]
+        assert 50 < len(kept) < 130, "each takes 8 KB and more"
+
+
 async def test_sizes_follow_every_change(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "r.db", clock=Clock()) as store:
         conversation = (await store.create_conversation("ann", {"a": "b"}, [said("Hi"), said("Ho")])).id
