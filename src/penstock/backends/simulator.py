@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import struct
-import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -46,6 +45,8 @@ from penstock.worker.backend import Emit, validate_submit
 MIN_BEHIND = 0.005
 MAX_BEHIND = 0.1
 
+LOGPROB_COST = 8
+"""What a prompt token with its logprobs takes of a step's budget: about a thousand of them take 20 ms."""
 # Tokens are made in runs of sixteen: one hash gives all of them.
 RUN = 16
 _RUN_FORMAT = struct.Struct(f"<{RUN}I")
@@ -119,9 +120,14 @@ class _Sequence(Sequence):
         self.prompt_logprobs: list[bytes] = []
 
     @property
-    def max_piece(self) -> int:
-        """Making logprobs takes time, as in an engine."""
-        return PACKED_ENTRIES if self.request.prompt_logprobs else sys.maxsize
+    def skips_cache(self) -> bool:
+        """Prompt logprobs are made piece by piece, as the prompt is computed."""
+        return self.request.prompt_logprobs and not self.is_reported
+
+    @property
+    def token_cost(self) -> int:
+        """A step that makes many logprobs would take too long."""
+        return LOGPROB_COST if self.skips_cache else 1
 
     def start_decoding(self, page_size: int) -> None:
         """The whole prompt is computed."""

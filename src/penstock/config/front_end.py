@@ -64,7 +64,7 @@ class Limits:
     )
     answer_memory: int = setting(
         128 * MIB,
-        "answers over 64 KiB that clients read from the store or the tokenizer at once; further ones get status 503",
+        "answers over 64 KiB that clients read from the store or the tokenizer, and logprobs of prompts, at once; others get status 503",
         unit="MIB",
         above=0,
         scale=MIB,

@@ -30,6 +30,9 @@ from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, WorkerStats
 from penstock.worker.backend import total_length
 
+MAX_BLOCKS_MATCHED = 16_384
+"""In one step. More cached prompts start in the next ones: matching 10,000 blocks takes some milliseconds."""
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -77,6 +80,11 @@ class Sequence:
     def skips_cache(self) -> bool:
         """Whether its whole prompt is computed, even where KV is cached."""
         return False
+
+    @property
+    def token_cost(self) -> int:
+        """What a token of its prompt takes of a step's budget."""
+        return 1
 
     @property
     def max_piece(self) -> int:
@@ -184,10 +192,14 @@ class Scheduler(Generic[S]):
             if not budget:
                 break
             budget -= _add_piece(work, sequence, budget)
+        matched = 0
         while budget and len(self._running) < self._max_batch and (first := self._ready.first()) is not None:
+            if matched > MAX_BLOCKS_MATCHED:
+                break
             sequence = first
             skips_cache = sequence.skips_cache
             path = [] if skips_cache else self.cache.match(sequence.request.root, sequence.tokens)
+            matched += len(path)
             block = self._next_block(sequence, path)
             leader = None if block is None or skips_cache else self._leaders.get(block)
             if leader is not None:
@@ -389,10 +401,11 @@ class Scheduler(Generic[S]):
 
 
 def _add_piece(work: list[Work[S]], sequence: S, budget: int) -> int:
-    """Adds the next piece of a prompt. Returns its length."""
-    count = min(sequence.to_compute, budget, sequence.max_piece)
+    """Adds the next piece of a prompt. Returns what it takes of the budget."""
+    cost = sequence.token_cost
+    count = min(sequence.to_compute, -(-budget // cost), sequence.max_piece)
     work.append(Work(sequence, count))
-    return count
+    return min(count * cost, budget)
 
 
 def _shared_blocks(first: Items[int], second: Items[int], size: int, low: int) -> int:

@@ -60,13 +60,29 @@ class Backend(Protocol):
         """Stops and awaits everything that it started."""
 
 
+class _PromptRange:
+    """The smallest and the largest id of a prompt. The choices of a request share their prompt, and come one after the other."""
+
+    def __init__(self) -> None:
+        self._prompt: Sequence[int] = ()
+        self._range = (0, 0)
+
+    def of(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        if self._prompt is not token_ids:
+            self._prompt, self._range = token_ids, (min(token_ids), max(token_ids))
+        return self._range
+
+
+_PROMPT_RANGE = _PromptRange()
+
+
 def validate_submit(request: Submit, vocab_size: int, context_length: int) -> Fault | None:
     """The fault of a request that can never run, in the same words for every engine; None when it can run."""
     if not request.token_ids:
         return Fault("empty_prompt", "a prompt needs at least one token")
     if not 0 <= request.offset <= len(request.token_ids):
         return Fault("invalid_offset", f"the offset is {request.offset}: expected 0 to {len(request.token_ids)}")
-    ids = (*request.token_ids, *request.stop_ids, *dict(request.logit_bias))
+    ids = (*_PROMPT_RANGE.of(request.token_ids), *request.stop_ids, *dict(request.logit_bias))
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             return Fault("invalid_token", f"token id {token} is not in this model's vocabulary: expected 0 to {vocab_size - 1}")

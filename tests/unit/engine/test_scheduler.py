@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.scheduler import Scheduler, Sequence, Work
+from penstock.engine.scheduler import MAX_BLOCKS_MATCHED, Scheduler, Sequence, Work
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Node
 from penstock.kv.sessions import Sessions
@@ -47,6 +47,16 @@ class FreshSequence(SlowSequence):
     @property
     def skips_cache(self) -> bool:
         return True
+
+
+class CostlySequence(Sequence):
+    """Each of its prompt tokens takes much of the budget."""
+
+    __slots__ = ()
+
+    @property
+    def token_cost(self) -> int:
+        return 8
 
 
 class Steps:
@@ -109,6 +119,32 @@ def test_a_thousand_waiting_prompts_with_one_prefix_are_not_matched_in_every_ste
     steps.scheduler.check_integrity()
     assert steps.cache.matches == 2001, "once more when it is there"
     assert {sequence.cached_tokens for sequence in followers} == {8000}
+
+
+def test_a_step_does_not_look_up_too_many_blocks() -> None:
+    """Prompts that are cached as a whole cost no budget, but finding them takes time."""
+    steps = Steps(pages=10_000, page_size=16, budget=8192)
+    prompt = range(64_000)
+    steps.add(0, prompt)
+    steps.run()
+    for number in range(1, 129):
+        steps.add(number, prompt)
+    started = steps.step(is_checked=False)
+    assert len(started) == MAX_BLOCKS_MATCHED // 4000 + 1
+    while steps.scheduler.has_work:
+        steps.step(is_checked=False)
+    assert sorted(steps.ended) == list(range(129))
+    steps.scheduler.check_integrity()
+
+
+def test_costly_tokens_take_more_of_the_budget() -> None:
+    steps = Steps(budget=100)
+    steps.add(0, prompt_of(0, 24), kind=CostlySequence)
+    steps.add(1, prompt_of(1, 90))
+    assert steps.step() == {0: 13}, "less than one token of the budget is left"
+    assert steps.step() == {0: 11, 1: 12}
+    steps.run()
+    assert sorted(steps.ended) == [0, 1]
 
 
 def test_a_follower_starts_when_the_leader_has_computed_what_they_share() -> None:

@@ -15,6 +15,9 @@ from penstock.fairness import FairBudget, LoopTurns, Places, Share
 from penstock.metrics.frontend import BUCKETS, Tally
 from penstock.wire.errors import RequestError
 
+MAX_WAIT_SECONDS = 10.0
+"""For the memory of an answer."""
+
 
 class Ticket:
     """One admitted request, as a context: queued until its first token, then running."""
@@ -48,7 +51,8 @@ class Admission:
     """Admits requests within the limits, and knows those inside.
 
     While it drains, nothing new is admitted. `idle` is set when the last request has left. `bodies` are the bytes of requests that are
-    not admitted yet, `answers` those of answers that hold no generation and are not taken yet.
+    not admitted yet, `answers` those of large answers that are not taken yet: those without a generation, and the prompts of those that
+    repeat their prompt with logprobs.
     """
 
     def __init__(self, limits: Limits, tally: Tally) -> None:
@@ -90,11 +94,23 @@ class Admission:
         if tenant is not None:
             ticket.share = Share(tenant.lane, tenant.weight)
             if not self.answers.take(ticket.share, size):
-                message = f"answers that are not read take all of their memory, {self.answers.total:,} bytes (--answer-memory)"
-                raise RequestError(message, code="overloaded", status=503, limit="answer_memory")
+                raise self._no_memory()
         self._tickets.add(ticket)
         self.idle.clear()
         return ticket
+
+    async def reserve(self, ticket: Ticket, tenant: Tenant, size: int) -> None:
+        """Waits until there is memory for the answer to an admitted request. Raises RequestError (503) when that takes too long."""
+        ticket.share = share = Share(tenant.lane, tenant.weight)
+        try:
+            if not self.answers.take(share, size):
+                await self.answers.wait(share, size, MAX_WAIT_SECONDS)
+        except TimeoutError as error:
+            raise self._no_memory() from error
+
+    def _no_memory(self) -> RequestError:
+        message = f"answers that are not read take all of their memory, {self.answers.total:,} bytes (--answer-memory)"
+        return RequestError(message, code="overloaded", status=503, limit="answer_memory")
 
     def start_running(self, waited: float) -> None:
         tally = self._tally

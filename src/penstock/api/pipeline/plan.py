@@ -37,6 +37,9 @@ MAX_GRAMMAR_BYTES_IN_ALL = 128 * MAX_GRAMMAR_BYTES
 MAX_SCHEMA_NODES = 16_384
 """Objects and lists in the schemas of a request's tools, and in the schema of its answer."""
 MAX_BIAS = 100
+# What a token of a prompt takes when the answer repeats it with its logprob, and what each of its alternatives takes.
+PROMPT_TOKEN_BYTES = 256
+PROMPT_LOGPROB_BYTES = 48
 # A shorter prompt is sent with each of its choices: its tokens take no more bytes than its name.
 MIN_SHARED_TOKENS = 32
 
@@ -98,6 +101,12 @@ class Plan(Struct, frozen=True, kw_only=True, gc=False):
     parser: Callable[[], OutputParser | None] | None = None
     one_call: bool = False
     visible_tokens: frozenset[str] = _NO_TOKENS
+
+    @property
+    def prompt_logprob_bytes(self) -> int:
+        """About how much memory the logprobs of its prompts take in an answer."""
+        per_token = PROMPT_TOKEN_BYTES + (self.submits[0].logprobs or 0) * PROMPT_LOGPROB_BYTES
+        return self.prompt_tokens * self.candidates * per_token
 
     @property
     def remembers(self) -> bool:

@@ -95,6 +95,8 @@ class Runner:
             quota.admit(generations, plan.prompt_tokens)
             run = None
             try:
+                if plan.submits[0].prompt_logprobs:
+                    await self.admission.reserve(ticket, tenant, plan.prompt_logprob_bytes)
                 on_admitted()
                 turn = Turn(self.sessions, tenant.owner, plan.hints)
                 loop_turn = partial(self.admission.loop_turns.take, tenant.lane, tenant.weight)

@@ -17,6 +17,7 @@ from penstock.api.auth.keys import Keyring
 from penstock.api.auth.quota import Quota
 from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import parse_completion
+from penstock.api.pipeline import admission
 from penstock.api.pipeline import request as pipeline
 from penstock.config.front_end import KeySettings, Limits, QuotaLimits, read_key
 from penstock.fairness import Share
@@ -220,10 +221,10 @@ HALF = len(BODY) // 2
 class Client:
     """A request whose body is sent piece by piece."""
 
-    def __init__(self, front_end: FrontEnd, key: str) -> None:
+    def __init__(self, front_end: FrontEnd, key: str, body: bytes = BODY) -> None:
         self._pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[Any] = []
-        headers = [(b"x-api-key", key.encode()), (b"content-length", str(len(BODY)).encode())]
+        headers = [(b"x-api-key", key.encode()), (b"content-length", str(len(body)).encode())]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
         self.task = asyncio.ensure_future(front_end.app(scope, self._pieces.get, self._send))
 
@@ -370,3 +371,36 @@ async def test_a_long_query_is_not_read(path: str) -> None:
     if method == "POST":
         await front_end.send(method, f"{path}?{'a&' * pipeline.MAX_QUERY_BYTES}", NO_JSON, BEARER)
         assert front_end.status == 429, "it has cost a request"
+
+
+async def test_answers_that_repeat_long_prompts_with_logprobs_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one at a time fits. Another key goes on."""
+
+    async def never_ends(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, tuple(b"abc")))
+        await asyncio.Event().wait()
+
+    front_end = FrontEnd(never_ends, Limits(answer_memory=3000))
+    await front_end.models.prepare(front_end.model)
+    keyring = Keyring(KeySettings(given=(read_key(ALICE), read_key(BOB))), front_end.tally)
+    front_end.app = Gate(front_end.application, keyring, front_end.tally)
+    body = json.dumps({"model": "m", "prompt": "word " * 2, "echo": True, "logprobs": 1, "stream": True}).encode()
+    clients = [Client(front_end, key, body) for key in (ALICE, ALICE, BOB)]
+    for client in clients:
+        await client.send(body)
+    answers = front_end.admission.answers
+    assert (answers.waiting, front_end.tally.running) == (1, 2)
+    clients[0].disconnect()
+    await clients[0].task
+    await settled()
+    assert (answers.waiting, front_end.tally.running) == (0, 2)
+    monkeypatch.setattr(admission, "MAX_WAIT_SECONDS", 0.01)
+    late = Client(front_end, BOB, body)
+    await late.send(body)
+    status, text = await late.answer()
+    assert (status, "--answer-memory" in text.decode()) == (503, True)
+    for client in clients[1:]:
+        client.disconnect()
+        await client.task
+    assert answers.used == 0
+    answers.check_integrity()
