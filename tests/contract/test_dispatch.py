@@ -240,7 +240,9 @@ async def test_missed_events_are_replaced_by_a_snapshot(tmp_path: Path) -> None:
 
 async def test_a_request_that_kills_every_worker_ends_with_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspects, "HOLD_SECONDS", 0.2)
-    async with MuteWorker(tmp_path, "deadly", breaks=True) as deadly, FrontEnd([deadly]) as front_end:
+    deadly = MuteWorker(tmp_path, "deadly", breaks=True)
+    deadly.answers = True
+    async with deadly, FrontEnd([deadly]) as front_end:
         _, task = front_end.start(submit(1, 50))
         with pytest.raises(GenerationFault) as caught:
             async with asyncio.timeout(10):

@@ -127,6 +127,65 @@ async def test_two_requests_that_kill_are_both_stopped(tmp_path: Path) -> None:
         assert sum(worker.deaths for worker in workers) == 4
 
 
+@pytest.mark.parametrize("tokens", [0, 3, 50])
+async def test_several_that_kill_at_once_are_all_stopped(tmp_path: Path, tokens: int) -> None:
+    """Each has workers die without it, for the others' sake. That frees none of them for ever."""
+    async with cluster(tmp_path, fatal_tokens=tokens, step_ms=2.0) as (front_end, workers):
+        bystanders = [front_end.start(submit(number, TOKENS)) for number in range(20)]
+        poisons = [front_end.start(structs.replace(submit(POISON, TOKENS), id=bytes([number]) * 16)) for number in range(1, 4)]
+        for poison in poisons:
+            await stopped(poison)
+        await finish(bystanders)
+        assert sum(worker.deaths for worker in workers) <= 5 * len(poisons)
+        assert front_end.dispatcher.suspects.stopped == 3
+
+
+async def behind_proxies(stack: AsyncExitStack, workers: list[MortalWorker]) -> list[Proxy]:
+    proxies = [Proxy(worker.address.path, f"{worker.address.path}.proxy") for worker in workers]
+    for worker, proxy in zip(workers, proxies, strict=True):
+        await stack.enter_async_context(worker)
+        await stack.enter_async_context(proxy)
+        worker.address = UnixAddress(proxy.path)
+    return proxies
+
+
+async def test_a_worker_that_was_dead_before_accuses_nobody(tmp_path: Path) -> None:
+    """Two workers lose their host. The second is idle, so its death is noticed later: after the trial was sent there."""
+    async with AsyncExitStack() as stack:
+        workers = [MortalWorker(tmp_path, name) for name in "abc"]
+        proxies = await behind_proxies(stack, workers)
+        front_end = await stack.enter_async_context(FrontEnd([*workers[:1]], trial_seconds=60.0))
+        reader, task = front_end.start(submit(0, 3000))
+        await until(lambda: len(reader.tokens) > 0)
+        front_end.pool.discovered([workers[1].address])
+        await until(lambda: len(front_end.pool.members) == 2)
+        proxies[1].delay = 60.0
+        sent = proxies[1].bytes_forward
+        await proxies[0].__aexit__()
+        await until(lambda: proxies[1].bytes_forward > sent + 40)
+        front_end.pool.discovered([workers[2].address])
+        await proxies[1].__aexit__()
+        async with asyncio.timeout(20):
+            await task
+        assert reader.tokens == expected(0, 3000)
+        assert front_end.dispatcher.suspects.deaths == 2
+        assert front_end.dispatcher.suspects.stopped == 0
+
+
+async def test_a_trial_ends_with_the_link_of_a_worker_that_leaves(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2, step_ms=20.0) as (front_end, workers):
+        reader, task = front_end.start(submit(0, TOKENS))
+        await until(lambda: len(reader.tokens) > 8)
+        first = busy(workers)
+        links = [member.link for member in front_end.pool.members]
+        first.break_links()
+        await until(lambda: not all(front_end.dispatcher.suspects.is_free(link) for link in links))
+        second = next(worker for worker in workers if worker is not first)
+        await second.server.close()
+        await finish([(reader, task)])
+        assert all(front_end.dispatcher.suspects.is_free(link) for link in links)
+
+
 async def test_workers_that_die_without_it_free_the_accused(tmp_path: Path) -> None:
     """An operator kills the worker that tries it, and then another one: that was not the request."""
     async with cluster(tmp_path, 3, step_ms=40.0) as (front_end, workers):

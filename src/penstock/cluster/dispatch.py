@@ -96,6 +96,7 @@ class Production:
     turn: Turn
     next_id: bytes
     born: int
+    died_at: int | None = None
     failed: set[WorkerLink] = field(default_factory=set)
     _attempt: Attempt | None = None
     _pause: asyncio.Handle | None = None
@@ -235,19 +236,19 @@ class Production:
 
     def hold(self, seconds: float) -> None:
         """Pauses it, and after that time stops it for good, unless `end_hold` comes first."""
-        self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self._stop)
+        self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self.stop)
 
     def end_hold(self) -> None:
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends it: it kills its workers."""
         self.dispatcher.suspects.stopped += 1
-        count = len(self.turn.deaths)
-        log.error("%d workers died with one generation, which is stopped; none died while it was held back", count)
-        message = f"{count} workers died while they ran this request, and none while it was held back: it is not tried again"
-        self.fail(Fault("kills_workers", message))
+        message = f"{len(self.turn.deaths)} workers died while they ran this request, the last of them while it was on trial"
+        log.error("%s: it is stopped", message)
+        self.fail(Fault("kills_workers", f"{message}: it is not tried again"))
 
     def send_again(self) -> None:
         if not self.try_send():
@@ -375,6 +376,8 @@ class Dispatcher:
         self._router.leave(member.name)
         if member.link.has_died:
             self.suspects.record(member.link)
+        else:
+            self.suspects.left(member.link)
 
     def _reported(self, member: Member, report: WorkerReport) -> None:
         match report:
@@ -444,6 +447,8 @@ class Dispatcher:
             request = structs.replace(request, session=session)
         attempt = Attempt(production, member, request.id, self._router.sent(decision, decision.names, blocks), session)
         try:
+            if production in self.suspects:
+                member.link.ping()
             member.link.submit(request, attempt)
         except PenstockError:
             attempt.assignment.ended()

@@ -2,7 +2,8 @@
 
 A worker's death makes a suspect of each generation that it had. Suspects are tried: each worker gets one of them at a time, until that
 one has come further than on the worker that died. If a worker dies meanwhile, the suspect on trial there is accused, and held back. Do
-workers die without it, then it is free; otherwise it is stopped.
+workers die without it, then it is free; otherwise it is stopped. It is stopped, too, when it is accused again and again: where several
+requests kill workers at once, each of them has workers die without it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ HOLD_SECONDS = 5.0
 # first trial is over after PROOF_TOKENS: what kills at a certain place of the text kills soon after it is resumed there.
 PROOF_TOKENS = 4
 MAX_AGE_TOKENS = 32
+# A request that is accused this many times in a row is stopped, whoever else dies.
+MAX_ACCUSED = 3
 
 
 class Suspect(Protocol):
@@ -37,6 +40,8 @@ class Suspect(Protocol):
     turn: Turn
     born: int
     """How many deaths there had been when it began."""
+    died_at: int | None
+    """How many tokens it had made on its last worker that died."""
 
     def __hash__(self) -> int: ...
 
@@ -59,20 +64,20 @@ class Suspect(Protocol):
 
     def end_hold(self) -> None: ...
 
+    def stop(self) -> None:
+        """Ends it: it kills its workers."""
+
     def fail(self, fault: Fault) -> None: ...
 
 
 class Trial(NamedTuple):
     """A suspect that runs alone among suspects. It is cleared when it has made `proof` tokens; `age` is how many it had made on the worker
-    that died."""
+    that died. `ping` was sent just before it: a worker that did not answer was dead already."""
 
     suspect: Suspect
     proof: int
     age: int
-
-    def accuses(self, suspect: Suspect, age: int) -> bool:
-        """The worker died when this suspect had made `age` tokens there: right after it was resumed, or as far as it had come before."""
-        return self.suspect is suspect and (age <= PROOF_TOKENS or abs(age - self.age) <= PROOF_TOKENS)
+    ping: int
 
 
 class Death(NamedTuple):
@@ -91,6 +96,7 @@ class _Case:
     age: int
     proof: int
     since: float
+    is_repeat: bool = False
     until: float | None = None
     """Set when there is a worker for it."""
 
@@ -98,8 +104,9 @@ class _Case:
 class Suspects:
     """The suspects of one front end.
 
-    A generation is suspected while its request was at more of the recent deaths since it began than it was not at. So where workers die
-    for another reason, nobody is suspected for long. `usable` gives the links that take work for a model.
+    A generation is suspected while its request was at more of the recent deaths since it began than it was not at, or if two of its
+    workers in a row died at the same place. So where workers die for another reason, nobody is suspected for long. `usable` gives the
+    links that take work for a model.
     """
 
     def __init__(
@@ -134,18 +141,27 @@ class Suspects:
 
     def examine(self, suspect: Suspect, link: WorkerLink, age: int) -> bool:
         """The suspect had made `age` tokens on this link, whose worker died. False: it is not suspected, and goes on at once."""
-        death = self.record(link)
-        suspect.turn.deaths |= {death.number}
-        guilt = self._guilt(suspect)
-        if guilt < 1 or not self._trial_seconds:
+        death, turn = self.record(link), suspect.turn
+        trial = death.trial if death.trial is not None and death.trial.suspect is suspect else None
+        if trial is not None and link.pongs < trial.ping:
             return False
-        if guilt >= MAX_WORKERS_KILLED and death.trial is not None and death.trial.accuses(suspect, age):
+        is_repeat = suspect.died_at is not None and _is_same_place(age, suspect.died_at)
+        is_accused = trial is not None and _is_same_place(age, trial.age)
+        suspect.died_at = age
+        turn.deaths |= {death.number}
+        turn.accused += is_accused
+        guilt = self._guilt(suspect)
+        if not self._trial_seconds or (guilt < 1 and not is_repeat):
+            return False
+        if is_accused and turn.accused >= MAX_ACCUSED:
+            suspect.stop()
+        elif is_accused and guilt >= MAX_WORKERS_KILLED:
             log.warning("worker after worker died with the same generation: it is held back for %g s", HOLD_SECONDS)
             self._held.add(suspect)
             suspect.hold(HOLD_SECONDS)
         else:
-            is_short = age > MAX_AGE_TOKENS and guilt < MAX_WORKERS_KILLED
-            self._wait(suspect, age, PROOF_TOKENS if is_short else age + PROOF_TOKENS)
+            is_short = age > MAX_AGE_TOKENS and guilt < MAX_WORKERS_KILLED and not is_repeat
+            self._wait(suspect, age, PROOF_TOKENS if is_short else age + PROOF_TOKENS, is_repeat)
         return True
 
     def record(self, link: WorkerLink) -> Death:
@@ -159,6 +175,11 @@ class Suspects:
         self._review_soon()
         return self._recent[-1]
 
+    def left(self, link: WorkerLink) -> None:
+        """This worker left without dying. A trial there is over."""
+        if self._trials.pop(link, None) is not None:
+            self.pump()
+
     def discard(self, suspect: Suspect) -> None:
         """It has ended, or its client has left."""
         self._waiting.pop(suspect, None)
@@ -169,6 +190,8 @@ class Suspects:
         trial = self._trials.get(link)
         if trial is not None and (trial.suspect.link is not link or trial.suspect.age >= trial.proof):
             del self._trials[link]
+            if trial.suspect.link is link:
+                trial.suspect.turn.accused = 0
             self.pump()
 
     def pump(self) -> None:
@@ -181,7 +204,7 @@ class Suspects:
             while any(self.is_free(link) for link in links) and (suspect := self._next(model)) is not None and suspect.try_send():
                 case = self._waiting.pop(suspect, None)
                 if case is not None and suspect.link is not None:
-                    self._trials[suspect.link] = Trial(suspect, case.proof, case.age)
+                    self._trials[suspect.link] = Trial(suspect, case.proof, case.age, suspect.link.pings)
 
     def tick(self) -> None:
         """Ends the wait of those whose trial does not come. From then on, the trials that run prove nothing."""
@@ -201,8 +224,8 @@ class Suspects:
             if suspect.model == model and case.since < before:
                 suspect.fail(fault)
 
-    def _wait(self, suspect: Suspect, age: int, proof: int) -> None:
-        self._waiting[suspect] = _Case(age, proof, self._clock())
+    def _wait(self, suspect: Suspect, age: int, proof: int, is_repeat: bool) -> None:
+        self._waiting[suspect] = _Case(age, proof, self._clock(), is_repeat)
         self._review_soon()
 
     def _guilt(self, suspect: Suspect) -> int:
@@ -219,13 +242,13 @@ class Suspects:
     def _review(self) -> None:
         """A worker died without those that wait or are held: they may be free."""
         self._is_review_due = False
-        for suspect in [suspect for suspect in self._waiting if self._guilt(suspect) < 1]:
+        for suspect in [suspect for suspect, case in self._waiting.items() if self._guilt(suspect) < 1 and not case.is_repeat]:
             del self._waiting[suspect]
             suspect.send_again()
         for suspect in [suspect for suspect in self._held if self._guilt(suspect) < MAX_WORKERS_KILLED]:
             self._held.remove(suspect)
             suspect.end_hold()
-            self._wait(suspect, 0, PROOF_TOKENS)
+            self._wait(suspect, 0, PROOF_TOKENS, is_repeat=True)
         self.pump()
 
     def _next(self, model: str) -> Suspect | None:
@@ -241,3 +264,8 @@ class Suspects:
     def _forget_old(self) -> None:
         while self._recent and self._recent[0].at < self._clock() - REMEMBERED_SECONDS:
             self._recent.popleft()
+
+
+def _is_same_place(age: int, before: int) -> bool:
+    """A worker died when a generation had made `age` tokens there: right after it was resumed, or as far as it had come before."""
+    return age <= PROOF_TOKENS or abs(age - before) <= PROOF_TOKENS

@@ -123,6 +123,7 @@ class WorkerLink(LinkProtocol):
         self._secret = secret
         self._nonce = secrets.token_bytes(32)
         self._handshake: Handshake | None = None
+        self.pings = self.pongs = 0
         self._unanswered = 0
         """Looks since the first Ping on the idle link, while nothing came."""
         self._generations: dict[bytes, Generation] = {}
@@ -178,11 +179,16 @@ class WorkerLink(LinkProtocol):
         if self._unanswered > MAX_UNANSWERED_LOOKS or self.is_host_gone():
             return False
         if not self._generations or not self.has_heard:
-            self._write_soon(_PING)
+            self.ping()
             if not self._generations and not self._unanswered:
                 self._unanswered = 1
         self.has_heard = False
         return True
+
+    def ping(self) -> None:
+        """Asks whether the worker is alive. It is, or was when it read this, if `pongs` reaches the `pings` of now."""
+        self.pings += 1
+        self._write_soon(_PING)
 
     def give_up(self, error: LinkError) -> None:
         """Ends the link now, for this reason, without a goodbye: the worker no longer reacts."""
@@ -291,7 +297,7 @@ class WorkerLink(LinkProtocol):
                 self.draining = True
                 self.on_report(message)
             case Pong():
-                pass
+                self.pongs += 1
             case _:
                 raise unexpected(message, "Step")
 

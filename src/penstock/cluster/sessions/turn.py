@@ -73,6 +73,8 @@ class Turn:
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
     deaths: frozenset[int] = frozenset()
     """The deaths of workers at which it was there: see `cluster/suspects.py`."""
+    accused: int = 0
+    """How many times in a row a worker died while one of its generations was on trial there."""
     affinity_key: str | None = None
     affinity: Binding | None = None
     parent: Binding | None = None
