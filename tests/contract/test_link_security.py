@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -249,6 +251,19 @@ async def test_a_wrong_certificate_is_named_on_both_sides(
     (record,) = [record for record in caplog.records if "a connection was refused" in record.message]
     assert record.levelno == logging.WARNING
     assert "127.0.0.1" in record.message
+
+
+async def test_a_peer_that_leaves_before_tls_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with TcpWorker(SECRET, tls("worker", "worker")) as there:
+        with socket.create_connection((there.address.host, there.address.port)) as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await until(lambda: "a connection was refused: a peer that has left broke TLS off" in caplog.text)
+
+
+@pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64])
+async def test_a_name_that_no_host_can_have_is_refused(host: str) -> None:
+    with pytest.raises(HandshakeRefused, match="is not used"):
+        await connect(TcpAddress(host, 7000), "test", SECRET)
 
 
 async def test_a_relay_with_a_certificate_of_its_own_fails() -> None:

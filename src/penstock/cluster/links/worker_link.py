@@ -434,6 +434,9 @@ async def connect(address: Address, front_end: str, secret: str, tls: LinkTls | 
         if tls is not None and isinstance(error, ssl.SSLError | ConnectionAbortedError | ConnectionResetError):
             raise HandshakeRefused(tls.refusal(error, str(address))) from None
         raise LinkBroken(f"cannot connect to {address}: {error.strerror or error}") from error
+    except ValueError as error:
+        # A name that no host can have: it may come from the store.
+        raise HandshakeRefused(f"{str(address)!r} is not used: {error}") from error
 
 
 async def _open(address: Address, front_end: str, secret: str, tls: LinkTls | None) -> WorkerLink:

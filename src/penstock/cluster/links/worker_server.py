@@ -115,8 +115,9 @@ class WorkerServer:
 
     async def _start_tls(self, connection: socket.socket) -> None:
         assert self.tls is not None
-        peer = str(TcpAddress(*connection.getpeername()[:2]))
+        peer = "a peer that has left"
         try:
+            peer = str(TcpAddress(*connection.getpeername()[:2]))
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: FrontEndLink(self),
                 connection,
@@ -125,6 +126,7 @@ class WorkerServer:
                 ssl_shutdown_timeout=HEARTBEAT_SECONDS,
             )
         except OSError as error:
+            connection.close()
             log.warning("a connection was refused: %s", self.tls.refusal(error, peer))
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
