@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
+from penstock.fairness import FairBudget, Share
 from penstock.wire.errors import ConfigError, RequestError
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ BUSY_SECONDS = 10.0
 
 
 class Database:
-    """Runs functions on the connection, one after the other, each in its own transaction.
+    """Runs functions on the connection, one after the other, each in its own transaction. Lanes take turns: one that asks for much waits
+    for itself.
 
     A commit survives the death of the process. It survives a loss of power only after the next checkpoint.
     """
@@ -34,6 +36,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="response store")
+        self._turns = FairBudget(1)
         self._connection: sqlite3.Connection | None = None
 
     async def open(self) -> None:
@@ -44,13 +47,18 @@ class Database:
             self._thread.shutdown()
             raise ConfigError(f"--response-store {self._path}: {error}") from error
 
-    async def run(self, function: Callable[[sqlite3.Connection, *Arguments], Result], *arguments: *Arguments) -> Result:
+    async def run(self, lane: str, function: Callable[[sqlite3.Connection, *Arguments], Result], *arguments: *Arguments) -> Result:
         """Raises what the function raises, after a rollback, and RequestError (503) when SQLite fails."""
+        turn = Share(lane)
         try:
+            if not self._turns.take(turn, 1):
+                await self._turns.wait(turn, 1)
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, function, *arguments)
         except sqlite3.Error as error:
             log.error("the response store %s fails: %s", self._path, error)  # noqa: TRY400, the message says all
             raise RequestError("the response store is not available", code="store_unavailable", status=503) from error
+        finally:
+            self._turns.release(turn)
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.api.responses import rows
 from penstock.api.responses.answers import Conversation, ResponseFailure
-from penstock.api.responses.database import Database, Liveness, used_bytes
+from penstock.api.responses.database import Arguments, Database, Liveness, used_bytes
 from penstock.api.responses.items import Item
 from penstock.api.responses.rows import Chain, NewResponse, Page, PageWish, ResponseState, StoredResponse
 from penstock.config.front_end import StoreLimits
@@ -61,30 +61,30 @@ class SqliteStore:
         """Raises ConfigError when the file cannot be used."""
         await self._database.open()
         self._liveness = await asyncio.to_thread(Liveness, self._path)
-        await self._database.run(self._clean_up)
+        await self._database.run("", self._clean_up)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         # Unfinished responses are lost. If that cannot be written now, their next reader does.
         with contextlib.suppress(RequestError):
-            await self._database.run(rows.fail_lost, self._runner.name, _LOST)
+            await self._database.run("", rows.fail_lost, self._runner.name, _LOST)
         await self._database.close()
         self._runner.close()
 
     async def begin(self, response: NewResponse, state: ResponseState) -> None:
         """Stores a response that this process is making. It has failed if the process ends before `finish`."""
-        await self._database.run(self._insert, response, state, self._runner.name)
+        await self._run(response.owner, self._insert, response, state, self._runner.name)
 
     async def put(self, response: NewResponse, state: ResponseState) -> None:
         """Stores a finished response: `begin` and `finish` in one."""
-        await self._database.run(self._insert, response, state, None)
+        await self._run(response.owner, self._insert, response, state, None)
 
     async def finish(self, response: NewResponse, state: ResponseState) -> None:
         """Stores the end of a response, unless it was deleted. Its items are added to its conversation, all together."""
-        await self._database.run(self._finish, response, state)
+        await self._run(response.owner, self._finish, response, state)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        return await self._database.run(self._get, owner, response_id)
+        return await self._run(owner, self._get, owner, response_id)
 
     async def events(self, owner: str, response_id: str) -> list[bytes] | None:
         """The events of a finished stream."""
@@ -94,7 +94,7 @@ class SqliteStore:
             row = connection.execute(query, (response_id, owner, self._oldest)).fetchone()
             return None if row is None or row[0] is None else rows.unpacked_events(row[0])
 
-        return await self._database.run(read)
+        return await self._run(owner, read)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         return await self._with(self._get, owner, response_id, lambda found: rows.delete_response(found, owner, response_id)) or False
@@ -109,7 +109,7 @@ class SqliteStore:
 
     async def find_items(self, owner: str, ids: Sequence[str]) -> dict[str, Item]:
         """The owner's items with these ids, from all responses and conversations."""
-        return await self._database.run(rows.find_items, owner, ids)
+        return await self._run(owner, rows.find_items, owner, ids)
 
     async def create_conversation(self, owner: str, metadata: Mapping[str, str], items: Sequence[Item]) -> Conversation:
         def create(connection: sqlite3.Connection) -> Conversation:
@@ -120,10 +120,10 @@ class SqliteStore:
             self._keep_bounds(connection, conversation_id, owner, refuses=True)
             return Conversation(id=conversation_id, created_at=int(now), metadata=metadata)
 
-        return await self._database.run(create)
+        return await self._run(owner, create)
 
     async def get_conversation(self, owner: str, conversation_id: str) -> Conversation | None:
-        return await self._database.run(self._conversation, owner, conversation_id)
+        return await self._run(owner, self._conversation, owner, conversation_id)
 
     async def update_conversation(self, owner: str, conversation_id: str, metadata: Mapping[str, str]) -> Conversation | None:
         def update(connection: sqlite3.Connection) -> Conversation | None:
@@ -179,9 +179,12 @@ class SqliteStore:
 
         return await self._with(self._conversation, owner, conversation_id, delete) or False
 
+    async def _run(self, owner: str, function: Callable[[sqlite3.Connection, *Arguments], Result], *arguments: *Arguments) -> Result:
+        return await self._database.run(owner if self._by_owner else "", function, *arguments)
+
     async def _with(self, find: _Find, owner: str, holder: str, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
         """Runs `work` in a transaction in which the response or conversation exists. None when it does not."""
-        return await self._database.run(lambda connection: None if find(connection, owner, holder) is None else work(connection))
+        return await self._run(owner, lambda connection: None if find(connection, owner, holder) is None else work(connection))
 
     @property
     def _runner(self) -> Liveness:

@@ -173,7 +173,7 @@ async def test_chains_have_a_limit(tmp_path: Path) -> None:
                 response = NewResponse(id=f"r{number}", owner="ann", root="r0", input=[], previous=previous)
                 rows.insert_response(connection, response, answered(), 1e12, None)
 
-        await store._database.run(grow)
+        await store._database.run("", grow)
         assert await store.chain("ann", f"r{MAX_CHAIN - 1}") is not None
         with pytest.raises(RequestError, match="4,096"):
             await store.chain("ann", f"r{MAX_CHAIN}")
@@ -363,6 +363,18 @@ async def test_changed_metadata_counts_like_any_other_write(tmp_path: Path) -> N
             await store.update_conversation("ann", conversation.id, {f"{key}": "x" * 500 for key in range(16)})
         kept = [conversation for conversation in conversations if await store.get_conversation("ann", conversation.id) is not None]
         assert 50 < len(kept) < 130, "each takes 8 KB and more"
+
+
+async def test_many_writes_of_one_owner_do_not_keep_another_waiting(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "r.db", clock=Clock()) as store:
+        flood = [asyncio.create_task(store.create_conversation("ann", {}, [said("x")] * 500)) for _ in range(20)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*[store.get("bob", f"b{number}") for number in range(3)])
+        assert sum(task.done() for task in flood) <= 6, "one of the other's for each"
+        left = flood.pop()
+        left.cancel()
+        await asyncio.gather(*flood)
+        assert await store.get("ann", "a") is None, "a caller that leaves while it waits takes no turn with it"
 
 
 async def test_sizes_follow_every_change(tmp_path: Path) -> None:
