@@ -64,7 +64,8 @@ class Limits:
     )
     answer_memory: int = setting(
         128 * MIB,
-        "answers over 64 KiB that clients read from the store or the tokenizer, and logprobs of prompts, at once; others get status 503",
+        "answers over 64 KiB that clients read from the store or the tokenizer, and logprobs of prompts, at once; others get status 503, "
+        "and a request that alone needs four times as much 400",
         unit="MIB",
         above=0,
         scale=MIB,

@@ -18,6 +18,9 @@ from penstock.wire.errors import RequestError
 MAX_WAIT_SECONDS = 10.0
 """For the memory of an answer."""
 
+MAX_OVERDRAFT = 4
+"""A request may alone need this many times the memory of all answers. One that needs more never gets it."""
+
 
 class Ticket:
     """One admitted request, as a context: queued until its first token, then running."""
@@ -100,7 +103,14 @@ class Admission:
         return ticket
 
     async def reserve(self, ticket: Ticket, tenant: Tenant, size: int) -> None:
-        """Waits until there is memory for the answer to an admitted request. Raises RequestError (503) when that takes too long."""
+        """Waits until there is memory for the answer to an admitted request.
+
+        Raises RequestError: 503 when that takes too long, 400 when it needs too much: a tenant with nothing under way does not wait.
+        """
+        most = MAX_OVERDRAFT * self.answers.total
+        if size > most:
+            message = f"the logprobs of the prompts of all choices take about {size:,} bytes: expected at most {most:,} (--answer-memory)"
+            raise RequestError(message, param="n", code="too_long", limit="answer_memory")
         ticket.share = share = Share(tenant.lane, tenant.weight)
         try:
             if not self.answers.take(share, size):

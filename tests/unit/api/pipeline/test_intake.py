@@ -404,3 +404,14 @@ async def test_answers_that_repeat_long_prompts_with_logprobs_wait_for_memory(mo
         await client.task
     assert answers.used == 0
     answers.check_integrity()
+
+
+async def test_one_answer_that_takes_many_times_the_memory_is_refused() -> None:
+    front_end = FrontEnd(says("x"), Limits(answer_memory=100_000))
+    fields: dict[str, Any] = {"prompt": "word " * 100, "echo": True, "logprobs": 5}
+    await front_end.post(**fields)
+    assert front_end.status == 200
+    await front_end.post(**fields, n=128)
+    assert (front_end.status, front_end.json["error"]["param"]) == (400, "n")
+    assert front_end.tally.limits_reached["answer_memory",] == 1
+    assert front_end.admission.answers.used == 0
