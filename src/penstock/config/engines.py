@@ -44,7 +44,14 @@ context_length_setting = partial(
     group="engine",
     unset="the model's own",
 )
-_max_batch = partial(setting, help="generations per step; further ones wait", unit="N", minimum=1, group="engine", unset=_OWN)
+_max_batch = partial(
+    setting,
+    help="generations per step; further ones wait. For --engine http: only used if the server does not report it, so that keys take turns",
+    unit="N",
+    minimum=1,
+    group="engine",
+    unset=_OWN,
+)
 _kv_blocks = partial(setting, help="KV memory, as a number of blocks", unit="N", minimum=1, group="engine", unset="from the KV memory")
 _kv_memory = partial(
     setting,
@@ -227,6 +234,7 @@ class HttpEngineSettings(SessionSettings):
     )
     kv_replay: str | None = setting(None, "where the engine repeats KV events that were missed", unit="ADDRESS", parse=check_event_address)
     block_size: int | None = _block_size(None)
+    max_batch: int | None = _max_batch(None)
     context_length: int | None = context_length_setting(None)
     connect_seconds: float = 10.0
     idle_seconds: float = 600.0

@@ -71,7 +71,6 @@ def test_the_cores_are_divided_among_the_workers_of_our_own_engine_alone() -> No
         (["--engine=http", "--model=m", "--url=ftp://me:password@x"], "--url has credentials in it"),
         (["--engine=http", "--model=m", "--url=http://x", "--kv-replay=tcp://x:1"], "--kv-replay is tcp://x:1; it also needs --kv-events"),
         (["--engine=http", "--model=m", "--url=http://x", "--kv-events=x:1"], "--kv-events is 'x:1': expected an address such as tcp://"),
-        (["--engine=http", "--model=m", "--url=http://x", "--max-batch=8"], "--max-batch is for --engine embedded or "),
         (["--engine=http", "--model=m", "--url=http://x", "--kv-blocks=8"], "--kv-blocks is for --engine embedded or "),
         (["--engine=http", "--model=m", "--url=http://x", "--kv-memory=8"], "--kv-memory is for --engine embedded or "),
         (["--engine=vllm", "--model=m", "--device=cpu"], "--device is for --engine embedded, not for vllm"),

@@ -146,7 +146,9 @@ class _Probe:
         self.tried.append(f"POST {path}: the answer is not a completion")
         return None
 
-    def facts(self, context_length: int | None, block_size: int | None, capabilities: tuple[Capability, ...], **known: int) -> EngineFacts:
+    def facts(
+        self, context_length: int | None, block_size: int | None, capabilities: tuple[Capability, ...], max_batch: int = 0, **known: int
+    ) -> EngineFacts:
         """The user's settings are used if the engine reports nothing. They may also reduce the context. 0: an unknown context."""
         settings = self.settings
         return EngineFacts(
@@ -154,6 +156,7 @@ class _Probe:
             block_size=block_size or settings.block_size or USUAL_BLOCK_SIZE,
             events=None if settings.kv_events is None else EventEndpoints(settings.kv_events, settings.kv_replay),
             capabilities=capabilities,
+            max_batch=max_batch or settings.max_batch or 0,
             **known,
         )
 

@@ -325,7 +325,7 @@ async def test_a_wrong_key_is_named() -> None:
 
 async def test_sglang_is_recognized_by_its_information() -> None:
     async with upstream(sglang(not_found, kv_events={"endpoint_port_base": 5557})) as server:
-        engine = HttpEngine(HttpEngineSettings(server.url, kv_events="tcp://x:1"), TOKENIZER)
+        engine = HttpEngine(HttpEngineSettings(server.url, kv_events="tcp://x:1", max_batch=5), TOKENIZER)
         facts = await engine.start(print)
         await engine.close()
         assert (facts.context_length, facts.block_size, facts.kv_blocks, facts.max_batch) == (998, 32, 128, 8)
@@ -413,10 +413,10 @@ async def test_an_unknown_context_length_must_be_set() -> None:
     async with upstream(replies) as server:
         with pytest.raises(ConfigError, match="--context-length"):
             await HttpEngine(HttpEngineSettings(server.url), TOKENIZER).start(print)
-        engine = HttpEngine(HttpEngineSettings(server.url, context_length=77, block_size=8), TOKENIZER)
+        engine = HttpEngine(HttpEngineSettings(server.url, context_length=77, block_size=8, max_batch=5), TOKENIZER)
         facts = await engine.start(print)
         await engine.close()
-        assert (facts.context_length, facts.block_size) == (77, 8)
+        assert (facts.context_length, facts.block_size, facts.max_batch) == (77, 8, 5)
         with pytest.raises(ConfigError, match="no --upstream-model 'other': it has model"):
             await HttpEngine(HttpEngineSettings(server.url, model_name="other"), TOKENIZER).start(print)
 
