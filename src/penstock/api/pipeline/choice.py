@@ -24,6 +24,8 @@ ARRIVAL_WEIGHT = 8
 TOKEN_WEIGHT = 0.25
 # Of a token that is looked at by itself, and of each stop string that is looked for after it.
 SINGLE_WEIGHT, STOP_WEIGHT = 2.0, 2.0
+# Of the prompt that the first event of a choice repeats.
+CHARACTERS_PER_WEIGHT, IDS_PER_WEIGHT = 256, 32
 
 
 def token_weight(plan: Plan) -> float:
@@ -85,6 +87,8 @@ class Choice:
     answer: list[int] | None = None
     """Its tokens, if the session's next turn repeats them."""
     is_whole: bool = False
+    opening_weight: int = 0
+    """How long what comes before its first token takes to render. 0 afterwards."""
     _assembler: TextAssembler = field(init=False)
     _parser: OutputParser | None = None
     _one_call: bool = False
@@ -100,6 +104,8 @@ class Choice:
         self._parser = None if plan.parser is None else plan.parser()
         self._one_call = plan.one_call
         self._opening = self.dialect.opening(self.index)
+        repeated = len(plan.submits[self.index].token_ids) if request.return_token_ids else 0
+        self.opening_weight = len(self._opening) // CHARACTERS_PER_WEIGHT + repeated // IDS_PER_WEIGHT
         if plan.remembers:
             self.answer = []
 
@@ -119,6 +125,7 @@ class Choice:
         This is the last hop, so the offset is checked once more: a lost token raises StreamError.
         """
         text, self._opening = self._opening, ""
+        self.opening_weight = 0
         logprobs = None
         parts: Sequence[Part] = _NOTHING
         if delta is not None:

@@ -251,14 +251,14 @@ class _Run:
         """What is rendered now: all that has arrived, or a part of it if that takes long. Then the rest follows in the next turns."""
         if self._backlog is None:
             arrivals = self._fan.take()
-            if len(arrivals) <= MAX_ARRIVALS_UNWEIGHED and not any(map(_is_large, arrivals)):
+            if len(arrivals) <= MAX_ARRIVALS_UNWEIGHED and not any(map(self._is_large, arrivals)):
                 return arrivals
             self._backlog = self._pieces(arrivals)
         taken: list[Arrival] = []
         weight = 0
         for piece in self._backlog:
             taken.append(piece)
-            weight += weight_of(piece, self._token_weight)
+            weight += weight_of(piece, self._token_weight) + self._choices[piece.choice].opening_weight
             if weight >= MAX_WEIGHT:
                 assert self._writer is not None
                 asyncio.get_running_loop().call_soon(self._writer.wake)
@@ -268,6 +268,15 @@ class _Run:
         if self._writer is not None:
             asyncio.get_running_loop().call_soon(self._writer.wake)
         return taken
+
+    def _is_large(self, arrival: Arrival) -> bool:
+        """Whether it may take long to render. Nearly every delta of a stream has few tokens."""
+        if self._choices[arrival.choice].opening_weight:
+            return True
+        delta = arrival.delta
+        if delta is None:
+            return False
+        return len(delta.token_ids) > MAX_TOKENS_UNWEIGHED or (delta.prompt is not None and delta.prompt.logprobs is not None)
 
     def _pieces(self, arrivals: Sequence[Arrival]) -> Iterator[Arrival]:
         return chain.from_iterable(pieces_of(arrival, self._token_weight) for arrival in arrivals)
@@ -424,14 +433,6 @@ class _Collected:
     parts: list[Part] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-
-
-def _is_large(arrival: Arrival) -> bool:
-    """Whether it may take long to render. Nearly every delta of a stream has few tokens."""
-    delta = arrival.delta
-    if delta is None:
-        return False
-    return len(delta.token_ids) > MAX_TOKENS_UNWEIGHED or (delta.prompt is not None and delta.prompt.logprobs is not None)
 
 
 def _cached(arrivals: Sequence[Arrival]) -> int:

@@ -112,6 +112,15 @@ async def test_tokens_that_many_stop_strings_are_looked_for_in_are_rendered_in_p
     assert max(map(len, texts)) <= MAX_WEIGHT / len(stops)
 
 
+@pytest.mark.parametrize("fields", [{"return_token_ids": True}, {"echo": True}])
+async def test_choices_that_repeat_a_long_prompt_are_sent_one_by_one(fields: dict[str, Any]) -> None:
+    prompt = "word " * 90_000
+    front_end, _ = await answered(says_much(1, end="x"), prompt=prompt, max_tokens=2, n=4, stream=True, **fields)
+    assert front_end.tally.writes >= 4, "each prompt in a write of its own"
+    texts = ["".join(event["choices"][0]["text"] for event in front_end.events if event["choices"][0]["index"] == n) for n in range(4)]
+    assert texts == [(prompt if "echo" in fields else "") + "Ax"] * 4
+
+
 async def test_thousands_of_choices_are_rendered_in_pieces() -> None:
     prompts = [[65]] * 2000
     front_end, turns = await answered(says_much(1, end="x"), prompt=prompts, max_tokens=2, stream=True)
