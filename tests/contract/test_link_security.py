@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 import struct
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -251,6 +252,27 @@ async def test_a_wrong_certificate_is_named_on_both_sides(
     (record,) = [record for record in caplog.records if "a connection was refused" in record.message]
     assert record.levelno == logging.WARNING
     assert "127.0.0.1" in record.message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not tell who listens")
+async def test_another_users_unix_socket_needs_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever can write to the store could name a socket of their own: its permissions protect the worker only."""
+    address = UnixAddress(str(tmp_path / "worker.sock"))
+    for secret in ("", SECRET):
+        runtime = WorkerRuntime(Simulator(SimulatorConfig(), make_model(), Vocabulary(WORDS, 1)))
+        server = WorkerServer(runtime, "a", address, secret)
+        await server.start()
+        async with linked(address, secret):
+            pass
+        with monkeypatch.context() as patch:
+            patch.setattr("os.geteuid", lambda: 12345)
+            if secret:
+                async with linked(address, secret):
+                    pass
+            else:
+                with pytest.raises(HandshakeRefused, match="listens there, not user 12345"):
+                    await connect(address, "test", secret)
+        await server.close()
 
 
 async def test_a_peer_that_leaves_before_tls_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,10 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import socket
 import ssl
+import struct
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -58,6 +61,17 @@ def check_reached(hello: Hello, own: str, advertised: Address) -> None:
             f"the front end wanted {hello.address} and reached {hello.reached}, but this worker is at {own}: a relay is between. If it is "
             f"your own proxy or address translation, give the worker --advertise {hello.address}, or use TLS"
         )
+
+
+def check_owner(transport: asyncio.BaseTransport, own: int) -> None:
+    """Raises HandshakeRefused if a process of another user than `own` listens at this unix socket. Its permissions protect the worker
+    only, and the store may name any path. Root may use everybody's."""
+    connection = transport.get_extra_info("socket")
+    if sys.platform != "linux" or not own or connection.family != socket.AF_UNIX:
+        return
+    _, owner, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if owner != own:
+        raise HandshakeRefused(f"user {owner} listens there, not user {own}: if that is right, give both ends PENSTOCK_LINK_SECRET")
 
 
 def end_of(transport: asyncio.BaseTransport, which: Literal["peername", "sockname"]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import ssl
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, HEARTBEAT_SECONDS, LinkProtocol, check_version, unexpected
-from penstock.cluster.links.security import Handshake, LinkTls, end_of, needs_protection, peer_certificate
+from penstock.cluster.links.security import Handshake, LinkTls, check_owner, end_of, needs_protection, peer_certificate
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.address import Address, UnixAddress
 from penstock.wire.codec import encode_frame
@@ -315,6 +316,8 @@ class WorkerLink(LinkProtocol):
 
     def _hello(self, challenge: Challenge) -> Hello:
         assert self._transport is not None
+        if not self._secret:
+            check_owner(self._transport, os.geteuid())
         address, reached = str(self._address), end_of(self._transport, "peername")
         certificates = peer_certificate(self._transport), self.tls.certificate if self.tls is not None else b""
         self._handshake = Handshake(challenge.nonce, self._nonce, self._front_end, address, reached, *certificates)
