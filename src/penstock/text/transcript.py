@@ -7,7 +7,7 @@ import struct
 import sys
 import weakref
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,8 +59,9 @@ class _Part:
 class _Session:
     """A tree of parts: transcripts with the same beginning share parts. Only the latest leaves are kept."""
 
-    def __init__(self, key: str, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, key: str, model: str, tokenizer: Tokenizer, lane: str) -> None:
         self.model = model
+        self.lane = lane
         self.tokenizer = weakref.ref(tokenizer)
         self.root = _Part("", b"", None)
         self.leaves: dict[_Part, None] = {}
@@ -159,7 +160,8 @@ class _Piece(NamedTuple):
 
 
 class Transcripts:
-    """The transcripts of many sessions. After every call they take at most `max_bytes`: the least recently used sessions are dropped.
+    """The transcripts of many sessions. After every call they take at most `max_bytes`: the tenant with the most loses its least recently
+    used sessions.
 
     `encode_chat` returns the tokens that the tokenizer makes of the rendered chat, except for recorded answers: those keep the tokens that
     were generated, as long as the chat contains exactly their text. Both decode to the same text. Everything else that is remembered only
@@ -171,6 +173,7 @@ class Transcripts:
         self._max_bytes = max_bytes
         self.encoder = Encoder() if encoder is None else encoder
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._bytes_of: Counter[str] = Counter()  # by lane
         self.bytes = 0
         """The size of what is remembered."""
         self.tokens_reused = 0
@@ -201,7 +204,7 @@ class Transcripts:
             made = tuple([token_id for part in tokenizer.parts(text) for token_id in tokenizer.encode_part(part)])
             self.tokens_encoded += len(made)
             return EncodedChat(made, ending=text[-ENDING:])
-        session = None if key is None else self._open(key, model, tokenizer)
+        session = None if key is None else self._open(key, model, tokenizer, lane)
         path = [] if session is None else await session.find(tokenizer, text)
         known = [_Piece(part.text, part.packed) for part in path]
         rest = text[sum(len(piece.text) for piece in known) :]
@@ -232,17 +235,19 @@ class Transcripts:
         size = turn.session.size
         self._sessions.move_to_end(turn.key)
         turn.session.put(turn.end, turn.last + answer.text, turn.last_packed + _pack(answer.token_ids), replaces=True)
-        self._settle(turn.session.size - size)
+        self._settle(turn.session, turn.session.size - size)
 
     def forget(self, key: str) -> None:
         session = self._sessions.pop(key, None)
         if session is not None:
-            self.bytes -= session.size
+            self._count(session.lane, -session.size)
             session.clear()
 
     def check_integrity(self) -> None:
         """Asserts that every part is counted, knows its parent, and leads to a leaf."""
         assert self.bytes == sum(session.size for session in self._sessions.values()) <= self._max_bytes
+        assert self.bytes == sum(self._bytes_of.values())
+        assert self._bytes_of.keys() == {session.lane for session in self._sessions.values()}
         for key, session in self._sessions.items():
             parts = [session.root]
             for part in parts:
@@ -254,14 +259,14 @@ class Transcripts:
             base = SESSION_BYTES + sys.getsizeof(key) + sys.getsizeof(session.model)
             assert session.size == base + sum(part.size for part in parts[1:])
 
-    def _open(self, key: str, model: str, tokenizer: Tokenizer) -> _Session:
+    def _open(self, key: str, model: str, tokenizer: Tokenizer, lane: str) -> _Session:
         session = self._sessions.get(key)
         if session is not None and session.model == model and session.tokenizer() is tokenizer:
             self._sessions.move_to_end(key)
             return session
         self.forget(key)
-        session = self._sessions[key] = _Session(key, model, tokenizer)
-        self._settle(session.size)
+        session = self._sessions[key] = _Session(key, model, tokenizer, lane)
+        self._settle(session, session.size)
         return session
 
     async def _remember(
@@ -282,13 +287,20 @@ class Transcripts:
             size = session.size
             for piece in new[start : start + MAX_REMEMBERED_AT_ONCE]:
                 end = session.put(end, *piece, replaces=False)
-            self._settle(session.size - size)
+            self._settle(session, session.size - size)
         return end
 
-    def _settle(self, growth: int) -> None:
-        self.bytes += growth
+    def _settle(self, session: _Session, growth: int) -> None:
+        self._count(session.lane, growth)
         while self.bytes > self._max_bytes:
-            self.forget(next(iter(self._sessions)))
+            largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
+            self.forget(next(key for key, each in self._sessions.items() if each.lane == largest))
+
+    def _count(self, lane: str, growth: int) -> None:
+        self.bytes += growth
+        self._bytes_of[lane] += growth
+        if not self._bytes_of[lane]:
+            del self._bytes_of[lane]
 
 
 def _encode(

@@ -434,6 +434,17 @@ def test_the_least_recently_used_sessions_make_room() -> None:
     assert checked.transcripts.bytes <= 200_000
 
 
+async def test_sessions_of_one_tenant_make_room_for_its_own() -> None:
+    tokenizer, transcripts = WordTokenizer(), Transcripts(200_000)
+    prompt = chat("x" * 5_000, "flows", "and?")
+    await transcripts.encode_chat("of another", "model", tokenizer, prompt, "b")
+    for count in range(60):
+        await transcripts.encode_chat(f"session {count}", "model", tokenizer, prompt, "a")
+        transcripts.check_integrity()
+    assert (await transcripts.encode_chat("of another", "model", tokenizer, prompt, "b")).reused_tokens > 5_000
+    assert (await transcripts.encode_chat("session 1", "model", tokenizer, prompt, "a")).reused_tokens == 0
+
+
 @pytest.mark.parametrize("content", ["x", "water and more ", "größer 日本 😀 "])
 async def test_memory_is_not_underestimated(content: str) -> None:
     tokenizer = smollm()
