@@ -70,10 +70,11 @@ bench-cluster: setup ## Measure faults, routing, sessions and tokenizing; a few 
 	$(BIN)/python bench/sessions.py guess
 	$(BIN)/python bench/transcripts.py
 
-bench-api: setup ## Measure tool parsing and long prompts under load, and stalls of the event loop.
+bench-api: setup ## Measure tool parsing and long prompts under load, stalls of the event loop, and a hostile key.
 	$(BIN)/python bench/api.py parsing
 	$(BIN)/python bench/api.py long-prompt
 	$(BIN)/python bench/stalls.py
+	$(BIN)/python bench/edges.py
 
 bench-requests: setup ## Measure the front end's CPU time per request: ARGS="--former DIR" compares with another tree.
 	$(BIN)/python bench/cpu_per_request.py $(ARGS)

@@ -276,7 +276,6 @@ def measure(client: str, kinds: list[str], seconds: float) -> dict[str, Any]:
         if kinds:
             figures["hostile"] = results.get(timeout=seconds + 60)
             hostile.join()
-        figures["log"] = server.log
         figures["peak_mib"] = {"front end": peak_mib(front_end), "worker": peak_mib(worker)}
         figures["began_mib"] = began
         figures["cpu_seconds"] = {"front end": sum(front_end.cpu_times()[:2]), "worker": sum(worker.cpu_times()[:2])}
