@@ -235,8 +235,8 @@ class Production:
             self.send_again()
 
     def hold(self, seconds: float) -> None:
-        """Pauses it, and after that time stops it for good, unless `end_hold` comes first."""
-        self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self.stop)
+        """Pauses it, and has it judged after that time, unless `end_hold` comes first."""
+        self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, partial(self.dispatcher.suspects.judge, self))
 
     def end_hold(self) -> None:
         if self._pause is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ class Suspect(Protocol):
         """Sends it, or puts it into the queue."""
 
     def hold(self, seconds: float) -> None:
-        """Pauses it, and after that time stops it for good."""
+        """Pauses it, and calls `judge` after that time."""
 
     def end_hold(self) -> None: ...
 
@@ -120,7 +121,8 @@ class Suspects:
         """Generations that were stopped."""
         self._recent: deque[Death] = deque()
         self._waiting: dict[Suspect, _Case] = {}
-        self._held: set[Suspect] = set()
+        self._held: dict[Suspect, bool] = {}
+        """With whether its worker had other front ends."""
         self._trials: dict[WorkerLink, Trial] = {}
         self._is_review_due = False
 
@@ -157,12 +159,21 @@ class Suspects:
             suspect.stop()
         elif is_accused and guilt >= MAX_WORKERS_KILLED:
             log.warning("worker after worker died with the same generation: it is held back for %g s", HOLD_SECONDS)
-            self._held.add(suspect)
-            suspect.hold(HOLD_SECONDS)
+            is_shared = self._held[suspect] = link.stats.other_front_ends > 0
+            # The other front end's suspect is held, too: they must not meet again.
+            suspect.hold(HOLD_SECONDS * (1 + random.random() * is_shared))  # noqa: S311, no secret
         else:
             is_short = age > MAX_AGE_TOKENS and guilt < MAX_WORKERS_KILLED and not is_repeat
             self._wait(suspect, age, PROOF_TOKENS if is_short else age + PROOF_TOKENS, is_repeat)
         return True
+
+    def judge(self, suspect: Suspect) -> None:
+        """It was held back, and no worker died without it. It is stopped; if a suspect of another front end may have killed its worker,
+        it is tried once more."""
+        if self._held.pop(suspect) and suspect.turn.accused < MAX_WORKERS_KILLED:
+            self._wait_again(suspect)
+        else:
+            suspect.stop()
 
     def record(self, link: WorkerLink) -> Death:
         """The death of this link's worker, counted once."""
@@ -183,7 +194,7 @@ class Suspects:
     def discard(self, suspect: Suspect) -> None:
         """It has ended, or its client has left."""
         self._waiting.pop(suspect, None)
-        self._held.discard(suspect)
+        self._held.pop(suspect, None)
 
     def heard(self, link: WorkerLink) -> None:
         """A frame came from this worker: a trial there may be over."""
@@ -228,6 +239,10 @@ class Suspects:
         self._waiting[suspect] = _Case(age, proof, self._clock(), is_repeat)
         self._review_soon()
 
+    def _wait_again(self, suspect: Suspect) -> None:
+        age = suspect.died_at or 0
+        self._wait(suspect, age, age + PROOF_TOKENS, is_repeat=True)
+
     def _guilt(self, suspect: Suspect) -> int:
         """The recent deaths that its request was at, less those that it was not at."""
         since = [death.number in suspect.turn.deaths for death in self._recent if death.number > suspect.born]
@@ -246,9 +261,9 @@ class Suspects:
             del self._waiting[suspect]
             suspect.send_again()
         for suspect in [suspect for suspect in self._held if self._guilt(suspect) < MAX_WORKERS_KILLED]:
-            self._held.remove(suspect)
+            del self._held[suspect]
             suspect.end_hold()
-            self._wait(suspect, 0, PROOF_TOKENS, is_repeat=True)
+            self._wait_again(suspect)
         self.pump()
 
     def _next(self, model: str) -> Suspect | None:

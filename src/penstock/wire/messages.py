@@ -123,6 +123,7 @@ class WorkerStats(Struct, frozen=True, array_like=True):
     prompt_tokens_cached: int = 0
     memory_failures: int = 0
     sessions_evicted: int = 0
+    other_front_ends: int = 0
 
 
 Role = Literal["aggregated", "prefill", "decode"]

@@ -208,7 +208,7 @@ class WorkerRuntime:
         self.ports.append(port)
         if self._draining:
             port.announce(Draining())
-        port.flush(self._backend.stats())
+        port.flush(self._stats())
         return port
 
     def detach(self, port: FrontEndPort) -> None:
@@ -224,7 +224,7 @@ class WorkerRuntime:
     def resume(self, port: FrontEndPort) -> None:
         """The front end's socket takes bytes again."""
         port.writable = True
-        port.flush(self._backend.stats())
+        port.flush(self._stats())
 
     def drain(self) -> None:
         """Takes no new work from now on. Running generations continue."""
@@ -267,9 +267,12 @@ class WorkerRuntime:
 
     def flush(self) -> None:
         """Sends what waits. Call it once after the messages of one read were handled."""
-        stats = self._backend.stats()
+        stats = self._stats()
         for port in self.ports:
             port.flush(stats)
+
+    def _stats(self) -> WorkerStats:
+        return structs.replace(self._backend.stats(), other_front_ends=len(self.ports) - 1)
 
     def _submit(self, port: FrontEndPort, request: Submit) -> None:
         if len(request.id) != GENERATION_ID_BYTES or request.id in self._open:
@@ -321,7 +324,7 @@ class WorkerRuntime:
                 port.announce(snapshot)
         finally:
             port.events.is_held = False
-        port.flush(self._backend.stats())
+        port.flush(self._stats())
 
     def _on_step(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
         open_generations = self._open
@@ -343,7 +346,7 @@ class WorkerRuntime:
             blocks = count_blocks(events.events)
             for port in self.ports:
                 port.events.put(events, blocks)
-        stats = self._backend.stats()
+        stats = self._stats()
         for port in self.ports:
             port.flush_step(stats)
 
