@@ -255,13 +255,14 @@ class _Waiter:
 class FairBudget:
     """What is used for a while, such as bytes or threads. At most `total` is in use, with one exception that keeps tenants apart.
 
-    A tenant alone may use it all. A tenant with nothing under way never waits, nor does one that stays below its share: what each would
-    have if one more came. Both may overdraw the budget, by less than as much again and one request of each. So however much one tenant
-    holds, and for how long, others go on. What else does not fit waits, and is served in turn. For one event loop.
+    A tenant alone may use it all. A tenant with nothing under way never waits. With `has_shares`, neither does one that stays below its
+    share: what each would have if one more came. Both may overdraw the budget; the latter by less than as much again. So however much one
+    tenant holds, and for how long, others go on. What else does not fit waits, and is served in turn. For one event loop.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, *, has_shares: bool = False) -> None:
         self.total = total
+        self._has_shares = has_shares
         self.used = 0
         self._held: dict[str, int] = {}
         """By lane. Lanes with nothing are not in it."""
@@ -280,7 +281,7 @@ class FairBudget:
         if (
             (self.used + amount > self.total or self._waiting)
             and self._under_way.get(share.lane, 0) > share.is_under_way
-            and self._held.get(share.lane, 0) + amount > self.total // (len(self._under_way) + 1)
+            and not (self._has_shares and self._held.get(share.lane, 0) + amount <= self.total // (len(self._under_way) + 1))
         ):
             return False
         self._grant(share, amount)

@@ -14,8 +14,8 @@ from penstock.fairness import FairBudget, Share
 class Tenants:
     """Requests of several tenants, by name; and the order in which those that had to wait were served."""
 
-    def __init__(self, total: int) -> None:
-        self.budget = FairBudget(total)
+    def __init__(self, total: int, *, has_shares: bool = False) -> None:
+        self.budget = FairBudget(total, has_shares=has_shares)
         self.served: list[str] = []
         self.shares: list[Share] = []
 
@@ -199,7 +199,7 @@ async def test_any_order_of_events_leaves_nothing_behind(seed: int) -> None:
 
 async def test_a_tenant_below_its_share_never_waits() -> None:
     """Of two tenants each may have a third: there may be one more."""
-    tenants = Tenants(90)
+    tenants = Tenants(90, has_shares=True)
     hoard = tenants.share("a", 90)
     waiting = await tenants.start("a", 1)
     shares = [tenants.share("b", 10) for _ in range(3)]

@@ -286,7 +286,7 @@ class Dispatcher:
     @property
     def queued(self) -> int:
         """Generations that wait until a worker has room."""
-        return len(self.suspects) + sum(len(queue) for queue in self._queues.values())
+        return (len(self.suspects) if self.suspects.deaths else 0) + sum(len(queue) for queue in self._queues.values())
 
     def waiting_of(self, lane: str) -> int:
         """Generations of one tenant that wait for their first worker."""
@@ -346,7 +346,8 @@ class Dispatcher:
 
     def forget(self, production: Production) -> None:
         """It does not wait any more."""
-        self.suspects.discard(production)
+        if self.suspects.deaths:
+            self.suspects.discard(production)
         queue = self._queues.get(production.model)
         if queue is not None:
             queue.discard(production)
@@ -369,7 +370,8 @@ class Dispatcher:
         member.link.on_report = partial(self._reported, member)
         if self._router.join(member.name, member.model):
             member.link.request_snapshot()
-        self.suspects.pump()
+        if self.suspects.deaths:
+            self.suspects.pump()
         self.pump(member.model.name)
 
     def left(self, member: Member) -> None:
@@ -393,7 +395,8 @@ class Dispatcher:
         if step.events is not None and self._router.receive(member.name, step.events):
             log.info("KV events of %s were missed: asking for a snapshot", member.name)
             member.link.request_snapshot()
-        self.suspects.heard(member.link)
+        if self.suspects.deaths:
+            self.suspects.heard(member.link)
         self.pump(member.model.name)
 
     def pump(self, model: str) -> None:
@@ -420,7 +423,7 @@ class Dispatcher:
         if production.failed:
             # It lost a worker before. Do not spend an attempt on one that may be dead, too.
             members = [member for member in self._others(production) or members if member.link.has_just_spoken]
-        if production in self.suspects:
+        if self.suspects.deaths and production in self.suspects:
             members = [member for member in members if self.suspects.is_free(member.link)]
         usable = {member.name: member for member in members}
         rooms = {name: self._has_room(member) for name, member in usable.items()}
@@ -447,7 +450,7 @@ class Dispatcher:
             request = structs.replace(request, session=session)
         attempt = Attempt(production, member, request.id, self._router.sent(decision, decision.names, blocks), session)
         try:
-            if production in self.suspects:
+            if self.suspects.deaths and production in self.suspects:
                 member.link.ping()
             member.link.submit(request, attempt)
         except PenstockError:

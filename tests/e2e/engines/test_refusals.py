@@ -26,7 +26,7 @@ LAST = VOCABULARY - 1
             400,
             "context_length_exceeded",
             "prompt",
-            "`prompt` has 2,049 tokens; with 16 to generate that does not fit the model's context of 2,048 tokens",
+            "`prompt` has 2,049 tokens; that does not fit the model's context of 2,048 tokens",
         ),
         (
             {"prompt": [5] * (CONTEXT_LENGTH - 7), "max_tokens": 8},

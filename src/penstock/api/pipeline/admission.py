@@ -66,8 +66,8 @@ class Admission:
         """Requests whose body has been read."""
         self._tally = tally
         self.is_draining = False
-        self.bodies = FairBudget(limits.body_memory)
-        self.answers = FairBudget(limits.answer_memory)
+        self.bodies = FairBudget(limits.body_memory, has_shares=True)
+        self.answers = FairBudget(limits.answer_memory, has_shares=True)
         self.loop_turns = LoopTurns()
         self._places = Places(limits.max_generations)
         self._tickets: set[Ticket] = set()
