@@ -47,7 +47,7 @@ BODY_BYTES = 4 * MIB - 4096
 CONNECTIONS_PER_KIND = 2
 MAX_GAP_RATIO = 1.5
 MAX_RSS_GROWTH_MIB = 768
-"""Documented in docs/operations/security.md: what hostile requests within the default limits may cost a front end, in memory."""
+"""What hostile requests may add to the memory of a front end with the default limits."""
 
 
 @dataclass(frozen=True)
