@@ -93,7 +93,7 @@ class MetricsServer:
 
 
 def _scope(head: bytes) -> dict[str, Any] | None:
-    """The ASGI scope of a request. None for what is not HTTP/1."""
+    """The ASGI scope of a request. None if it is not HTTP/1."""
     request, *lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     words = request.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 # A worker that ends waits this long for its front ends to take over its generations.
 HAND_OVER_SECONDS = 2.0
-# A front end that ends gives each of these steps so long: all of them, and its clean-up, are over a second after its grace time.
+# How long each step may take when a front end ends. All steps and the clean-up take less than a second after the grace time.
 EXPEL_SECONDS = 0.15  # requests end with a fault
 CANCEL_SECONDS = 0.1  # those that cannot are cancelled
 CLOSE_SECONDS = 0.05  # granian sends what it has
@@ -133,7 +133,7 @@ async def _load(runtime: WorkerRuntime, stopped: asyncio.Event) -> bool:
 async def run_front_end(settings: FrontEndSettings) -> int:
     """One front end, until SIGTERM."""
     file_limit = raise_file_limit()
-    # Twice the time: whoever holds up an answer is cut off before, and counted.
+    # Twice the stall time, so that our own watch cuts off a slow reader first and counts it.
     listener = open_listener(settings.host, settings.port, 2 * settings.limits.stall_seconds)
     host, port = listener.getsockname()[:2]
     is_exposed = not ipaddress.ip_address(host).is_loopback and not settings.keys.are_needed
@@ -291,7 +291,7 @@ async def _drain(stop: Stop, front_end: FrontEnd, grace: float) -> None:
         if cancelled := admission.cancel():
             log.warning("cut off requests that did not end within %g s: %d", grace, cancelled)
             await _until(lambda: admission.is_idle, CANCEL_SECONDS)
-    # Before the connections: whoever follows an answer sees its end.
+    # Recordings end before connections are cut, so that clients that follow an answer see its end.
     await front_end.detached.close()
 
 
@@ -461,7 +461,7 @@ def _stop_signals() -> Iterator[Stop]:
 
 
 def _exit_after(seconds: float, status: int, message: str | None = None) -> None:
-    """Ends the process after so long, if it still runs: a thread may not end, and Python would wait for it."""
+    """Ends the process after `seconds` if it still runs: Python would wait for a thread that never ends."""
 
     def leave() -> None:
         if message is not None:

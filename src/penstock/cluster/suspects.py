@@ -30,7 +30,7 @@ HOLD_SECONDS = 5.0
 # first trial is over after PROOF_TOKENS: what kills at a certain place of the text kills soon after it is resumed there.
 PROOF_TOKENS = 4
 MAX_AGE_TOKENS = 32
-# A request that is accused this many times in a row is stopped, whoever else dies.
+# A request that is accused this many times in a row is stopped, even if other workers die without it.
 MAX_ACCUSED = 3
 
 

@@ -208,7 +208,7 @@ def _gather(cache: Tensor, pages: Tensor) -> Tensor:
 
 
 def _pieces(part: PromptPart, heads: int) -> list[range]:
-    """The rows of a prompt, so many at once that their scores stay below MAX_SCORES."""
+    """The rows of a prompt in pieces. Each piece has at most MAX_SCORES scores."""
     rows = part.stop - part.start
     most = max(1, MAX_SCORES // (heads * part.context))
     return [range(first, min(first + most, rows)) for first in range(0, rows, most)]

@@ -52,7 +52,7 @@ class StepBudget:
         self._steps = 0
 
     def failed(self, tokens: int) -> None:
-        """Memory ran out in a step of so many tokens."""
+        """Memory ran out in a step of this many tokens."""
         self.tokens = max(self._least, min(self.tokens, tokens // 2))
         self._steps = 0
 

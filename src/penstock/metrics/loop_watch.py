@@ -28,7 +28,7 @@ _SOURCE = str(Path(__file__).parents[1])
 
 
 class LoopWatch:
-    """Measures how late a timer of TICK_SECONDS runs: so long the loop was held. A stall is measured up to TICK_SECONDS too short.
+    """Measures how late a timer of TICK_SECONDS runs: that is how long the loop was held. A stall is measured up to TICK_SECONDS too short.
 
     The timer runs only while there are requests, so an idle process does not wake up for it. Every request calls `enter` and `leave`.
     """

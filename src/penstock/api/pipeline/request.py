@@ -205,7 +205,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, errors = scope[TENANT], self.errors()
-        # Generations hold a place of their own; what is not counted is small or shared.
+        # The memory of an answer counts for its tenant, unless it holds generations, which are counted already, or is no API route.
         reading = partial(self.admission.reading, None if self.generates or self.route is None else tenant)
         response = Response(send, receive, self.metrics.tally, reading, lambda: [*tenant.quota.headers(), *errors.headers])
         outcome = "failed"
