@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Self
 
 import pytest
 
+from penstock.backends.embedded import EmbeddedBackend
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cluster import suspects
 from penstock.cluster.links.link import LinkProtocol
@@ -18,6 +20,7 @@ from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import RouterSettings
+from penstock.engine.engine import Engine
 from penstock.kv.blocks import block_hashes, tenant_root
 from penstock.router.policy import Hints, Preference, SessionWish
 from penstock.wire import codec
@@ -38,6 +41,7 @@ from penstock.wire.messages import (
     Welcome,
 )
 from penstock.worker.runtime import WorkerRuntime
+from tiny_models import make_engine
 from workers import SECRET, WORDS, FrontEnd, Worker, expected, fault_of, make_model, submit, until
 
 
@@ -155,6 +159,52 @@ async def test_a_stalled_worker_is_given_up(tmp_path: Path) -> None:
                 await task
         assert reader.tokens == expected(1, 50)
         assert front_end.pool.stalls >= 1
+
+
+async def test_a_worker_in_a_long_step_is_busy_not_stalled(tmp_path: Path) -> None:
+    """The step that computes the prompt takes three times as long as a worker may be silent."""
+    async with Worker(tmp_path, "slow", prefill_rate=10.0) as slow, FrontEnd([slow], stall_seconds=2.0) as front_end:
+        reader, task = front_end.start(submit(1, 5, prompt=60))
+        link = front_end.pool.members[0].link
+        async with asyncio.timeout(30):
+            await task
+        assert reader.tokens == expected(1, 5)
+        assert (front_end.pool.stalls, front_end.dispatcher.migrations) == (0, {})
+        assert link.frames >= 4, "it has sent frames without tokens"
+
+
+class StuckWorker(Worker):
+    """The embedded engine, in a step that never ends."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, name)
+        self.is_freed = threading.Event()
+        self.runtime = WorkerRuntime(EmbeddedBackend(make_model(), self._make_engine, lambda: None))
+        self.server = WorkerServer(self.runtime, name, self.address, SECRET)
+
+    def _make_engine(self) -> Engine:
+        engine = make_engine()
+        whole_step = engine.step
+
+        def step() -> list[Segment]:
+            if engine.has_work:
+                self.is_freed.wait(30)
+            return whole_step()
+
+        engine.step = step  # type: ignore[method-assign]
+        return engine
+
+
+async def test_an_engine_that_is_stuck_in_a_step_is_given_up(tmp_path: Path) -> None:
+    async with StuckWorker(tmp_path, "stuck") as stuck, FrontEnd([stuck], stall_seconds=2.0) as front_end:
+        reader, task = front_end.start(submit(1, 50))
+        await until(lambda: front_end.pool.stalls == 1)
+        async with Worker(tmp_path, "sound") as sound:
+            front_end.pool.discovered([sound.address])
+            async with asyncio.timeout(10):
+                await task
+        stuck.is_freed.set()
+        assert reader.tokens == expected(1, 50)
 
 
 async def test_a_worker_that_owes_nothing_may_be_silent(tmp_path: Path) -> None:

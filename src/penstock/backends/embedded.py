@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from penstock.engine.engine import Engine
 from penstock.wire.messages import Fault, KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, WorkerStats
-from penstock.worker.backend import Emit
+from penstock.worker.backend import PROGRESS_SECONDS, Emit
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class EmbeddedBackend:
         self._open: set[bytes] = set()
         self._questions: set[asyncio.Future[None]] = set()
         self._thread: threading.Thread | None = None
+        self._spoke_at = 0.0
 
     async def start(self, emit: Emit) -> None:
         began = time.monotonic()
@@ -122,6 +123,7 @@ class EmbeddedBackend:
         except Exception as error:  # noqa: BLE001, raised again where the start is awaited
             loaded.set_exception(error)
             return
+        engine.model.on_progress = self._progressed
         loaded.set_result(engine.stats())
         try:
             while True:
@@ -141,6 +143,7 @@ class EmbeddedBackend:
         """Does what was asked for, then one step. With nothing left to do, waits for work or for the end of a lease."""
         while self._asked:
             self._asked.popleft()(engine)
+        self._spoke_at = time.monotonic()
         segments = engine.step()
         events = engine.take_events()
         # While stopping, the loop may be closed already, and nobody needs the last step.
@@ -150,6 +153,14 @@ class EmbeddedBackend:
             engine.check_idle()
             until_expiry = engine.next_expiry - time.monotonic()
             self._wake.wait(None if until_expiry == math.inf else max(0.0, until_expiry))
+
+    def _progressed(self) -> None:
+        """Says that a long step goes on. Called by the engine between the layers of its model, not by a timer: an engine that is stuck says
+        nothing."""
+        now = time.monotonic()
+        if now - self._spoke_at >= PROGRESS_SECONDS and not self._stopping:
+            self._spoke_at = now
+            self._loop.call_soon_threadsafe(self._emit, (), None)
 
     def _deliver(self, segments: list[Segment], events: KvEvents | None, stats: WorkerStats) -> None:
         self._stats = stats

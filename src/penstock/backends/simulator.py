@@ -38,7 +38,7 @@ from penstock.wire.messages import (
     TokenLogprob,
     WorkerStats,
 )
-from penstock.worker.backend import Emit, validate_submit
+from penstock.worker.backend import PROGRESS_SECONDS, Emit, validate_submit
 
 # A real engine computes while its process is busy sending. So steps that start late are made up for, if they are late by more than a
 # timer's inaccuracy, and by at most MAX_BEHIND seconds.
@@ -229,6 +229,10 @@ class Simulator:
             if now - end_of_step < MIN_BEHIND:
                 end_of_step = max(end_of_step, now)
             end_of_step = max(end_of_step, now - MAX_BEHIND)
+            while end_of_step - now > PROGRESS_SECONDS:
+                await asyncio.sleep(PROGRESS_SECONDS)
+                emit((), None)
+                now = loop.time()
             await asyncio.sleep(end_of_step - now)
             segments, self._refused = self._refused, []
             self._prefill(work)

@@ -63,7 +63,7 @@ class Engine:
         """`vocab_size` is the tokenizer's: rows of the model beyond it are padding and never chosen."""
         shape = model.shape
         self._config = config
-        self._model = model
+        self.model = model
         self._vocab_size = min(vocab_size, shape.vocab_size)
         self._end_ids = frozenset(token for token in end_ids if 0 <= token < self._vocab_size)
         self._compile_queue = None if compiler is None else CompileQueue(compiler.compile, clock)
@@ -200,7 +200,7 @@ class Engine:
         log.warning("out of memory in a step of %d tokens, which is tried again in smaller ones: %s", rows, reason)
         self._memory_failures += 1
         self._budget.failed(rows)
-        release_unused(self._model.device)
+        release_unused(self.model.device)
         parts = smaller(work, self._cache.page_size)
         if not parts:
             why = "the worker has too little memory to compute this request, even alone and in the smallest step"
@@ -214,7 +214,7 @@ class Engine:
         restricted = [(sequence.matcher, index) for index, (sequence, _) in enumerate(drawn) if sequence.matcher is not None]
         # The masks are filled in threads while the model computes.
         self._masks.begin(restricted)
-        hidden = self._model.forward(self._builder.build(work), self._store)
+        hidden = self.model.forward(self._builder.build(work), self._store)
         # What is not a number in a row's keys or values, in any layer, is in its last state, too.
         are_finite = hidden.sum(-1, dtype=torch.float32).isfinite()
         reports = [self._prompt_logprobs(item, hidden[end - item.length : end]) for item, end in zip(work, ends, strict=True)]
@@ -225,7 +225,7 @@ class Engine:
         sampled = Sampled([], [])
         if drawn:
             rows = hidden if len(drawn) == len(hidden) else hidden[torch.tensor([row for _, row in drawn], device=hidden.device)]
-            logits = self._model.logits(rows)[:, : self._vocab_size]
+            logits = self.model.logits(rows)[:, : self._vocab_size]
             sampled = self._sampler.sample(logits, [sequence for sequence, _ in drawn], restrict)
         # Asked for last: drawing has waited for the device already.
         broken = set() if are_finite.all() else _broken(work, are_finite.tolist())
@@ -247,7 +247,7 @@ class Engine:
         found: list[TokenLogprob] = []
         for start in range(0, len(known), MAX_LOGPROB_ROWS):
             some = known[start : start + MAX_LOGPROB_ROWS]
-            logits = self._model.logits(hidden[start : start + len(some)])[:, : self._vocab_size]
+            logits = self.model.logits(hidden[start : start + len(some)])[:, : self._vocab_size]
             found += prompt_logprobs(logits, some, sequence.request.logprobs or 0)
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,8 @@ class Model:
         places.fill(weights)
         frequencies, self._rope_scale = rotary_frequencies(shape, context_length)
         self._frequencies = frequencies.to(device)
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called between the parts of a step that may take long, in the thread that computes."""
 
     @property
     def bytes(self) -> int:
@@ -74,12 +76,14 @@ class Model:
         hidden = self._embedding.index_select(0, batch.token_ids)
         rotation = self._rotation(batch.positions)
         for index, layer in enumerate(self._layers):
+            self.on_progress()
             hidden = self._through(index, layer, hidden, rotation, batch, store)
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of these hidden states, in float32. Each row is as wide as the vocabulary: ask for few at once."""
+        self.on_progress()
         return torch.mm(self._normed(hidden, self._norm), self._head).float()
 
     def _through(self, index: int, layer: Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch, store: KVStore) -> Tensor:

@@ -10,7 +10,10 @@ from penstock.wire.messages import Fault, KvEvents, ModelInfo, Sampling, Segment
 
 Emit = Callable[[Sequence[Segment], KvEvents | None], None]
 """Takes the segments of one engine step, for all generations, and the KV events. Called on the event loop after every step, also when
-nothing is new; never blocks."""
+nothing is new, and every PROGRESS_SECONDS during a longer step, by the engine itself: one that is stuck is silent. Never blocks."""
+
+PROGRESS_SECONDS = 0.5
+"""Half of the runtime's BEACON_SECONDS."""
 
 # Logits are divided by the repetition penalty, and overflow when it is much smaller.
 MIN_REPETITION_PENALTY = 0.01

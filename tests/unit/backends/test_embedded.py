@@ -35,6 +35,7 @@ class Receiver:
     """What a worker runtime would get, and when."""
 
     def __init__(self) -> None:
+        self.calls = 0
         self.tokens: dict[bytes, list[int]] = {}
         self.terminals: dict[bytes, Terminal] = {}
         self.cached: set[bytes] = set()
@@ -43,6 +44,7 @@ class Receiver:
         self._news = asyncio.Event()
 
     def __call__(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
+        self.calls += 1
         if events is not None:
             assert events.first == self.next_number, "a gap"
             for event in events.events:
@@ -214,6 +216,39 @@ async def test_questions_to_an_engine_that_breaks_get_an_empty_answer() -> None:
             assert (await backend.snapshot(), await backend.describe_sessions(["a"])) == (None, [])
     finally:
         await backend.close()
+
+
+async def test_a_long_step_says_that_it_goes_on() -> None:
+    """The model is slow, and says so between its layers."""
+    engine = make_engine()
+    whole_step, enough, receiver = engine.step, threading.Event(), Receiver()
+
+    def step() -> list[Segment]:
+        while engine.has_work and not enough.wait(0.01):
+            engine.model.on_progress()
+        return whole_step()
+
+    engine.step = step  # type: ignore[method-assign]
+    backend = EmbeddedBackend(MODEL, lambda: engine, lambda: None)
+    await backend.start(receiver)
+    try:
+        backend.submit(make_submit(0, [1, 2, 3], 4))
+        before = receiver.calls
+        await receiver.until(lambda: receiver.calls >= before + 3)
+        assert not receiver.tokens
+        enough.set()
+        await receiver.until(lambda: generation_id(0) in receiver.terminals)
+    finally:
+        enough.set()
+        await backend.close()
+
+
+async def test_a_model_tells_of_its_progress_at_least_once_per_layer() -> None:
+    engine, layers = make_engine(), list[None]()
+    engine.model.on_progress = lambda: layers.append(None)
+    engine.submit(make_submit(0, [1, 2, 3], 1))
+    engine.step()
+    assert len(layers) > engine.model.shape.layers
 
 
 async def test_closing_while_it_runs_does_not_hang() -> None:
