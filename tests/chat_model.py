@@ -80,9 +80,15 @@ _TEMPLATE = """\
 
 def make_chat_model(directory: Path) -> Path:
     """Writes the model in Hugging Face's layout; the same wherever it is made."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(directory)
+    make_tokenizer(directory)
     _write_weights(directory)
+    return directory
+
+
+def make_tokenizer(directory: Path, template: str = "") -> Path:
+    """Writes everything but the weights: enough for an engine behind HTTP. `template` replaces the model's own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(directory, template or _TEMPLATE)
     ends = {"bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": 0}
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -196,7 +202,7 @@ def _greedy(directory: Path, prompt: tuple[int, ...], count: int) -> list[int]:
     return tokens
 
 
-def _write_tokenizer(directory: Path) -> None:
+def _write_tokenizer(directory: Path, template: str) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -218,7 +224,7 @@ def _write_tokenizer(directory: Path) -> None:
         "unk_token": None,
         "additional_special_tokens": [MESSAGE_START],
         "clean_up_tokenization_spaces": False,
-        "chat_template": _TEMPLATE,
+        "chat_template": template,
     }
     _write_json(directory / "tokenizer_config.json", settings)
 

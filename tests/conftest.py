@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=ENGINES,
         help="an engine that the tests of all engines run with; repeat for each. vllm and sglang must be installed where pytest is",
     )
+    parser.addoption("--clients", action="store_true", help="run the tests with real clients, in tests/clients: see `make test-clients`")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,72 @@
+"""How much of each prompt the engine already has: the tokens that consecutive prompts of one conversation share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from clients.upstream import Prompt
+
+# A prompt that shares less than this with an earlier turn begins another conversation.
+MIN_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt that continues a conversation. `reusable`: the tokens of the turn before it, with its answer, as far as this prompt is that
+    long. `shared`: how many of them are the same from the start."""
+
+    prompt: Prompt
+    before: Prompt
+    reusable: int
+    shared: int
+
+    @property
+    def share(self) -> float:
+        return self.shared / self.reusable
+
+    def __str__(self) -> str:
+        return f"{self.shared} of {self.reusable} tokens; then {self.difference}"
+
+    @property
+    def difference(self) -> str:
+        """What is not the same, for a failure's message. `text` shows more characters than tokens, so it is only near the place."""
+        at = next((i for i, (a, b) in enumerate(zip(self.before.text, self.prompt.text, strict=False)) if a != b), len(self.before.text))
+        return f"{(self.before.text + self.before.answer)[at - 40 : at + 80]!r} became {self.prompt.text[at - 40 : at + 80]!r}"
+
+
+def shared_tokens(before: Sequence[int], after: Sequence[int]) -> int:
+    """The length of the common prefix."""
+    for place, (one, other) in enumerate(zip(before, after, strict=False)):
+        if one != other:
+            return place
+    return min(len(before), len(after))
+
+
+def turns(prompts: Sequence[Prompt], conversation: Callable[[Prompt], Hashable] | None = None) -> list[Turn]:
+    """Every prompt but the first of each conversation, compared with the turn before it.
+
+    `conversation` names the conversation of a prompt, such as an agent's. Without it, a prompt continues the conversation whose last turn
+    it shares the largest part with, if that is at least MIN_SHARE.
+    """
+    found: list[Turn] = []
+    last: dict[Hashable, Prompt] = {}
+    for number, prompt in enumerate(prompts):
+        candidates = {key: _compare(before, prompt) for key, before in last.items()}
+        if conversation is not None:
+            key = conversation(prompt)
+            turn = candidates.get(key)
+        else:
+            key = max(candidates, key=lambda one: candidates[one].share, default=number)
+            turn = candidates.get(key)
+            if turn is not None and turn.share < MIN_SHARE:
+                key, turn = number, None
+        last[key] = prompt
+        if turn is not None:
+            found.append(turn)
+    return found
+
+
+def _compare(before: Prompt, prompt: Prompt) -> Turn:
+    known = before.known_ids
+    return Turn(prompt, before, min(len(known), len(prompt.token_ids)), shared_tokens(known, prompt.token_ids))
