@@ -184,6 +184,8 @@ def _resume(path: str, what: str, event: Any) -> Route:
 
 _STREAMS = "With `stream`, events arrive as tokens are generated; the last one is `[DONE]`."
 _CHAT = {"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "What is a penstock?"}]}
+_VERSION = Parameter("anthropic-version", "header", "Any version: the client speaks Anthropic's API.", {"type": "string"})
+_IN_ANTHROPICS_FORM = "With the header `anthropic-version`, in the form of Anthropic's API."
 _ANTHROPIC_READS = (400, 404, 408, 413, OVERLOADED)
 
 ROUTES: tuple[Route, ...] = (
@@ -250,8 +252,27 @@ ROUTES: tuple[Route, ...] = (
         shape=AnthropicErrors,
         example=_CHAT,
     ),
-    Route("GET", "/v1/models", "Models", "List the models that are available now", handler=list_models, answer=answers.ModelList),
-    Route("GET", "/v1/models/{id:path}", "Models", "Get one model", handler=get_model, answer=answers.Model, errors=(404, 503)),
+    Route(
+        "GET",
+        "/v1/models",
+        "Models",
+        "List the models that are available now",
+        description=_IN_ANTHROPICS_FORM,
+        handler=list_models,
+        answer=answers.ModelList,
+        parameters=(_VERSION,),
+    ),
+    Route(
+        "GET",
+        "/v1/models/{id:path}",
+        "Models",
+        "Get one model",
+        description=_IN_ANTHROPICS_FORM,
+        handler=get_model,
+        answer=answers.Model,
+        parameters=(_VERSION,),
+        errors=(404, 503),
+    ),
     Route(
         "GET",
         "/v1/sessions",

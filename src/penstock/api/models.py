@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from penstock.api.anthropic.answers import AnthropicModel, AnthropicModelList
 from penstock.api.openai.answers import Model, ModelDetails, ModelList
 from penstock.cluster.pool import Member
 from penstock.text.tokenizers.cache import Fetch, TokenizerCache
@@ -79,16 +81,47 @@ class Models:
         raise RequestError(f"`model` is {name[:256]!r}: this server has {known}", param="model", code="model_not_found", status=404)
 
 
-async def list_models(services: Services, _: Incoming) -> ModelList:
-    """Answers GET /v1/models."""
-    return ModelList("list", [_described(model) for model in services.context.models.all()])
+async def list_models(services: Services, incoming: Incoming) -> ModelList | AnthropicModelList:
+    """Answers GET /v1/models. A client of Anthropic's API gets all models in one page, whatever its `limit`."""
+    models = services.context.models.all()
+    if not _is_anthropic(incoming):
+        return ModelList("list", [_described(model) for model in models])
+    listed = [_described_for_anthropic(model) for model in models]
+    return AnthropicModelList(listed, False, listed[0].id if listed else None, listed[-1].id if listed else None)
 
 
-async def get_model(services: Services, incoming: Incoming) -> Model:
+async def get_model(services: Services, incoming: Incoming) -> Model | AnthropicModel:
     """Answers GET /v1/models/{id}. Raises RequestError when there is no such model."""
     models, name = services.context.models, incoming.path["id"]
     live = next((model for model in models.all() if model.info.name == name), None)
-    return _described(live or models.find(name))
+    return (_described_for_anthropic if _is_anthropic(incoming) else _described)(live or models.find(name))
+
+
+def _is_anthropic(incoming: Incoming) -> bool:
+    return any(name == b"anthropic-version" for name, _ in incoming.headers)
+
+
+def _described_for_anthropic(model: ServedModel) -> AnthropicModel:
+    info = model.info
+    created = datetime.fromtimestamp(info.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return AnthropicModel("model", info.name, info.name, created, "active", info.context_length, info.context_length, _capabilities(info))
+
+
+def _capabilities(info: ModelInfo) -> dict[str, dict[str, Any]]:
+    no, yes = {"supported": False}, {"supported": True}
+    thinking = {"supported": info.reasoning_parser is not None}
+    return {
+        "batch": no,
+        "citations": no,
+        "code_execution": no,
+        "context_management": {**yes, "clear_thinking_20251015": yes, "clear_tool_uses_20250919": no, "compact_20260112": no},
+        "effort": {**thinking, **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), thinking)},
+        "image_input": no,
+        "pdf_input": no,
+        "server_tools": {**no, "code_execution": no, "web_search": no},
+        "structured_outputs": {"supported": "grammar" in info.capabilities},
+        "thinking": {**thinking, "types": {"disabled": yes, **dict.fromkeys(("adaptive", "enabled", "between_tools"), thinking)}},
+    }
 
 
 def _described(model: ServedModel) -> Model:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from anthropic.types import ModelInfo
 
 from front_end import MODEL, WORDS, FrontEnd, says
 from penstock.text.tokenizers.tokenizer import ChatPrompt
@@ -148,3 +149,24 @@ async def test_get_a_model_by_name() -> None:
     assert "`m`, `org/name`" in front_end.json["error"]["message"]
     await front_end.send("DELETE", "/v1/models/m")
     assert front_end.status == 405
+
+
+async def test_models_in_anthropics_form() -> None:
+    front_end = FrontEnd(says("x"), reasoning_parser="think")
+    version = {"anthropic-version": "2023-06-01"}
+    await front_end.send("GET", "/v1/models?limit=1000", headers=version)
+    listed = front_end.json
+    [model] = listed["data"]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "m", "m")
+    assert (model["type"], model["id"], model["display_name"], model["lifecycle"]) == ("model", "m", "m", "active")
+    assert model["created_at"] == "1970-01-01T00:00:00Z"
+    assert model["max_input_tokens"] == MODEL.context_length
+    assert not model["capabilities"]["image_input"]["supported"]
+    assert model["capabilities"]["thinking"]["types"]["adaptive"]["supported"]
+    read = ModelInfo.model_validate(model)
+    assert read.model_extra == {}
+    await front_end.send("GET", "/v1/models/m", headers=version)
+    assert front_end.json == model
+    front_end.models.live = []
+    await front_end.send("GET", "/v1/models", headers=version)
+    assert front_end.json == {"data": [], "has_more": False, "first_id": None, "last_id": None}

@@ -83,5 +83,25 @@ class MessageEvent(Struct):
     ]
 
 
+class AnthropicModel(Struct):
+    """`capabilities` has Anthropic's names, each with `supported`."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+    capabilities: dict[str, dict[str, Any]]
+
+
+class AnthropicModelList(Struct):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class TokenCount(Struct):
     input_tokens: int
