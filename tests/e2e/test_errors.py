@@ -63,7 +63,12 @@ def test_completions(server: Server, fields: dict[str, Any], param: str, says: s
     [
         ({"messages": []}, "messages", "length >= 1"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "expected one of system, developer, user, assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "expected one of text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "images are not supported",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "poem"}]}]}, "messages[0].content[0].type", "expected one of text"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
         ({**CHAT, "functions": [{}]}, "functions", "`functions` is not supported yet"),
         ({**CHAT, "response_format": {"type": "xml"}}, "response_format.type", "expected one of text, json_object, json_schema"),

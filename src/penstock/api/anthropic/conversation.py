@@ -18,6 +18,7 @@ from penstock.api.anthropic.schema import (
     DocumentBlock,
     ImageBlock,
     Message,
+    NamedTool,
     PlainTextSource,
     Prompted,
     RedactedThinkingBlock,
@@ -25,10 +26,14 @@ from penstock.api.anthropic.schema import (
     TextBlock,
     ThinkingBlock,
     ThinkingTurns,
+    ToolAdditionBlock,
     ToolReferenceBlock,
+    ToolRemovalBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from penstock.api.anthropic.tools import Tools
+from penstock.api.openai.schema import placeholder
 from penstock.api.pipeline.hints import without_billing_header
 from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
 from penstock.wire.errors import RequestError
@@ -36,7 +41,7 @@ from penstock.wire.errors import RequestError
 _BLOCKS_OF: dict[Role, tuple[type, ...]] = {
     "user": (TextBlock, ToolResultBlock, DocumentBlock, ImageBlock),
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
-    "system": (TextBlock,),
+    "system": (TextBlock, ToolAdditionBlock, ToolRemovalBlock),
 }
 
 
@@ -46,6 +51,7 @@ class Conversation:
     def __init__(self, request: Prompted) -> None:
         self.messages: list[ChatMessage] = []
         self.fields: list[str] = []
+        self.tools = Tools(request.tools or (), _added_later(request.messages))
         self._calls: dict[str, str] = {}
         """The tool of each call so far, by the id of the call."""
         self._said: list[list[str]] = []
@@ -102,7 +108,7 @@ class Conversation:
             self.messages[-1].setdefault("tool_calls", []).extend(map(_call, calls))
 
     def _read_system(self, field: str, blocks: Sequence[ContentBlock]) -> None:
-        text = _paragraphs(_text(field, block) for block in blocks)
+        text = _paragraphs(self._instruction(f"{field}.content[{index}]", block) for index, block in enumerate(blocks))
         if not text:
             return
         if not self.messages or self.messages[-1]["role"] == "system":
@@ -111,6 +117,14 @@ class Conversation:
             # Few templates take instructions in the middle of a chat. After a tool result they are added to it: the user did not speak.
             reminder = f"<system-reminder>\n{text}\n</system-reminder>"
             self._say("tool" if self.messages[-1]["role"] == "tool" else "user", field, reminder)
+
+    def _instruction(self, field: str, block: ContentBlock) -> str:
+        match block:
+            case ToolAdditionBlock(tool=tool):
+                return self.tools.add(f"{field}.tool.definition", [tool])
+            case ToolRemovalBlock(tool=tool):
+                return self.tools.remove(tool.name)
+        return _text(field, block)
 
     def _say(self, role: str, field: str, text: str) -> None:
         """Adds to the last message if it has this role; else adds a message."""
@@ -124,7 +138,17 @@ class Conversation:
         if name is None:
             field = f"{field}.tool_use_id"
             raise RequestError(f"`{field}` is {block.tool_use_id[:80]!r}: no tool_use before it has that id", param=field)
-        self._append(field, ChatMessage(role="tool", content=_result(field, block), name=name, tool_call_id=block.tool_use_id))
+        self._append(field, ChatMessage(role="tool", content=self._result(field, block), name=name, tool_call_id=block.tool_use_id))
+
+    def _result(self, field: str, block: ToolResultBlock) -> str:
+        if isinstance(block.content, list):
+            found = [NamedTool(part.tool_name) for part in block.content if isinstance(part, ToolReferenceBlock)]
+            texts = [_result_text(f"{field}.content[{index}]", part) for index, part in enumerate(block.content)]
+            text = _paragraphs([*texts, self.tools.add(field, found)])
+        else:
+            text = block.content or ""
+        # Templates have no other place for errors.
+        return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
 
     def _append(self, field: str, message: ChatMessage) -> None:
         self.messages.append(message)
@@ -142,6 +166,17 @@ class Conversation:
 def _instructions(system: str | list[TextBlock] | None) -> str:
     texts = [system or ""] if not isinstance(system, list) else [block.text for block in system]
     return _paragraphs(map(without_billing_header, texts))
+
+
+def _added_later(messages: Iterable[Message]) -> set[str]:
+    """The tools that a message adds before any removes them: they are not there from the start."""
+    first: dict[str, bool] = {}
+    for message in messages:
+        if message.role == "system" and isinstance(message.content, list):
+            for block in message.content:
+                if isinstance(block, ToolAdditionBlock | ToolRemovalBlock) and isinstance(block.tool, NamedTool):
+                    first.setdefault(block.tool.name, isinstance(block, ToolAdditionBlock))
+    return {name for name, is_added in first.items() if is_added}
 
 
 def _is_cleared(message: Message, is_followed: bool) -> bool:
@@ -162,24 +197,30 @@ def _blocks(field: str, message: Message) -> Sequence[ContentBlock]:
     return message.content
 
 
-def _result(field: str, block: ToolResultBlock) -> str:
-    if isinstance(block.content, list):
-        text = _paragraphs(_text(f"{field}.content[{index}]", part) for index, part in enumerate(block.content))
-    else:
-        text = block.content or ""
-    # Templates have no other place for errors.
-    return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
+def _result_text(field: str, part: TextBlock | DocumentBlock | ImageBlock | ToolReferenceBlock) -> str:
+    match part:
+        case ToolReferenceBlock():
+            return ""
+        case ImageBlock():
+            return placeholder("image")
+        case DocumentBlock(source=source) if not isinstance(source, PlainTextSource | ContentSource):
+            return placeholder("document")
+    return _text(field, part)
 
 
-def _text(field: str, block: ContentBlock | ToolReferenceBlock) -> str:
+def _text(field: str, block: ContentBlock) -> str:
     match block:
         case TextBlock(text=text):
             return text
-        case ToolReferenceBlock(tool_name=name):
-            return f"The tool {name} can be called."
         case DocumentBlock():
             return _document(field, block)
-    raise RequestError(f"`{field}` is an image: images are not supported yet", param=field, code="unsupported_field")
+    raise _unreadable(f"{field}.image", "image")
+
+
+def _unreadable(field: str, kind: str) -> RequestError:
+    """Claude Code looks for these words and for the place of the block. It puts a text in its place and goes on."""
+    place = field.replace("[", ".").replace("]", "")
+    return RequestError(f"{place}: Could not process {kind}: this model reads only text", param=field, code="unsupported_field")
 
 
 def _document(field: str, block: DocumentBlock) -> str:
@@ -192,10 +233,7 @@ def _document(field: str, block: DocumentBlock) -> str:
     elif isinstance(source, ContentSource):
         text = source.content if isinstance(source.content, str) else _paragraphs(part.text for part in source.content)
     else:
-        field = f"{field}.source.type"
-        kind = type(source).__struct_config__.tag
-        message = f"`{field}` is {kind}: expected text or content; other documents are not supported yet"
-        raise RequestError(message, param=field, code="unsupported_field")
+        raise _unreadable(f"{field}.document", "PDF")
     return _paragraphs([block.title or "", block.context or "", text])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,13 +21,12 @@ from penstock.api.anthropic.schema import (
     Prompted,
     ThinkingAdaptive,
     ThinkingEnabled,
-    Tool,
     ToolResultBlock,
 )
 from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import CacheControl, Common
 from penstock.api.pipeline.hints import longest_ttl, read_hints
-from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, count_tokens, described_tool, plan_chat, schema_grammar
+from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, count_tokens, plan_chat, schema_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.router.affinity import session_key
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
@@ -102,20 +101,29 @@ def read_chat(request: Prompted) -> Chat:
     continues = _continues(messages, fields)
     if not messages:
         raise RequestError("`messages` has nothing to answer: expected a user message with content", param="messages")
-    choice, tools = _tool_choice(request), described_tools(request.tools or ())
+    choice, tools = _tool_choice(request), conversation.tools
     field, grammar = _grammar(request)
     if continues and grammar is not None:
         raise RequestError(f"`{field}` cannot be combined with a last message of the assistant, which the answer continues", param=field)
     prompt = ChatPrompt(
         messages=messages,
         # With the choice `none`, the prompt does not mention the tools.
-        tools=[] if choice.mode == "none" else tools,
+        tools=[] if choice.mode == "none" else tools.head or list(tools.later.values()),
         arguments=_template_arguments(request),
         begins_answer=not continues,
         continues=continues,
     )
     parallel = not (request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use)
-    return Chat(prompt=prompt, fields=fields, tool_choice=choice, parallel_calls=parallel, grammar=grammar, grammar_field=field)
+    return Chat(
+        prompt=prompt,
+        fields=fields,
+        later_tools=list(tools.later.values()) if tools.head else (),
+        removed_tools=frozenset(tools.removed),
+        tool_choice=choice,
+        parallel_calls=parallel,
+        grammar=grammar,
+        grammar_field=field,
+    )
 
 
 def read_common(request: MessagesRequest) -> Common:
@@ -148,21 +156,6 @@ def check_thinking(request: MessagesRequest, headers: Headers) -> None:
         field = "thinking.budget_tokens"
         message = f"`{field}` is {thinking.budget_tokens}: expected less than `max_tokens`, which is {request.max_tokens}"
         raise RequestError(message, param=field)
-
-
-def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as chat templates expect them. Raises RequestError when two have the same name."""
-    check_names([tool.name for tool in tools], "tools[{}].name")
-    for index, tool in enumerate(tools):
-        if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
-            field = f"tools[{index}].allowed_callers"
-            raise RequestError(f"`{field}` has no `direct`: on this server only the model itself calls tools", param=field)
-    return [described_tool(tool.name, _description(tool), tool.input_schema) for tool in tools]
-
-
-def _description(tool: Tool) -> str:
-    examples = [msgspec.json.encode(example).decode() for example in tool.input_examples or ()]
-    return "\n".join([tool.description or "", *(["Examples of its input:"] if examples else []), *examples]).strip()
 
 
 def _continues(messages: list[ChatMessage], fields: list[str]) -> bool:

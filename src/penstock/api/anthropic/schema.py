@@ -27,17 +27,29 @@ MIN_THINKING_TOKENS = 1024
 
 Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
+Display = Literal["summarized", "omitted", "updates"]
+"""How thinking is shown. `summarized` and `updates` both show all of it: there is no other model to shorten it."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "messages.role": ("user", "assistant", "system"),
-    "messages.content.type": ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document"),
-    "messages.content.content.type": ("text", "document", "tool_reference"),
+    "messages.content.type": (
+        "text",
+        "thinking",
+        "redacted_thinking",
+        "tool_use",
+        "tool_result",
+        "document",
+        "tool_addition",
+        "tool_removal",
+    ),
+    "messages.content.content.type": ("text", "document", "image", "tool_reference"),
+    "messages.content.tool.type": ("tool_reference", "tool_definition"),
     "messages.content.source.type": ("text", "content"),
     "system.type": ("text",),
     "tools.type": ("custom",),
     "tool_choice.type": ("auto", "any", "tool", "none"),
     "thinking.type": ("enabled", "adaptive", "disabled"),
-    "thinking.display": ("summarized", "omitted"),
+    "thinking.display": ("summarized", "omitted", "updates"),
     "output_config.effort": ("low", "medium", "high", "xhigh", "max"),
     "output_config.format.type": ("json_schema",),
     "output_format.type": ("json_schema",),
@@ -114,7 +126,7 @@ class CitationsConfig(Struct, forbid_unknown_fields=True):
 
 
 class DocumentBlock(Block, tag="document"):
-    """A document. Only text documents are supported."""
+    """A document. Only text can be read: in a tool's result a placeholder stands for another one, elsewhere it is refused."""
 
     source: Source
     title: str | None = None
@@ -123,11 +135,13 @@ class DocumentBlock(Block, tag="document"):
 
 
 class ImageBlock(Struct, tag_field="type", tag="image"):
-    """Not supported."""
+    """An image. In a tool's result a placeholder stands for it, elsewhere it is refused."""
+
+    cache_control: CacheControl | None = None
 
 
 class ToolReferenceBlock(Block, tag="tool_reference"):
-    """A tool that the client's search has found. The model sees all tools anyway."""
+    """A tool that the client's search has found. A deferred tool is described here, where it is first named."""
 
     tool_name: str
 
@@ -141,19 +155,11 @@ class ToolResultBlock(Block, tag="tool_result"):
     toolset_name: None = None
 
 
-ContentBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | DocumentBlock | ImageBlock
-
-
-class Message(Struct, forbid_unknown_fields=True):
-    """One message. A system message may be anywhere; with `clear_at` `next_user_message` it applies until the next user message."""
-
-    role: Role
-    content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
-    clear_at: Literal["never", "next_user_message"] | None = None
-
-
 class Tool(Struct, forbid_unknown_fields=True):
-    """A tool that the client runs. `defer_loading` and `eager_input_streaming` are ignored: every tool is loaded, every input streamed."""
+    """A tool that the client runs. With `defer_loading` it is described where a message first names it, not before all messages.
+
+    `eager_input_streaming` is ignored: every input is streamed.
+    """
 
     name: FunctionName
     input_schema: dict[str, Any]
@@ -165,6 +171,47 @@ class Tool(Struct, forbid_unknown_fields=True):
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
     cache_control: CacheControl | None = None
+
+
+class NamedTool(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_reference"):
+    name: str
+
+
+class DefinedTool(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_definition"):
+    definition: Tool
+
+
+class ToolAdditionBlock(Block, tag="tool_addition"):
+    """From here on the model can call this tool: one of `tools`, or a new one."""
+
+    tool: NamedTool | DefinedTool
+
+
+class ToolRemovalBlock(Block, tag="tool_removal"):
+    """From here on the model cannot call this tool."""
+
+    tool: NamedTool
+
+
+ContentBlock = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | DocumentBlock
+    | ImageBlock
+    | ToolAdditionBlock
+    | ToolRemovalBlock
+)
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """One message. A system message may be anywhere; with `clear_at` `next_user_message` it applies until the next user message."""
+
+    role: Role
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
+    clear_at: Literal["never", "next_user_message"] | None = None
 
 
 class Choice(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
@@ -193,15 +240,15 @@ class ThinkingEnabled(Struct, forbid_unknown_fields=True, tag_field="type", tag=
     """The budget is validated but not enforced: a model may think up to `max_tokens`."""
 
     budget_tokens: Annotated[int, Meta(ge=MIN_THINKING_TOKENS)]
-    display: Literal["summarized", "omitted"] | None = None
+    display: Display | None = None
 
 
 class ThinkingAdaptive(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
-    display: Literal["summarized", "omitted"] | None = None
+    display: Display | None = None
 
 
 class ThinkingDisabled(Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
-    display: Literal["summarized", "omitted"] | None = None
+    display: Display | None = None
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):

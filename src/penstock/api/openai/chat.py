@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, Message, NamedToolChoice, Tool
+from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, ContentPart, MediaPart, Message, NamedToolChoice, Tool, unreadable
 from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect, token_logprobs
 from penstock.api.pipeline.hints import prompt_text, read_hints
 from penstock.api.pipeline.json_cost import is_slow
@@ -151,6 +151,8 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _for_template(index: int, message: Message) -> ChatMessage:
+    if isinstance(message.content, list) and message.role not in ("tool", "function"):
+        _refuse_media(f"messages[{index}].content", message.content)
     rendered = ChatMessage(role=message.role, content=prompt_text(message))
     if message.name is not None:
         rendered["name"] = message.name
@@ -168,6 +170,12 @@ def _for_template(index: int, message: Message) -> ChatMessage:
         field = f"messages[{index}].tool_call_id"
         raise RequestError(f"`{field}` is required in a message of the role tool", param=field, code="missing_field")
     return rendered
+
+
+def _refuse_media(field: str, parts: Sequence[ContentPart | MediaPart]) -> None:
+    for index, part in enumerate(parts):
+        if isinstance(part, MediaPart):
+            raise unreadable(f"{field}[{index}]", part.kind)
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, get_args
 from msgspec import Meta, Struct, structs
 
 from penstock.config.front_end import MAX_PRIORITY, MIN_PRIORITY
+from penstock.wire.errors import RequestError
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-PartType = Literal["text"]
 FormatType = Literal["text", "json_object", "json_schema"]
 SessionControlAction = Literal["open", "close"]
 EphemeralTtl = Literal["5m", "1h"]
@@ -32,7 +32,7 @@ CHOICES = {
     "tool_choice.type": get_args(ToolType),
     "reasoning_effort": get_args(ReasoningEffort),
     "service_tier": get_args(ServiceTier),
-    "messages.content.type": get_args(PartType),
+    "messages.content.type": ("text",),
     "messages.content.cache_control.type": ("ephemeral",),
     "messages.content.cache_control.ttl": get_args(EphemeralTtl),
     "messages.content.prompt_cache_breakpoint.ttl": get_args(BreakpointTtl),
@@ -228,7 +228,7 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.resumable)
 
     @property
-    def parts(self) -> Sequence[ContentPart]:
+    def parts(self) -> Sequence[ContentPart | MediaPart]:
         """All content parts of all messages: what can be marked for the cache."""
         return ()
 
@@ -244,13 +244,67 @@ class CompletionRequest(Common, forbid_unknown_fields=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
 
 
-class ContentPart(Struct, forbid_unknown_fields=True):
-    """A part of a message. Only text is supported."""
+class _Part(Struct, tag_field="type", kw_only=True):
+    """A part of a message. Any part can be marked for the cache."""
 
-    type: PartType
-    text: str
     cache_control: CacheControl | None = None
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class ContentPart(_Part, forbid_unknown_fields=True, tag="text"):
+    text: str
+
+
+class MediaPart(_Part):
+    """Not text. In a tool's result a placeholder stands for it, elsewhere it is refused."""
+
+    @property
+    def kind(self) -> str:
+        return str(type(self).__struct_config__.tag)
+
+    @property
+    def text(self) -> str:
+        return placeholder(MEDIA[self.kind])
+
+
+class ImagePart(MediaPart, tag="image_url"):
+    pass
+
+
+class AudioPart(MediaPart, tag="input_audio"):
+    pass
+
+
+class VideoPart(MediaPart, tag="video_url"):
+    pass
+
+
+class FilePart(MediaPart, tag="file"):
+    pass
+
+
+MEDIA = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "video_url": "video",
+    "file": "file",
+    "input_file": "file",
+}
+"""What a part of this type is, in words."""
+
+
+def placeholder(kind: str) -> str:
+    """What the model reads in a tool's result in place of a part that is not text. Refused, such a part would end an agent's session: it
+    stays in its history."""
+    return f"[{kind} left out: this model reads only text]"
+
+
+def unreadable(field: str, kind: str) -> RequestError:
+    """The refusal of a part with this type."""
+    field = f"{field}.type"
+    what = {"audio": "audio is"}.get(MEDIA[kind], f"{MEDIA[kind]}s are")
+    return RequestError(f"`{field}` is {kind}: {what} not supported by this model", param=field, code="unsupported_field")
 
 
 class FunctionCall(Struct, forbid_unknown_fields=True):
@@ -272,7 +326,7 @@ class Message(Struct, forbid_unknown_fields=True):
     """One message. Clients send answers back, so every field of an answer is accepted."""
 
     role: Role
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[ContentPart | ImagePart | AudioPart | VideoPart | FilePart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -359,7 +413,7 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     web_search_options: None = None
 
     @property
-    def parts(self) -> Sequence[ContentPart]:
+    def parts(self) -> Sequence[ContentPart | MediaPart]:
         return [part for message in self.messages if isinstance(message.content, list) for part in message.content]
 
 

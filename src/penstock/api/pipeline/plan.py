@@ -63,8 +63,9 @@ AUTO = ToolChoice()
 class Chat(Struct, frozen=True, kw_only=True, gc=False):
     """A chat, the same for all APIs. `fields` has the name of each message in the request, for error messages.
 
-    The model may call the prompt's tools. The text of the answer must follow `grammar`. Without `max_tokens` the answer may fill the
-    context. A `max_tokens` that does not fit the context is an error; with `clips`, it is reduced.
+    The model may call the prompt's tools, and `later_tools`, which messages describe, but not `removed_tools`. The text of the answer must
+    follow `grammar`. Without `max_tokens` the answer may fill the context. A `max_tokens` that does not fit the context is an error; with
+    `clips`, it is reduced.
     """
 
     prompt: ChatPrompt
@@ -76,6 +77,8 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
     parallel_calls: bool = True
     grammar: Grammar | None = None
     grammar_field: str | None = None
+    later_tools: Sequence[Mapping[str, Any]] = ()
+    removed_tools: frozenset[str] = frozenset()
 
 
 class Plan(Struct, frozen=True, kw_only=True, gc=False):
@@ -126,7 +129,7 @@ async def plan_chat(
     """Raises RequestError that names the field. `memo` is for several tries with one chat; the session remembers nothing of a trial."""
     model = context.models.find(request.model)
     check_lengths(model, chat)
-    check_schemas("tools", chat.prompt.tools)
+    check_schemas("tools", [*chat.prompt.tools, *chat.later_tools])
     tools = _callable_tools(chat)
     name = model.info.name
     key = None if hints.session is None or is_trial else session_key(tenant.owner, name, hints.session.id)
@@ -169,7 +172,7 @@ async def plan_chat(
 async def count_tokens(model: ServedModel, chat: Chat, tenant: Tenant, context: PromptContext, key: str | None = None) -> int:
     """How many tokens the chat's prompt has: in the session with this key, if there is one."""
     check_lengths(model, chat)
-    check_schemas("tools", chat.prompt.tools)
+    check_schemas("tools", [*chat.prompt.tools, *chat.later_tools])
     encoded = await context.transcripts.encode_chat(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane)
     return len(encoded.token_ids)
 
@@ -306,7 +309,8 @@ def check_names(names: Sequence[str], field: str) -> None:
 
 def _callable_tools(chat: Chat) -> dict[str, Mapping[str, Any]]:
     """The tools that may be called: the schema of the arguments, by the tool's name."""
-    tools = {tool["function"]["name"]: tool["function"]["parameters"] or NO_PARAMETERS for tool in chat.prompt.tools}
+    functions = [tool["function"] for tool in (*chat.prompt.tools, *chat.later_tools)]
+    tools = {each["name"]: each["parameters"] or NO_PARAMETERS for each in functions if each["name"] not in chat.removed_tools}
     choice = chat.tool_choice
     if choice.mode == "none":
         return {}

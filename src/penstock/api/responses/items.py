@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.api.openai.chat import tool_call
-from penstock.api.openai.schema import ContentPart
+from penstock.api.openai.schema import MEDIA, ContentPart, placeholder, unreadable
 from penstock.api.pipeline.plan import NO_PARAMETERS, ToolChoice, described_tool
 from penstock.api.pipeline.request import explain_wrong
 from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS, AllowedTools, CustomTool, FunctionTool, NamedChoice
@@ -113,7 +113,7 @@ def _read_item(field: str, value: dict[str, Any]) -> Item:
         raise RequestError(f"`{field}.type` is {shown}: {why}", param=f"{field}.type")
     check_depth(field, value)
     # Stored items have one form, with defaults filled in.
-    read = read_struct(field, value, ITEMS[kind])
+    read = read_struct(field, _only_text(field, kind, value), ITEMS[kind])
     fields = {name: member for name, member in cast(Item, msgspec.to_builtins(read)).items() if member is not None}
     if kind == "item_reference":
         return {"type": kind, "id": fields["id"]}
@@ -123,6 +123,23 @@ def _read_item(field: str, value: dict[str, Any]) -> Item:
     if kind == "reasoning":
         item.setdefault("summary", [])
     return {**item, "status": item.get("status", "completed")}
+
+
+def _only_text(field: str, kind: str, value: dict[str, Any]) -> dict[str, Any]:
+    """The item with placeholders for the parts of a tool's output that are not text. Raises RequestError for such a part of a message."""
+    name = "output" if kind in _OUTPUTS else "content"
+    parts = value.get(name)
+    if kind not in (*_OUTPUTS, "message") or not isinstance(parts, list):
+        return value
+    read = []
+    for index, part in enumerate(parts):
+        media = part.get("type") if isinstance(part, dict) else None
+        if isinstance(media, str) and media in MEDIA:
+            if kind == "message":
+                raise unreadable(f"{field}.{name}[{index}]", media)
+            part = {"type": "input_text", "text": placeholder(MEDIA[media])}
+        read.append(part)
+    return {**value, name: read}
 
 
 def _message(role: str, content: str | list[dict[str, Any]], item_id: str | None = None, status: str = "completed") -> Item:

@@ -18,6 +18,7 @@ from penstock.api.openai.schema import (
     Common,
     ContentPart,
     FunctionName,
+    MediaPart,
     Metadata,
     NonNegative,
     Nvext,
@@ -212,7 +213,7 @@ class PromptRequest(Common, kw_only=True):
     marked: list[ContentPart] = field(default_factory=list)
 
     @property
-    def parts(self) -> Sequence[ContentPart]:
+    def parts(self) -> Sequence[ContentPart | MediaPart]:
         return self.marked
 
 

@@ -165,6 +165,36 @@ async def test_thinking_can_be_left_out_and_is_not_lost(stream: bool) -> None:
     assert b"omitted.aG0=" in front.body
 
 
+@pytest.mark.parametrize("kind", [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}])
+async def test_thinking_is_shown_to_those_who_want_updates(kind: dict[str, Any]) -> None:
+    front = front_end("<think>hm</think>", "Yes.", reasoning="think")
+    message = await post(front, thinking={**kind, "display": "updates"}, max_tokens=2000)
+    assert message["content"][0]["thinking"] == "hm"
+
+
+async def test_safeguards_are_refused() -> None:
+    message = await post(front_end("x"), safeguards={"mode": "strict"})
+    assert message["error"]["message"] == "safeguards: Extra inputs are not permitted"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_tool_that_came_later_can_be_called(stream: bool) -> None:
+    front = front_end(CALL, "\n", OTHER)
+    use = {"type": "tool_use", "id": "toolu_1", "name": "wait", "input": {}}
+    found = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "tool_reference", "tool_name": "look"}]}
+    messages = [*HELLO, {"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "look"}}
+    tools = [WAIT, {**LOOK, "defer_loading": True}]
+    message = await post(front, messages=messages, tools=tools, stream=stream)
+    assert b'"tool_use"' in front.body
+    if not stream:
+        assert [block["input"] for block in message["content"]] == [{"at": 'the "sea"'}, {}]
+    for gone, status in (([], 200), ([{"role": "system", "content": [removal]}], 400)):
+        forced = front_end(CALL)
+        await post(forced, messages=[*messages, *gone], tools=tools, tool_choice={"type": "tool", "name": "look"})
+        assert forced.status == status
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_broken_call_is_text_and_no_use_of_a_tool(stream: bool) -> None:
     broken = '<tool_call>\n{"name": "look", "arguments": {"at": oops}}\n</tool_call>'

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from front_end import FrontEnd, request, says
-from penstock.api.openai.chat import parse_chat
+from penstock.api.openai.chat import chat_prompt, parse_chat
+from penstock.api.openai.schema import ChatRequest
 
 TOOLS = [
     {
@@ -163,3 +165,31 @@ async def test_one_call_is_the_end_when_several_are_not_wanted(size: int) -> Non
     streamed = collected(front_end.events)
     assert [call["name"] for call in streamed["calls"].values()] == ["look"]
     assert streamed["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}, "images are not supported by this model"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "audio is not supported by this model"),
+        ({"type": "file", "file": {"file_id": "f"}}, "files are not supported by this model"),
+    ],
+)
+async def test_only_a_tools_result_may_have_what_is_not_text(part: dict[str, Any], says: str) -> None:
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen: "}, part]}
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    front_end = chat("x")
+    asked = {"role": "user", "content": "Look."}
+    await front_end.post(messages=[asked, {"role": "assistant", "content": None, "tool_calls": [call]}, result], tools=TOOLS)
+    assert front_end.status == 200
+    await front_end.post(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
+    error = front_end.json["error"]
+    assert (front_end.status, error["param"]) == (400, "messages[0].content[1].type")
+    assert says in error["message"]
+
+
+def test_the_model_reads_a_placeholder() -> None:
+    part = {"type": "image_url", "image_url": {"url": "u"}, "cache_control": {"type": "ephemeral"}}
+    body = {"model": "m", "messages": [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen: "}, part]}]}
+    [message] = chat_prompt(msgspec.convert(body, ChatRequest)).messages
+    assert message["content"] == "seen: [image left out: this model reads only text]"

@@ -99,13 +99,24 @@ def test_the_parts_of_an_output_are_joined() -> None:
     assert messages(CALL, output)[1]["content"] == "seen"
 
 
+def test_what_is_not_text_in_an_output_leaves_a_placeholder() -> None:
+    parts = [{"type": "input_text", "text": "seen "}, {"type": "input_image", "image_url": "u", "detail": "high"}, {"type": "input_file"}]
+    unseen = "[image left out: this model reads only text][file left out: this model reads only text]"
+    assert messages(CALL, {**OUTPUT, "output": parts})[1]["content"] == f"seen {unseen}"
+
+
 @pytest.mark.parametrize(
     ("item", "param", "says"),
     [
         ({"role": "robot", "content": ""}, "input[0].role", "expected one of user, assistant, system, developer"),
         ({"role": "user"}, "input[0].content", "required"),
         ({"role": "user", "content": "", "mood": 1}, "input[0].mood", "unknown field"),
-        ({"role": "user", "content": [{"type": "input_image", "image_url": ""}]}, "input[0].content[0].type", "input_image"),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": ""}]},
+            "input[0].content[0].type",
+            "images are not supported",
+        ),
+        ({"role": "user", "content": [{"type": "input_poem"}]}, "input[0].content[0].type", "expected one of input_text"),
         ({"role": "user", "content": [{"type": "input_text"}]}, None, ""),
         ({"type": "web_search_call", "id": "x"}, "input[0].type", "no such tool"),
         ({"type": "magic"}, "input[0].type", "expected one of message, function_call"),
