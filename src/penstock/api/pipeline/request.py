@@ -293,7 +293,8 @@ async def decode_body(
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
-        wrong = error
+        # Not the error itself: it refers to this frame, and the cycle would keep the body until the garbage collector finds it.
+        problem = str(error)
     except _NOT_JSON as error:
         raise _not_json(error) from error
     else:
@@ -307,7 +308,7 @@ async def decode_body(
     content = _content(body)
     if is_long:
         await turn()
-    raise _explain(str(wrong), content, unsupported, choices) from wrong
+    raise _explain(problem, content, unsupported, choices)
 
 
 def explain_wrong(body: bytes, wrong: msgspec.ValidationError, choices: Mapping[str, Sequence[str]]) -> RequestError:
