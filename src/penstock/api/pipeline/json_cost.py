@@ -48,6 +48,9 @@ _SLOW_NUMBERS = re.compile(rb"[0-9.](?:[eE]|[0-9.]{19})")
 _BEFORE_VALUES = b",:["
 _OTHERS = bytes(set(range(256)) - set(_BEFORE_VALUES))
 _NO_DIGITS = bytes(set(range(256)) - set(b"0123456789"))
+# Looking for a run of one byte is ten times as fast as looking for a pattern.
+_DIGITS_AS_ZEROS = bytes(ord("0") if byte in b"0123456789." else 0 for byte in range(256))
+_LONG_RUN = b"0" * 20
 
 
 def is_quick(body: bytes) -> bool:
@@ -117,5 +120,8 @@ def _cost_outside(text: bytes) -> int:
     """The cost of what stands outside strings."""
     cost = len(text) * BYTE_COST + text.count(b",") * COMMA_COST + text.count(b":") * COLON_COST
     cost += (text.count(b"[") + text.count(b"{")) * CONTAINER_COST
-    cost += len(_EXPONENT.findall(text)) * EXPONENT_COST
-    return cost + sum(LONG_NUMBER_COST + len(number) * DIGIT_COST for number in _LONG_NUMBER.findall(text))
+    if b"e" in text or b"E" in text:
+        cost += len(_EXPONENT.findall(text)) * EXPONENT_COST
+    if _LONG_RUN in text.translate(_DIGITS_AS_ZEROS):
+        cost += sum(LONG_NUMBER_COST + len(number) * DIGIT_COST for number in _LONG_NUMBER.findall(text))
+    return cost

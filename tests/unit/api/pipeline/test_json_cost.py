@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -126,3 +128,37 @@ def test_json_inside_a_string(text: str, slow: bool) -> None:
 def test_the_most_messages_are_decoded() -> None:
     messages = [{"role": "user", "content": "x"}] * 16_384
     assert sum(piece_costs(json.dumps({"model": "m", "messages": messages}).encode())) < MAX_COST
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x", "stop": ["y"] * 1000}),
+        ("/v1/completions", {"prompt": "x", "n": "many"}),
+        ("/v1/completions", {"prompt": "x", "unknown": 1}),
+        ("/v1/completions", {"prompt": "word " * 20_000}),
+        ("/v1/completions", {"prompt": [1e308] * 2000}),
+        ("/v1/completions", {"prompt": "x", "model": "unknown"}),
+        ("/v1/completions", {"prompt": "x", "temperature": 9}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 20_000}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "unknown"}]}),
+        ("/v1/responses", {"input": [{"role": "nobody", "content": "x"}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "unknown"}]}]}),
+    ],
+)
+async def test_a_refused_body_is_not_kept(path: str, fields: dict[str, Any]) -> None:
+    """A cycle of references keeps it until the garbage collector runs, which may be after hundreds of such bodies."""
+    body = json.dumps({"model": "m", **fields, "user": "y" * MIB}).encode()
+    front_end = FrontEnd(says("x"))
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(5):
+            await front_end.send("POST", path, bytes(bytearray(body)))
+            assert front_end.status >= 400
+        assert tracemalloc.get_traced_memory()[0] < 3 * MIB
+    finally:
+        tracemalloc.stop()
+        gc.enable()
