@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processor
 
 from penstock.text import encoding
 from penstock.text.encoding import Encoder, Steps, at_once
-from penstock.text.tokenizers.cuts import CUT, SLICE, slices
+from penstock.text.tokenizers.cuts import CUT, MAX_SLICE, SLICE, slices
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.text.tokenizers.words import WordTokenizer
@@ -68,6 +68,18 @@ def test_a_text_without_a_place_to_cut_stays_whole() -> None:
     for text in ("x" * 5 * SLICE, "(" * 5 * SLICE, " " * 5 * SLICE, ""):
         assert list(slices(text)) == [text]
     assert [len(piece) for piece in slices("x" * 3 * SLICE + " x")] == [3 * SLICE, 2]
+
+
+@pytest.mark.parametrize("letter", ["x", "(", " ", "\u6c34", "\U0001f4a7"])
+def test_a_very_long_text_without_a_place_to_cut_is_cut_anyway(letter: str) -> None:
+    for length in (MAX_SLICE, MAX_SLICE + SLICE, 3 * MAX_SLICE + 1):
+        text = letter * length
+        pieces = list(slices(text))
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) < MAX_SLICE + SLICE
+        assert all(pieces)
+    tokenizer = tokenizer_of(SLICED[0])
+    assert tokenizer.decode([token for piece in tokenizer.encode_steps(text) for token in piece]) == text
 
 
 def special(**options: Any) -> AddedToken:

@@ -57,6 +57,10 @@ def any_of(contents: Iterable[str]) -> re.Pattern[str]:
 SLICE = 16_384
 """Minimum characters per slice: some milliseconds of work."""
 
+MAX_SLICE = 16 * SLICE
+"""A text without the end of a word for so long is cut anyway: it takes a hundred times its length in memory, and cannot be interrupted.
+The text stays the same, but two tokens at the cut may differ from those of the whole."""
+
 _LETTERS = "A-Za-z\u0430-\u044f\u0410-\u042f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
 CUT = re.compile(rf"[{_LETTERS}](?= [{_LETTERS}]|[0-9,.;:!?\u3002\uff0c\u3001\uff1b\uff1a\uff01\uff1f])")
 
@@ -89,12 +93,12 @@ def slices(text: str) -> Iterator[str]:
     while position < len(text):
         # Searches a limited range at a time, so that no search takes long.
         found = CUT.search(text, position, position + SLICE)
-        if found is None:
+        if found is None and position - start < MAX_SLICE:
             position += SLICE - 2
-        else:
-            yield text[start : found.end()]
-            start = found.end()
-            position = start + SLICE
+            continue
+        end = position if found is None else found.end()
+        yield text[start:end]
+        start, position = end, end + SLICE
     yield text[start:]
 
 
