@@ -15,6 +15,7 @@ It stays in the queue until the leader has computed all that they share, or has 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, WorkerStats
 from penstock.worker.backend import total_length
 
+MAX_SHARES = 8
 MAX_BLOCKS_MATCHED = 16_384
 """In one step. More cached prompts start in the next ones: matching 10,000 blocks takes some milliseconds."""
 
@@ -186,15 +188,24 @@ class Scheduler(Generic[S]):
         return work
 
     def schedule_prompts(self, budget: int, now: float) -> list[Work[S]]:
-        """Pieces of prompts, at most `budget` tokens, oldest first; then starts what waits."""
-        work: list[Work[S]] = []
+        """Pieces of prompts, at most `budget` tokens, oldest first; then starts what waits.
+
+        While prompts of several tenants are to be computed, each tenant takes its share of the budget before one takes what is left: a
+        prompt of 100,000 tokens does not keep the prompt of another tenant waiting.
+        """
+        work: dict[bytes, Work[S]] = {}
+        shares = self._prompt_shares(budget)
         for sequence in self.prefilling.values():
             if not budget:
                 break
-            budget -= _add_piece(work, sequence, budget)
+            lane = sequence.request.lane
+            taken = _add_piece(work, sequence, min(budget, shares.get(lane, budget)))
+            budget -= taken
+            if shares:
+                shares[lane] -= taken
         matched = 0
         while budget and len(self._running) < self._max_batch and (first := self._ready.first()) is not None:
-            if matched > MAX_BLOCKS_MATCHED:
+            if matched > MAX_BLOCKS_MATCHED or (shares.get(first.request.lane) == 0 and not first.is_urgent):
                 break
             sequence = first
             skips_cache = sequence.skips_cache
@@ -211,7 +222,26 @@ class Scheduler(Generic[S]):
                 break
             self._ready.serve(sequence, cost_of(sequence.to_compute, sequence.request.max_tokens if is_new else 0))
             budget -= _add_piece(work, sequence, budget)
-        return work
+        if shares:
+            for sequence in self.prefilling.values():
+                budget -= _add_piece(work, sequence, budget)
+        return list(work.values())
+
+    def _prompt_shares(self, budget: int) -> dict[str, int]:
+        """How much of the budget each tenant with prompts may take at first; nothing when there is only one such tenant.
+
+        A share is at least an eighth: many small pieces are slow to compute.
+        """
+        weights = {sequence.request.lane: sequence.request.weight for sequence in self.prefilling.values()}
+        if not weights or (len(weights) == 1 and not self._ready.lanes):
+            return {}
+        for lane in self._ready.lanes:
+            if lane not in weights and (first := self._ready.first_of(lane)) is not None:
+                weights[lane] = first.request.weight
+        if len(weights) == 1:
+            return {}
+        total = sum(weights.values())
+        return {lane: math.ceil(budget * max(weight / total, 1 / MAX_SHARES)) for lane, weight in weights.items()}
 
     def make_way(self) -> None:
         """Call it first in a step. Frees one place of a full batch for a tenant that waits and has too few.
@@ -400,11 +430,14 @@ class Scheduler(Generic[S]):
             self._make_ready(self._waiting[follower.request.id])
 
 
-def _add_piece(work: list[Work[S]], sequence: S, budget: int) -> int:
-    """Adds the next piece of a prompt. Returns what it takes of the budget."""
-    cost = sequence.token_cost
-    count = min(sequence.to_compute, -(-budget // cost), sequence.max_piece)
-    work.append(Work(sequence, count))
+def _add_piece(work: dict[bytes, Work[S]], sequence: S, budget: int) -> int:
+    """Adds the next piece of a prompt, or makes its piece longer. Returns what it takes of the budget."""
+    cost, planned = sequence.token_cost, work.get(sequence.request.id)
+    length = 0 if planned is None else planned.length
+    count = min(sequence.to_compute - length, -(-budget // cost), sequence.max_piece - length)
+    if count <= 0:
+        return 0
+    work[sequence.request.id] = Work(sequence, length + count)
     return min(count * cost, budget)
 
 

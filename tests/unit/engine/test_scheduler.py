@@ -376,3 +376,43 @@ def test_without_tenants_nobody_makes_way() -> None:
         steps.step()
     assert steps.ended == [0, 1, 2, 3, 4, 5]
     assert steps.scheduler.stats().preemptions == 0
+
+
+def test_a_long_prompt_leaves_a_share_of_each_step_to_other_tenants() -> None:
+    steps = Steps(budget=64)
+    steps.add(1, prompt_of(1, 1000), lane="a")
+    assert steps.step() == {1: 64}
+    steps.add(1001, prompt_of(1001, 20), lane="b")
+    assert steps.step() == {1: 44, 1001: 20}, "what the other does not need is not lost"
+    steps.add(1002, prompt_of(1002, 1000), lane="b")
+    steps.add(1003, prompt_of(1003, 1000), lane="b")
+    done = steps.step()
+    assert (done[1], done[1002]) == (32, 32)
+    assert 1003 not in done, "prompts of one tenant are computed one after the other"
+    steps.cancel(1002)
+    steps.cancel(1003)
+    assert steps.step()[1] == 64
+
+
+def test_shares_of_a_step_follow_the_weights_and_are_not_too_small() -> None:
+    steps = Steps(budget=64)
+    for number in range(3):
+        steps.add(number, prompt_of(number, 1000), lane="a", weight=3)
+    steps.add(1000, prompt_of(1000, 1000), lane="b")
+    steps.step()
+    assert steps.step() == {0: 48, 1000: 16}
+    for number in range(30):
+        steps.add(2000 + number, prompt_of(2000 + number, 1000), lane=f"c{number}")
+    for _ in range(5):
+        done = steps.step()
+        assert sum(done.values()) == 64
+        assert len(done) <= 9
+        assert {0, 1000} <= done.keys()
+
+
+def test_costly_prompts_leave_a_share_too() -> None:
+    steps = Steps(budget=64)
+    steps.add(1, prompt_of(1, 1000), kind=CostlySequence, lane="a")
+    assert steps.step() == {1: 8}
+    steps.add(1001, prompt_of(1001, 100), lane="b")
+    assert steps.step() == {1: 4, 1001: 32}
