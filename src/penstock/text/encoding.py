@@ -30,9 +30,12 @@ MAX_AT_ONCE_BYTES = 32 * 1024
 
 TURN_SECONDS = 0.02
 
-# A thread sleeps REST_SECONDS after WORK_SECONDS of work, so that the event loop gets the GIL.
+# A thread sleeps REST_SECONDS after WORK_SECONDS of work, so that the event loop gets the GIL. If the thread had to wait for a core or for
+# the GIL, others need them more: then it sleeps PATIENCE times as long as it waited, at most MAX_REST_SECONDS.
 WORK_SECONDS = 0.001
 REST_SECONDS = 0.000_05
+PATIENCE = 2
+MAX_REST_SECONDS = 0.02
 
 # The cost of rendering, and of each text, in characters that could be tokenized in that time.
 TEXT_EFFORT = 40
@@ -118,17 +121,18 @@ def at_once(steps: Steps[Result]) -> Result:
 
 def _take_turn(steps: Steps[Result]) -> tuple[Result] | None:
     """Runs steps for TURN_SECONDS. Returns the result once the work has ended."""
-    now = time.monotonic()
-    deadline, rest = now + TURN_SECONDS, now + WORK_SECONDS
+    began, used = time.monotonic(), time.thread_time()
+    now, deadline = began, began + TURN_SECONDS
     while now < deadline:
         try:
             next(steps)
         except StopIteration as ended:
             return (ended.value,)
         now = time.monotonic()
-        if now > rest:
-            time.sleep(REST_SECONDS)
-            rest = time.monotonic() + WORK_SECONDS
+        if now > began + WORK_SECONDS:
+            waited = now - began - (time.thread_time() - used)
+            time.sleep(min(REST_SECONDS + PATIENCE * waited, MAX_REST_SECONDS))
+            began, used = time.monotonic(), time.thread_time()
     return None
 
 
