@@ -68,16 +68,19 @@ class Vocabulary:
 
 def run_of_tokens(seed: int, run: int, vocabulary: Items[int]) -> list[int]:
     """The tokens at positions `run * RUN` to below `(run + 1) * RUN`."""
-    numbers = _RUN_FORMAT.unpack(blake2b(_hash_key(seed, run), digest_size=64).digest())
     size = len(vocabulary)
-    return [vocabulary[number % size] for number in numbers]
+    return [vocabulary[number % size] for number in _run_of_numbers(seed, run)]
+
+
+def _run_of_numbers(seed: int, run: int) -> tuple[int, ...]:
+    return _RUN_FORMAT.unpack(blake2b(_hash_key(seed, run), digest_size=64).digest())
 
 
 def tokens_between(seed: int, start: int, stop: int, vocabulary: Items[int]) -> list[int]:
     """The tokens at positions `start` to below `stop`."""
-    first = start // RUN
-    tokens = [token for run in range(first, -(-stop // RUN)) for token in run_of_tokens(seed, run, vocabulary)]
-    return tokens[start - first * RUN : stop - first * RUN]
+    first, size = start // RUN, len(vocabulary)
+    numbers = [number for run in range(first, -(-stop // RUN)) for number in _run_of_numbers(seed, run)]
+    return [vocabulary[number % size] for number in numbers[start - first * RUN : stop - first * RUN]]
 
 
 def natural_length(seed: int) -> int:
