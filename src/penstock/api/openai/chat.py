@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, ContentPart, MediaPart, Message, NamedToolChoice, Tool, unreadable
+from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, MediaPart, Message, MessagePart, NamedToolChoice, Tool, unreadable
 from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect, token_logprobs
 from penstock.api.pipeline.hints import prompt_text, read_hints
 from penstock.api.pipeline.json_cost import is_slow
@@ -172,7 +172,7 @@ def _for_template(index: int, message: Message) -> ChatMessage:
     return rendered
 
 
-def _refuse_media(field: str, parts: Sequence[ContentPart | MediaPart]) -> None:
+def _refuse_media(field: str, parts: Sequence[MessagePart]) -> None:
     for index, part in enumerate(parts):
         if isinstance(part, MediaPart):
             raise unreadable(f"{field}[{index}]", part.kind)

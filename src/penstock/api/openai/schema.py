@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Meta, Struct, structs
 
@@ -228,7 +228,7 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.resumable)
 
     @property
-    def parts(self) -> Sequence[ContentPart | MediaPart]:
+    def parts(self) -> Sequence[MessagePart]:
         """All content parts of all messages: what can be marked for the cache."""
         return ()
 
@@ -244,18 +244,18 @@ class CompletionRequest(Common, forbid_unknown_fields=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
 
 
-class _Part(Struct, tag_field="type", kw_only=True):
+class MessagePart(Struct, tag_field="type", kw_only=True):
     """A part of a message. Any part can be marked for the cache."""
 
     cache_control: CacheControl | None = None
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
-class ContentPart(_Part, forbid_unknown_fields=True, tag="text"):
+class ContentPart(MessagePart, forbid_unknown_fields=True, tag="text"):
     text: str
 
 
-class MediaPart(_Part):
+class MediaPart(MessagePart):
     """Not text. In a tool's result a placeholder stands for it, elsewhere it is refused."""
 
     @property
@@ -307,25 +307,37 @@ def unreadable(field: str, kind: str) -> RequestError:
     return RequestError(f"`{field}` is {kind}: {what} not supported by this model", param=field, code="unsupported_field")
 
 
-class FunctionCall(Struct, forbid_unknown_fields=True):
+class AnswerText(MessagePart, tag="text"):
+    """A part of an answer that comes back."""
+
+    text: str
+
+
+class AnswerRefusal(MessagePart, tag="refusal"):
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class FunctionCall(Struct):
     """A function that the assistant called. The arguments are JSON, as the model wrote them."""
 
     name: str
     arguments: str = "{}"
 
 
-class MessageToolCall(Struct, forbid_unknown_fields=True):
+class MessageToolCall(Struct):
     id: str
     function: FunctionCall
     type: ToolType = "function"
-    # Sent back as it came in a stream.
-    index: int | None = None
 
 
-class Message(Struct, forbid_unknown_fields=True):
-    """One message. Clients send answers back, so every field of an answer is accepted."""
+class _Message(Struct, tag_field="role", forbid_unknown_fields=True):
+    """What messages of all roles share. A mark for the cache may stand at the message as well as at its parts."""
 
-    role: Role
+    role: ClassVar[Role]
     content: str | Annotated[list[ContentPart | ImagePart | AudioPart | VideoPart | FilePart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Meta(max_length=MAX_TOOLS)] | None = None
@@ -334,6 +346,7 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning: str | None = None
     refusal: str | None = None
     annotations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
+    cache_control: CacheControl | None = None
     function_call: None = None
     audio: None = None
 
@@ -342,6 +355,39 @@ class Message(Struct, forbid_unknown_fields=True):
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or self.refusal or ""
+
+
+class SystemMessage(_Message, tag="system"):
+    role: ClassVar[Role] = "system"
+
+
+class DeveloperMessage(_Message, tag="developer"):
+    role: ClassVar[Role] = "developer"
+
+
+class UserMessage(_Message, tag="user"):
+    role: ClassVar[Role] = "user"
+
+
+class ToolMessage(_Message, tag="tool"):
+    role: ClassVar[Role] = "tool"
+
+
+class FunctionMessage(_Message, tag="function"):
+    role: ClassVar[Role] = "function"
+
+
+class AssistantMessage(_Message, tag="assistant", forbid_unknown_fields=False):
+    """An answer that comes back. Clients send what they got, and more: members that are not known here, in its parts and in its calls are
+    ignored."""
+
+    role: ClassVar[Role] = "assistant"
+    # Its parts are of other types, but have the same attributes.
+    content: str | Annotated[list[AnswerText | AnswerRefusal], Meta(max_length=MAX_PARTS)] | None = None  # type: ignore[assignment]
+    annotations: Any = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
 class FunctionDefinition(Struct, forbid_unknown_fields=True):
@@ -413,11 +459,12 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     web_search_options: None = None
 
     @property
-    def parts(self) -> Sequence[ContentPart | MediaPart]:
-        return [part for message in self.messages if isinstance(message.content, list) for part in message.content]
+    def parts(self) -> Sequence[MessagePart]:
+        marked = [MessagePart(cache_control=message.cache_control) for message in self.messages if message.cache_control is not None]
+        return [part for message in self.messages if isinstance(message.content, list) for part in message.content] + marked
 
 
 UNSUPPORTED_COMPLETION = UNSUPPORTED_NVEXT
 UNSUPPORTED_CHAT = (
-    UNSUPPORTED_NVEXT | refused_fields(ChatRequest) | refused_fields(Message, "messages.") | {"modalities", "store", "verbosity"}
+    UNSUPPORTED_NVEXT | refused_fields(ChatRequest) | refused_fields(AssistantMessage, "messages.") | {"modalities", "store", "verbosity"}
 )

@@ -18,7 +18,7 @@ from penstock.api.openai.schema import (
     Common,
     ContentPart,
     FunctionName,
-    MediaPart,
+    MessagePart,
     Metadata,
     NonNegative,
     Nvext,
@@ -213,7 +213,7 @@ class PromptRequest(Common, kw_only=True):
     marked: list[ContentPart] = field(default_factory=list)
 
     @property
-    def parts(self) -> Sequence[ContentPart | MediaPart]:
+    def parts(self) -> Sequence[MessagePart]:
         return self.marked
 
 

@@ -14,12 +14,15 @@ from front_end import at_once
 from penstock.api.openai.schema import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
+    AssistantMessage,
     CacheControl,
     ChatRequest,
     CompletionRequest,
     Message,
     PromptCacheBreakpoint,
     PromptCacheOptions,
+    SystemMessage,
+    UserMessage,
 )
 from penstock.api.pipeline.hints import (
     SESSION_HEADERS,
@@ -402,14 +405,14 @@ def test_billing_header_is_left_out_of_instructions(role: Any) -> None:
     content = [{"type": "text", "text": BILLING}, {"type": "text", "text": "Be brief. "}, {"type": "text", "text": f"Not {BILLING}"}]
     message = msgspec.convert({"role": role, "content": content}, Message)
     assert prompt_text(message) == f"Be brief. Not {BILLING}"
-    assert prompt_text(Message(role, f"{BILLING}\nBe brief.")) == "Be brief."
+    assert prompt_text(msgspec.convert({"role": role, "content": f"{BILLING}\nBe brief."}, Message)) == "Be brief."
 
 
 def test_billing_header_in_what_the_user_says_stays() -> None:
-    assert prompt_text(Message("user", BILLING)) == BILLING
+    assert prompt_text(UserMessage(BILLING)) == BILLING
     assert prompt_text(msgspec.convert({"role": "user", "content": [{"type": "text", "text": BILLING}]}, Message)) == BILLING
-    assert prompt_text(Message("assistant", BILLING)) == BILLING
-    assert prompt_text(Message("system")) == ""
+    assert prompt_text(AssistantMessage(BILLING)) == BILLING
+    assert prompt_text(SystemMessage()) == ""
 
 
 @pytest.mark.parametrize(
