@@ -15,6 +15,9 @@ from penstock.wire.errors import ConfigError
 Policy = Literal["kv", "round-robin", "least-loaded", "random"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 MIB = 2**20
+STATUS_SECONDS = 1.0
+"""A fault of a stream within this time is a status, which clients try again. Later it may be an event."""
+
 MAX_QUOTA = 10**12
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
 MAX_WEIGHT = 1000
@@ -73,6 +76,22 @@ class Limits:
     stall_seconds: float = setting(
         60.0, "close the connection of a client that reads nothing for this long", name="stall_timeout", unit="SECONDS", above=0
     )
+    keep_alive: float = seconds(
+        5.0,
+        "a stream sends something this often, even without tokens: its headers after a second, then comments or pings. A fault after "
+        "that is an event, not a status. 0: nothing before the first token",
+    )
+    whole_keep_alive: float = seconds(
+        40.0,
+        "an answer that is not a stream sends its headers after this time, with status 200, then white space as often as --keep-alive "
+        "says. 0: nothing before the answer",
+    )
+
+    def patience(self, is_stream: bool) -> float:
+        """How long a client waits for the headers of its answer if there is no token; 0: until the first token, or the whole answer."""
+        if not self.keep_alive:
+            return 0.0
+        return min(STATUS_SECONDS, self.keep_alive) if is_stream else self.whole_keep_alive
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Tally:
     queued: int = 0
     tokens_delivered: int = 0
     writes: int = 0
+    keep_alives: int = 0
     late_puts: int = 0
     clients_left: int = 0
     readers_stalled: int = 0
@@ -200,6 +201,8 @@ DECLARATIONS = (
         "Tokens delivered to clients."),
     Declaration("counter", "penstock_writes", (), lambda tally, _: tally.writes,
         "Writes of streamed events. One write has all tokens that were waiting."),
+    Declaration("counter", "penstock_keep_alives", (), lambda tally, _: tally.keep_alives,
+        "Writes without an event, to clients that wait: comments, pings, white space."),
     Declaration("counter", "penstock_late_puts", (), lambda tally, _: tally.late_puts,
         "Deltas that arrived after their reader had left."),
     Declaration("counter", "penstock_clients_left", (), lambda tally, _: tally.clients_left,

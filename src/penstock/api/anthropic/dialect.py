@@ -46,6 +46,10 @@ class MessagesDialect(Dialect):
         self._ending = Ending("stop")
         self._nvext: dict[str, object] | None = None
 
+    def keep_alive(self) -> bytes:
+        """A ping. It may come before `message_start`, which waits until the cached tokens are known."""
+        return _PING
+
     def begin(self, usage: Usage) -> bytes:
         message = self._message([], None, self._usage(usage))
         return _event("message_start", {"message": message}) + _PING

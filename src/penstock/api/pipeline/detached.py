@@ -15,7 +15,7 @@ from penstock.api.auth.keys import Tenant
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.dialect import Dialect
 from penstock.api.pipeline.request import Incoming
-from penstock.api.pipeline.response import MAX_PIECE_BYTES, Body, ClientWatch, EventWriter, Response
+from penstock.api.pipeline.response import KEEP_ALIVE, MAX_PIECE_BYTES, Body, ClientWatch, EventWriter, Response
 from penstock.config.front_end import ResumeLimits
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import ReaderLeft, all_done
@@ -29,7 +29,7 @@ _END_OF_EVENT = b"\n\n"
 
 
 class Recording:
-    """Events in the order in which they were made, numbered from 0. Its readers are called when there are more, and when it is closed."""
+    """Events in the order in which they were made, numbered from 0. Its readers wake when there are more, and when it is closed."""
 
     def __init__(self, events: Iterable[bytes] = (), closed: bool = False) -> None:
         self.events: list[bytes] = list(events)
@@ -40,7 +40,9 @@ class Recording:
         """Why it was closed without any event."""
         self.body: bytes | None = None
         """The whole answer, if it is not a stream."""
-        self.readers: set[Callable[[], None]] = set()
+        self.readers: set[EventWriter] = set()
+        self.has_idled = False
+        """A reader may have its headers, though there is no event yet."""
 
     def append(self, events: Iterable[bytes]) -> None:
         added = list(events)
@@ -56,9 +58,15 @@ class Recording:
         self.failure = None if self.events else failure
         self._wake()
 
+    def send_idle(self, content: bytes) -> None:
+        """Sends this to the readers of now. It is not recorded."""
+        self.has_idled = True
+        for reader in list(self.readers):
+            reader.send_idle(content)
+
     def _wake(self) -> None:
         for reader in list(self.readers):
-            reader()
+            reader.wake()
 
 
 class Recorder:
@@ -90,6 +98,13 @@ class Recorder:
         self.recording.append(split)
         self._on_growth(self.recording.size - before)
         return _DONE
+
+    def send_idle(self, content: bytes) -> Awaitable[None]:
+        self.recording.send_idle(content)
+        return _DONE
+
+    async def send_blank(self) -> None:
+        """Nobody waits for a whole answer that is recorded."""
 
 
 class _Done:
@@ -193,7 +208,7 @@ class DetachedRun:
     def _end(self, recorder: Recorder, outcome: str, failure: Exception | None) -> None:
         """Closes the recording. If its last event is missing, a fault is the last: a client that comes back must see an end."""
         try:
-            if self.recording.events and not recorder.has_ended and self._dialect is not None:
+            if (self.recording.events or self.recording.has_idled) and not recorder.has_ended and self._dialect is not None:
                 outcome = "broken_off" if outcome == "fault" else outcome
                 recorder.send_events(self._dialect.last_fault(_fault_of(failure), len(self.recording.events)), last=True)
         finally:
@@ -222,14 +237,17 @@ class _Follower:
         self._writer = EventWriter(response, self._render)
 
     async def run(self, receive: Receive) -> str:
-        recording, wake = self._recording, self._writer.wake
+        recording = self._recording
         watch = ClientWatch(receive, self._leave)
         watch.start()
-        recording.readers.add(wake)
+        recording.readers.add(self._writer)
         try:
+            if 0 < len(recording.events) <= self._position and not recording.closed:
+                # It has all there is. Its headers need not wait for the next event: an event will tell it how the answer ends.
+                self._writer.send_idle(KEEP_ALIVE)
             return await self._writer.run()
         finally:
-            recording.readers.discard(wake)
+            recording.readers.discard(self._writer)
             watch.close()
 
     def _leave(self) -> None:

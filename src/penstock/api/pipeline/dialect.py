@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from penstock.api.errors import fault_body
 from penstock.api.pipeline.plan import Plan
+from penstock.api.pipeline.response import KEEP_ALIVE
 from penstock.text.output import Part
 from penstock.wire.messages import Delta, Fault
 
@@ -65,7 +66,7 @@ class Answer(Struct, frozen=True, gc=False):
 
 
 class Dialect(Protocol):
-    """Renders one request's answer, streamed (`begin`, then `event`s, then `end` or `fault`) or whole (`body`).
+    """Renders one request's answer, streamed (`announce` if late, `begin`, `event`s, then `end` or `fault`) or whole (`body`).
 
     It lives as long as the request and may keep state. Every event ends with an empty line and contains none.
     """
@@ -80,6 +81,14 @@ class Dialect(Protocol):
     def logprobs(self, index: int, delta: Delta, tokens: int) -> object:  # noqa: ARG002
         """The logprobs of the delta's first `tokens` tokens, in the API's shape; None if there are none."""
         return None
+
+    def announce(self) -> bytes:
+        """The events before the first token, if that takes long. `begin` does not repeat them."""
+        return b""
+
+    def keep_alive(self) -> bytes:
+        """What is sent while there is nothing to send. It is no part of the answer, and is not recorded."""
+        return KEEP_ALIVE
 
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
         """The first events. The usage is that of the prompt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +15,22 @@ from penstock.api.auth.quota import HeaderList
 from penstock.api.errors import error_headers
 from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import ReaderLeft, all_done
+from penstock.wire.errors import PenstockError
+
+log = logging.getLogger(__name__)
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: every reader of server-sent events drops it."""
+
 WATCH_AFTER_SECONDS = 0.1
+REMIND_SECONDS = 0.5
+"""How often the shared timer looks for clients that have heard nothing, unless they have less patience."""
+
+MAX_REMINDED_AT_ONCE = 64
+"""Clients that something is sent to in one go: 1 to 2 ms."""
+
 # What is larger is sent in pieces. The server's send waits only between pieces, however large they are.
 MAX_PIECE_BYTES = 64 * 1024
 
@@ -27,6 +40,10 @@ Render = Callable[[], tuple[bytes, str | None]]
 
 Body = bytes | Sequence[bytes]
 """A whole body, or its pieces: joining hundreds of megabytes would take too long."""
+
+
+class BrokenOff(PenstockError):
+    """A fault after the headers of a whole answer: the status is sent. Raised to leave the answer unfinished, so clients try again."""
 
 
 class Sink(Protocol):
@@ -42,6 +59,12 @@ class Sink(Protocol):
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
         """Sends these events in one write. The caller awaits it, then resets `sending_since`."""
+
+    def send_idle(self, content: bytes) -> Awaitable[None]:
+        """Sends what is no event of the answer, such as a comment, to a client that waits for one. Awaited as `send_events`."""
+
+    async def send_blank(self) -> None:
+        """Sends white space before a whole answer. From now on the status is 200."""
 
 
 Reading = Callable[[Sink, int], AbstractContextManager[object]]
@@ -72,6 +95,11 @@ class Response:
         self.sending_since: float | None = None
 
     async def send_error(self, status: int, body: bytes, retry_after: float | None = None) -> None:
+        """After the headers of a whole answer the status is 200, whatever the error. Then the body alone tells an error that no other
+        attempt would mend. For the others BrokenOff is raised."""
+        if self.started and (status >= 500 or status == 429):
+            log.warning("a whole answer is broken off: its headers are sent, and it fails with status %d: %s", status, body[:300])
+            raise BrokenOff(f"status {status} after the headers")
         await self.send_whole(status, body, error_headers(status, retry_after))
 
     async def send_whole(self, status: int, body: Body, headers: HeaderList = _JSON_HEADERS) -> None:
@@ -80,17 +108,17 @@ class Response:
         size = sum(map(len, pieces))
         if size > MAX_PIECE_BYTES:
             with self._reading(self, size):
-                await self._start_whole(status, headers, size)
+                if not self.started:
+                    await self._start(status, [*headers, _length(size)])
                 await self._send_watched(pieces)
             pieces = ()
-        else:
-            await self._start_whole(status, headers, size)
+        elif not self.started:
+            await self._start(status, [*headers, _length(size)])
         await self._send({"type": "http.response.body", "body": b"".join(pieces), "more_body": False})
 
-    def _start_whole(self, status: int, headers: HeaderList, size: int) -> Awaitable[None]:
+    def _start(self, status: int, headers: HeaderList) -> Awaitable[None]:
         self.started = True
-        headers = [*headers, *self._more_headers(), (b"content-length", str(size).encode())]
-        return self._send({"type": "http.response.start", "status": status, "headers": headers})
+        return self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._more_headers()]})
 
     def send_events(self, events: bytes, last: bool = False) -> Awaitable[None]:
         """Sends these events in one write; the first one also sends the headers."""
@@ -100,11 +128,21 @@ class Response:
             return self._send_more(events, last)
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
-    async def _send_more(self, events: bytes, last: bool) -> None:
+    def send_idle(self, content: bytes) -> Awaitable[None]:
+        self._tally.keep_alives += 1
+        self.sending_since = time.monotonic()
+        return self._send_more(content, last=False)
+
+    async def send_blank(self) -> None:
+        self._tally.keep_alives += 1
+        self.sending_since = time.monotonic()
+        await self._send_more(b"\n", last=False, headers=_JSON_HEADERS)
+        self.sending_since = None
+
+    async def _send_more(self, events: bytes, last: bool, headers: HeaderList = _SSE_HEADERS) -> None:
         """`send_events` for those that need several messages."""
         if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *self._more_headers()]})
+            await self._start(200, headers)
         if len(events) > MAX_PIECE_BYTES:
             await self._send_pieces((events,))
             events = b""
@@ -132,6 +170,10 @@ class Response:
         self._has_left = True
 
 
+def _length(size: int) -> tuple[bytes, bytes]:
+    return b"content-length", str(size).encode()
+
+
 def regrouped(pieces: Sequence[bytes]) -> Iterator[bytes]:
     """The same bytes in pieces of MAX_PIECE_BYTES; the last one may be shorter."""
     parts: list[bytes] = []
@@ -155,6 +197,8 @@ class EventWriter:
 
     Resuming a task costs more than rendering an event, so `wake` renders and sends in a plain callback. While the client's
     socket is full, a task waits for it; nothing is rendered, and new tokens merge in the mailboxes.
+
+    `has_spoken`: events were sent since somebody set it to False.
     """
 
     def __init__(self, response: Sink, render: Render) -> None:
@@ -163,6 +207,7 @@ class EventWriter:
         self._render = render
         self._finished: asyncio.Future[str] = self._loop.create_future()
         self._sending: asyncio.Task[None] | None = None
+        self.has_spoken = False
 
     async def run(self) -> str:
         """Writes until the stream ends, and returns its outcome. Raises what `render` or `stop` raises."""
@@ -178,14 +223,35 @@ class EventWriter:
 
     def wake(self) -> None:
         """Something has arrived."""
+        self.write(self._render)
+
+    def write(self, render: Render) -> None:
+        """Sends what this renders, unless the client has not taken what was sent before."""
         if self._sending is not None or self._finished.done():
             return
         try:
-            events, outcome = self._render()
-            waiting = _start(self._response.send_events(events, last=outcome is not None)) if events or outcome else None
+            events, outcome = render()
+            waiting = None
+            if events or outcome:
+                self.has_spoken = True
+                waiting = _start(self._response.send_events(events, last=outcome is not None))
         except Exception as error:  # noqa: BLE001, raised again where `run` is awaited
             self.stop(error)
             return
+        self._await(waiting, outcome)
+
+    def send_idle(self, content: bytes) -> None:
+        """Sends what is no part of the answer, unless the client has not taken what was sent before."""
+        if self._sending is not None or self._finished.done():
+            return
+        try:
+            waiting = _start(self._response.send_idle(content))
+        except Exception as error:  # noqa: BLE001, raised again where `run` is awaited
+            self.stop(error)
+            return
+        self._await(waiting, None)
+
+    def _await(self, waiting: Awaitable[None] | None, outcome: str | None) -> None:
         if waiting is None:
             self._sent(outcome)
         else:
@@ -212,13 +278,19 @@ class EventWriter:
 
 
 class ClientWatch:
-    """Calls `on_leave` when the client goes away, from `start` to `close`. It drives `receive` by callbacks: a task costs more."""
+    """Calls `on_leave` when the client goes away, from `start` to `close`. It drives `receive` by callbacks: a task costs more.
 
-    __slots__ = ("_future", "_on_leave", "_receive", "_steps")
+    `on_wait` is called when the client has waited for `patience` seconds, and returns the next patience; 0: never.
+    """
 
-    def __init__(self, receive: Receive, on_leave: Callable[[], None]) -> None:
+    __slots__ = ("_future", "_on_leave", "_on_wait", "_receive", "_steps", "due", "patience")
+
+    def __init__(self, receive: Receive, on_leave: Callable[[], None], patience: float = 0.0, on_wait: Callable[[], float] = float) -> None:
         self._receive: Receive | None = receive
         self._on_leave = on_leave
+        self._on_wait = on_wait
+        self.patience = patience
+        self.due = 0.0
         self._future: asyncio.Future[Any] | None = None
         self._steps: Generator[Any, Any, Any] | None = None
 
@@ -229,15 +301,24 @@ class ClientWatch:
             self._advance()
 
     def close(self) -> None:
-        """From now on `on_leave` is not called."""
+        """From now on neither `on_leave` nor `on_wait` is called."""
         self._receive = None
-        # It may wait to be started, and must not keep its request alive.
+        # It may wait to be started or reminded, and must not keep its request alive.
         self._on_leave = _ignore
+        self._on_wait = float
+        self.patience = 0.0
         steps, self._steps = self._steps, None
         if steps is not None and self._future is not None:
             self._future.remove_done_callback(self._advance)
             # The server's own awaitables are futures, not generators.
             (getattr(steps, "close", None) or self._future.cancel)()
+
+    def remind(self, now: float) -> None:
+        """The client has waited for long."""
+        # Also if the call fails.
+        self.due = now + self.patience
+        self.patience = self._on_wait()
+        self.due = now + self.patience
 
     def _advance(self, _: object = None) -> None:
         while self._steps is not None and self._receive is not None:
@@ -260,26 +341,47 @@ class ClientWatch:
 class ClientWatches:
     """Starts watches late: between WATCH_AFTER_SECONDS and twice that. Short requests end before, and are not watched at all.
 
-    A watch costs the server a message between threads. A client that leaves earlier is noticed when its watch starts.
+    A watch costs the server a message between threads. A client that leaves earlier is noticed when its watch starts. The same timer, one
+    for all, then reminds each watch when its client has waited for long.
     """
 
     def __init__(self) -> None:
         self._new: list[ClientWatch] = []
         self._older: list[ClientWatch] = []
+        self._started: list[ClientWatch] = []
+        self._look_seconds = REMIND_SECONDS
+        self._next_look = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, watch: ClientWatch) -> None:
         self._new.append(watch)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._start_older)
+            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._tick)
 
-    def _start_older(self) -> None:
+    def _tick(self) -> None:
         older, self._older, self._new = self._older, self._new, []
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(WATCH_AFTER_SECONDS, self._start_older) if self._older else None
+        now = loop.time()
         for watch in older:
             # Each by itself: one that fails must not stop the others.
             loop.call_soon(watch.start)
+            if watch.patience:
+                watch.due = now + watch.patience
+                self._look_seconds = min(self._look_seconds, watch.patience)
+                self._started.append(watch)
+        if self._started and now >= self._next_look:
+            self._next_look = now + self._look_seconds
+            self._started = [watch for watch in self._started if watch.patience]
+            self._remind([watch for watch in self._started if watch.due <= now], now)
+        self._timer = loop.call_later(WATCH_AFTER_SECONDS, self._tick) if self._older or self._started else None
+
+    def _remind(self, due: list[ClientWatch], now: float) -> None:
+        """If there are many, others go on meanwhile."""
+        loop = asyncio.get_running_loop()
+        for watch in due[:MAX_REMINDED_AT_ONCE]:
+            loop.call_soon(watch.remind, now)
+        if rest := due[MAX_REMINDED_AT_ONCE:]:
+            loop.call_soon(self._remind, rest, now)
 
 
 def _ignore() -> None:

@@ -20,9 +20,10 @@ from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.response import ClientWatch, ClientWatches, EventWriter, Response, Sink
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.sessions.turn import Turn
+from penstock.config.front_end import Limits
 from penstock.kv.blocks import ROOT
 from penstock.metrics.frontend import Tally
-from penstock.stream.mailbox import Arrival, FanIn, Mailbox, Production, ReaderLeft
+from penstock.stream.mailbox import Arrival, FanIn, Mailbox, Production, ReaderLeft, all_done
 from penstock.text.output import Part, joined
 from penstock.wire.errors import GenerationFault, StreamError
 from penstock.wire.messages import Fault, Submit, Terminal
@@ -102,7 +103,7 @@ class Runner:
                 loop_turn = partial(self.admission.loop_turns.take, tenant.lane, tenant.weight)
                 if plan.prompt_tokens > MAX_TOKENS_AT_ONCE or generations > MAX_GENERATIONS_AT_ONCE:
                     await loop_turn()
-                run = _Run(plan, dialect, self.produce, turn, receive, sink, self.tally, ticket, loop_turn)
+                run = _Run(plan, dialect, self.produce, turn, receive, sink, self.tally, ticket, loop_turn, self.admission.limits)
                 self.watches.add(run.watch)
                 if plan.hints.session is None and plan.hints.affinity is None:
                     return await run.run()
@@ -141,6 +142,7 @@ class _Run:
         tally: Tally,
         ticket: Ticket,
         loop_turn: LoopTurn,
+        limits: Limits,
     ) -> None:
         self._plan = plan
         self._turn = turn
@@ -165,7 +167,12 @@ class _Run:
         # Counted as tokens arrive: events may report them, and there may be thousands of choices.
         self._cached_tokens = 0
         self.completion_tokens = 0
-        self.watch = ClientWatch(receive, self._leave)
+        self._keep_alive = limits.keep_alive
+        self._is_announced = False
+        """Its client may have the headers of a stream, so a fault is an event."""
+        self._blank: asyncio.Task[None] | None = None
+        """White space that is being sent."""
+        self.watch = ClientWatch(receive, self._leave, limits.patience(bool(request.stream)), self._remind)
 
     @property
     def loop_label(self) -> str:
@@ -177,9 +184,9 @@ class _Run:
         return [choice.answer for choice in self._choices if choice.answer is not None and choice.is_whole]
 
     async def run(self) -> str:
-        """Returns the outcome: `ok`, or `broken_off` after a fault in the middle of a stream, which ends with an error event.
+        """Returns the outcome: `ok`, or `broken_off` after a fault in a stream that has begun, which ends with an error event.
 
-        Raises ReaderLeft when the client goes away, GenerationFault when a generation fails before the answer has begun.
+        Raises ReaderLeft when the client goes away, GenerationFault when a generation fails before that, or the answer is whole.
         """
         plan = self._plan
         try:
@@ -194,6 +201,9 @@ class _Run:
             return await (self._stream() if self._plan.request.stream else self._collect())
         finally:
             self._fan.close()
+            if self._blank is not None:
+                self._blank.cancel()
+                await all_done([self._blank])
             # Breaks a reference cycle, as the writer does.
             self._ticket.on_expel = None
             self._count()
@@ -214,6 +224,29 @@ class _Run:
         if self._writer is not None:
             # It may be waiting for a socket that nobody reads any more.
             self._writer.stop(ReaderLeft())
+
+    def _remind(self) -> float:
+        """Sends something if nothing was sent since the last call. Returns when to call again.
+
+        Calls are up to REMIND_SECONDS late; still there is no silence of `keep_alive` seconds.
+        """
+        soon, later = 0.35 * self._keep_alive, 0.8 * self._keep_alive
+        writer = self._writer
+        if not self._plan.request.stream:
+            if self._blank is None or self._blank.done():
+                self._blank = asyncio.create_task(self._sink.send_blank())
+            return later
+        if writer is None:
+            return soon
+        if writer.has_spoken:
+            writer.has_spoken = False
+            return soon
+        if not self._has_begun and not self._is_announced:
+            self._is_announced = True
+            writer.write(lambda: (self._dialect.announce(), None))
+        if not writer.has_spoken:
+            writer.send_idle(self._dialect.keep_alive())
+        return later
 
     async def _stream(self) -> str:
         self._writer = EventWriter(self._sink, self._render)
@@ -238,7 +271,7 @@ class _Run:
                 if arrival.terminal is not None:
                     _raise_fault(arrival.terminal)
         except GenerationFault as error:
-            if not self._has_begun:
+            if not self._has_begun and not self._is_announced:
                 raise
             # What came before the fault, then the fault; the stream is not complete.
             return b"".join(events) + self._dialect.fault(error.fault), "broken_off"
@@ -308,6 +341,8 @@ class _Run:
         body = await self._body([self._answer(index, collected[index]) for index in self._best()])
         # From now on the response watches its client.
         self.watch.close()
+        if self._blank is not None:
+            await all_done([self._blank])
         await self._sink.send_whole(200, body)
         return "ok"
 
@@ -360,7 +395,7 @@ class _Run:
         return best
 
     def _begin(self, arrivals: Sequence[Arrival]) -> None:
-        """The first delta of any choice is here. Raises GenerationFault if it is a fault: the HTTP status can still report it."""
+        """The first delta of any choice is here. Raises GenerationFault if it is a fault: the HTTP status may still report it."""
         if all(arrival.delta is None for arrival in arrivals):
             for arrival in arrivals:
                 if arrival.terminal is not None:

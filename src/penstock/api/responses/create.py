@@ -182,6 +182,12 @@ class SavingSink:
             return self.inner.send_events(events)
         return self._store_and_send(events, last)
 
+    def send_idle(self, content: bytes) -> Awaitable[None]:
+        return self.inner.send_idle(content)
+
+    async def send_blank(self) -> None:
+        await self.inner.send_blank()
+
     async def fail(self, error: GenerationFault | RequestError) -> None:
         """Ends the response with this error. A response that no client has seen is not stored."""
         await self._end(lambda: self.dialect.fail(error))

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.api.errors import fault_status
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Ending, Usage, token_logprobs
+from penstock.api.pipeline.response import KEEP_ALIVE
 from penstock.api.responses.answers import (
     IncompleteDetails,
     InputTokensDetails,
@@ -19,7 +20,7 @@ from penstock.api.responses.answers import (
     ResponseUsage,
 )
 from penstock.api.responses.items import Item
-from penstock.api.responses.output import Events, OutputItems
+from penstock.api.responses.output import Events, OutputItems, encoded_event
 from penstock.text.output import without_broken_calls
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault
@@ -46,6 +47,7 @@ class ResponseDialect(Dialect):
         self._clock = clock
         self._ending: Ending | None = None
         self._is_created = False
+        self._has_begun = False
 
     @property
     def is_over(self) -> bool:
@@ -66,10 +68,25 @@ class ResponseDialect(Dialect):
         self._is_created = True
         return self._lifecycle("created") + self._lifecycle("queued")
 
-    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002, reported at the end
+    def announce(self) -> bytes:
+        self._has_begun = True
         self._response.status = "in_progress"
         created = b"" if self._is_created else self._lifecycle("created")
         return created + self._lifecycle("in_progress")
+
+    def keep_alive(self) -> bytes:
+        """The last event again, `response.in_progress`, without what may be long. After any output, a comment.
+
+        Codex gives up after minutes without an event, and comments are none. No other event is known to all clients. The same number
+        makes it a repetition: whoever resumes the stream misses nothing and gets nothing twice.
+        """
+        if self.output or not self._has_begun:
+            return KEEP_ALIVE
+        short = msgspec.structs.replace(self._response, instructions=None, tools=[], tool_choice="auto", text={}, metadata={})
+        return encoded_event("response.in_progress", self._events.count - 1, {"response": short})
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002, reported at the end
+        return b"" if self._has_begun else self.announce()
 
     def event(self, index: int, added: ChoiceDelta) -> bytes:  # noqa: ARG002, there is one choice
         events: list[bytes] = []
