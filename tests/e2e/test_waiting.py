@@ -73,7 +73,7 @@ def test_anthropics_client_takes_what_is_sent_before_the_first_token(slow: Serve
     client = Anthropic(base_url=slow.url, api_key="none", max_retries=0)
     if stream:
         with client.messages.stream(model=slow.model, messages=[user(text)], max_tokens=4) as events:
-            answer = events.get_final_message()
+            answer: Any = events.get_final_message()
     else:
         answer = client.messages.create(model=slow.model, messages=[user(text)], max_tokens=4)
     assert (answer.usage.output_tokens, answer.stop_reason) == (4, "max_tokens")

@@ -25,24 +25,27 @@ LOST = Fault("worker_lost", "the worker is gone")
 REFUSED = Fault("engine_refused", "no engine can do that")
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
-TEXT = ("/v1/completions", {"prompt": "x"})
-MESSAGES = ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 10})
-RESPONSES = ("/v1/responses", {"input": "x", "instructions": "be brief"})
-RESUMABLE = {"stream_options": {"resumable": True}}
+Route = tuple[str, dict[str, Any], dict[str, Any]]
+"""The path, the body, and more of the body."""
 
-COMMENTED = {
+CHAT: tuple[str, dict[str, Any]] = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+TEXT: tuple[str, dict[str, Any]] = ("/v1/completions", {"prompt": "x"})
+MESSAGES: tuple[str, dict[str, Any]] = ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 10})
+RESPONSES: tuple[str, dict[str, Any]] = ("/v1/responses", {"input": "x", "instructions": "be brief"})
+RESUMABLE: dict[str, Any] = {"stream_options": {"resumable": True}}
+
+COMMENTED: dict[str, Route] = {
     "chat": (*CHAT, {}),
     "completions": (*TEXT, {}),
     "resumable chat": (*CHAT, RESUMABLE),
     "resumable completions": (*TEXT, RESUMABLE),
 }
-IN_PROGRESS = {
+IN_PROGRESS: dict[str, Route] = {
     "responses": (*RESPONSES, {"store": False}),
     "stored responses": (*RESPONSES, {}),
     "background responses": (*RESPONSES, {"background": True}),
 }
-ROUTES = {**COMMENTED, "messages": (*MESSAGES, {}), **IN_PROGRESS}
+ROUTES: dict[str, Route] = {**COMMENTED, "messages": (*MESSAGES, {}), **IN_PROGRESS}
 
 
 class Prefill:
@@ -84,7 +87,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def send(front_end: FrontEnd, route: tuple[str, dict[str, Any], dict[str, Any]], stream: bool = True) -> asyncio.Task[None]:
+def send(front_end: FrontEnd, route: Route, stream: bool = True) -> asyncio.Task[None]:
     path, body, more = route
     content = json.dumps({"model": "m", **body, **more, "stream": stream}).encode()
     return asyncio.create_task(front_end.send("POST", path, content))

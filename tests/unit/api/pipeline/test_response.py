@@ -28,6 +28,12 @@ class Broken:
             await asyncio.sleep(0)
         raise OSError("no such socket")
 
+    async def send_idle(self, content: bytes) -> None:
+        await self.send_events(content)
+
+    async def send_blank(self) -> None:
+        raise NotImplementedError
+
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("outcome", [None, "ok"])
@@ -45,6 +51,17 @@ async def test_a_sink_that_fails_ends_the_stream(waits: bool, outcome: str | Non
             await writer.run()
     writer.wake()
     assert rendered == 1, "nothing is rendered for nobody"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_sink_that_fails_while_its_client_waits_ends_the_stream(waits: bool) -> None:
+    writer = EventWriter(Broken(waits), lambda: (b"", None))
+    running = asyncio.create_task(writer.run())
+    await asyncio.sleep(0)
+    writer.send_idle(b": keep-alive\n\n")
+    with pytest.raises(OSError, match="no such socket"):
+        async with asyncio.timeout(10):
+            await running
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {"stream": True, "stream_options": {"resumable": True}}, {}])
