@@ -15,9 +15,6 @@ from penstock.wire.errors import ConfigError
 Policy = Literal["kv", "round-robin", "least-loaded", "random"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 MIB = 2**20
-STATUS_SECONDS = 1.0
-"""A fault of a stream within this time is a status, which clients try again. Later it may be an event."""
-
 MAX_QUOTA = 10**12
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
 MAX_WEIGHT = 1000
@@ -86,12 +83,6 @@ class Limits:
         "an answer that is not a stream sends its headers after this time, with status 200, then white space as often as --keep-alive "
         "says. 0: nothing before the answer",
     )
-
-    def patience(self, is_stream: bool) -> float:
-        """How long a client waits for the headers of its answer if there is no token; 0: until the first token, or the whole answer."""
-        if not self.keep_alive:
-            return 0.0
-        return min(STATUS_SECONDS, self.keep_alive) if is_stream else self.whole_keep_alive
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ MAX_TOKENS_UNWEIGHED = 16
 MAX_TOKENS_AT_ONCE = 8192
 """Blocks of longer prompts are named in pieces, before the router needs them. It does not with one worker."""
 
+STATUS_SECONDS = 1.0
+"""A fault of a stream within this time is a status, which clients try again. Later it may be an event."""
+
 MAX_GENERATIONS_AT_ONCE = 16
 """More are started in a turn on the event loop."""
 
@@ -172,7 +175,8 @@ class _Run:
         """Its client may have the headers of a stream, so a fault is an event."""
         self._blank: asyncio.Task[None] | None = None
         """White space that is being sent."""
-        self.watch = ClientWatch(receive, self._leave, limits.patience(bool(request.stream)), self._remind)
+        patience = min(STATUS_SECONDS, limits.keep_alive) if request.stream else limits.keep_alive and limits.whole_keep_alive
+        self.watch = ClientWatch(receive, self._leave, patience, self._remind)
 
     @property
     def loop_label(self) -> str:
