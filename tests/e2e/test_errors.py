@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from typing import Any
@@ -134,6 +135,27 @@ def test_unknown_paths_and_methods(server: Server) -> None:
     assert server.request("GET", "/v2/what")[2]["error"]["code"] == "not_found"
     status, _, body = server.request("GET", "/v1/completions")
     assert (status, body["error"]["message"]) == (405, "/v1/completions takes POST, not GET")
+
+
+def test_a_websocket_is_refused_so_that_the_client_takes_http(server: Server) -> None:
+    """Codex asks for one first. After 426 it goes on over HTTP at once."""
+    asked = {
+        "connection": "Upgrade",
+        "upgrade": "WebSocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "bm9uY2U=",
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    try:
+        connection.request("GET", "/v1/responses", headers=asked)
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["allow"]) == (426, "POST")
+        assert json.loads(answer.read())["error"]["code"] == "upgrade_required"
+        # The connection can still be used.
+        connection.request("GET", "/v1/responses")
+        assert connection.getresponse().status == 405
+    finally:
+        connection.close()
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(serve: Any) -> None:

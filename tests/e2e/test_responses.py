@@ -417,6 +417,25 @@ def test_truncation(server: Server) -> None:
         create(server, input="word " * 5000, truncation="auto")
 
 
+@pytest.mark.parametrize("fields", [{}, {"store": False}, {"background": True}, {"truncation": "auto"}])
+def test_a_stream_says_that_the_prompt_is_too_long(server: Server, fields: Any) -> None:
+    """Codex understands the event, and shows a status as it is."""
+    created, failed = create(server, input="word " * 5000, stream=True, **fields)
+    assert (created.type, created.sequence_number, created.response.status) == ("response.created", 0, "in_progress")
+    assert (failed.type, failed.sequence_number, failed.response.status) == ("response.failed", 1, "failed")
+    assert failed.response.error.code == "context_length_exceeded"
+    assert "4096" in failed.response.error.message.replace(",", "")
+    assert (failed.response.store, failed.response.output) == (False, [])
+    with pytest.raises(openai.NotFoundError):
+        server.client.responses.retrieve(failed.response.id)
+
+
+def test_the_stream_options_of_chats_change_nothing(server: Server) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    events: list[Any] = list(create(server, stream=True, stream_options=options, max_output_tokens=3))
+    assert events[-1].response.usage.output_tokens == 3
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -491,15 +510,19 @@ def test_parse(model_server: Server) -> None:
         assert stream.get_final_response().output_parsed == answer.output_parsed
 
 
+SPACE: Any = {"type": "namespace", "name": "mcp__sky", "description": "All about the sky.", "tools": [LOOK]}
+
+
+@pytest.mark.parametrize("tool", [LOOK, SPACE], ids=["function", "namespace"])
 @pytest.mark.parametrize("is_chain", [True, False])
-def test_a_loop_of_calls_and_answers(model_server: Server, is_chain: bool) -> None:
+def test_a_loop_of_calls_and_answers(model_server: Server, is_chain: bool, tool: Any) -> None:
     """The model must call; the client runs the tool; the model answers with what it was told."""
     client = model_server.client
     question: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    forced: Any = {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False}
+    forced: Any = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
     first = client.responses.create(model=DEFAULT_MODEL, input=question, temperature=0, max_output_tokens=100, **forced)
     (call,) = [item for item in first.output if isinstance(item, ResponseFunctionToolCall)]
-    assert call.name == "get_weather"
+    assert (call.name, call.namespace) == ("get_weather", None if tool is LOOK else "mcp__sky")
     assert set(json.loads(call.arguments)) == {"city", "unit"}
     assert call.id is not None
     assert call.id.startswith("fc_")
@@ -509,9 +532,50 @@ def test_a_loop_of_calls_and_answers(model_server: Server, is_chain: bool) -> No
         if is_chain
         else {"input": [*question, *(item.to_dict() for item in first.output), output], "store": False}
     )
-    second = client.responses.create(model=DEFAULT_MODEL, tools=[LOOK], tool_choice="none", temperature=0, max_output_tokens=30, **context)
+    second = client.responses.create(model=DEFAULT_MODEL, tools=[tool], tool_choice="none", temperature=0, max_output_tokens=30, **context)
     assert any(isinstance(item, ResponseOutputMessage) for item in second.output)
     assert second.output_text
+
+
+@pytest.mark.parametrize("way", ["chain", "conversation", "echo"])
+def test_a_call_in_a_namespace_is_stored_and_read_like_it_was_written(model_server: Server, way: str) -> None:
+    """The tokens of the answer are a prefix of the next turn, so the name in the prompt is the one that the model wrote."""
+    client = model_server.client
+    asked: Any = {"model": DEFAULT_MODEL, "tools": [SPACE], "temperature": 0, "max_output_tokens": 100, "parallel_tool_calls": False}
+    choice: Any = {"type": "function", "name": "get_weather", "namespace": "mcp__sky"}
+    question: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    conversation = client.conversations.create() if way == "conversation" else None
+    place: Any = {} if conversation is None else {"conversation": conversation.id}
+    events: list[Any] = list(client.responses.create(input=question, tool_choice=choice, stream=True, **asked, **place))
+    first = events[-1].response
+    (call,) = first.output
+    stored: Any
+    (stored,) = client.responses.retrieve(first.id).output
+    if conversation is not None:
+        stored = next(iter(client.conversations.items.list(conversation.id)))
+    assert (stored.namespace, stored.name, stored.arguments) == ("mcp__sky", "get_weather", call.arguments)
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    history: Any = [*question, call.to_dict(), output] if way == "echo" else [output]
+    place = {"previous_response_id": first.id} if way == "chain" else place
+    second: Any = client.responses.create(input=history, **asked, **place)
+    assert second.usage.input_tokens > first.usage.total_tokens
+    assert second.usage.input_tokens_details.cached_tokens > first.usage.total_tokens - 40
+
+
+def test_a_forced_call_has_no_format(model_server: Server) -> None:
+    answer = model_server.client.responses.parse(
+        model=DEFAULT_MODEL,
+        input="What is the weather in Paris?",
+        text_format=City,
+        tools=[LOOK],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+        max_output_tokens=100,
+    )
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert set(json.loads(call.arguments)) == {"city", "unit"}
 
 
 def test_calls_are_streamed(model_server: Server) -> None:

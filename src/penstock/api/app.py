@@ -109,6 +109,10 @@ def _refuse(scope: Scope, methods: Mapping[str, Endpoint]) -> ASGIApp:
         error = RequestError(f"unknown path {path}", code="not_found", status=404)
         return refusal(error, AnthropicErrors() if path.startswith("/v1/messages/") else OpenAIErrors())
     allowed = ", ".join(sorted(methods))
+    if dict(scope["headers"]).get(b"upgrade", b"").lower() == b"websocket":
+        # Codex then goes on over HTTP at once. After a 405 it tries again for seconds.
+        error = RequestError(f"{path} has no WebSocket: send {allowed} over HTTP", code="upgrade_required", status=426)
+        return refusal(error, next(iter(methods.values())).errors(), {"upgrade": "HTTP/1.1", "allow": allowed})
     error = RequestError(f"{path} takes {allowed}, not {scope['method']}", code="method_not_allowed", status=405)
     return refusal(error, next(iter(methods.values())).errors(), {"allow": allowed})
 

@@ -106,7 +106,8 @@ def _failure(route: Route) -> Any:
 def _describe_elements(route: Route, schema_of: Mapping[Any, Document], components: Document) -> None:
     """Says which types the elements of a list have, where the body's decoder takes any object."""
     for name, kinds in route.elements.items():
-        field = components[route.body.__name__]["properties"][name]
+        owner, _, member = name.rpartition(".")
+        field = components[owner or route.body.__name__]["properties"][member]
         (array,) = [one for one in field.get("anyOf", [field]) if one.get("type") == "array"]
         array["items"] = {"anyOf": [schema_of[kind] for kind in kinds]}
 

@@ -141,7 +141,8 @@ async def plan_chat(
     is_inside = reasoning_format is not None and opens_reasoning(reasoning_format, encoded.ending)
     grammar, field = chat.grammar, chat.grammar_field
     if tool_format is not None and chat.tool_choice.mode in ("required", "named"):
-        if grammar is not None:
+        # A format is for the text of the answer, and there is none.
+        if grammar is not None and field == "structured_outputs":
             raise RequestError(f"`tool_choice` forces a call and cannot be combined with `{field}`", param="tool_choice")
         tool_format, grammar = tool_grammar(tool_format, tools, chat.parallel_calls, reasoning_format, is_inside)
         field = "tool_choice"

@@ -15,8 +15,8 @@ from penstock.api.pipeline.request import Incoming
 from penstock.api.pipeline.response import Body, Response, Sink
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.answers import ResponseObject
-from penstock.api.responses.dialect import ResponseDialect
-from penstock.api.responses.parse import ParsedResponse, ResponseParser
+from penstock.api.responses.dialect import TOO_LONG, ResponseDialect
+from penstock.api.responses.parse import ParsedResponse, ResponseParser, TooLong
 from penstock.api.responses.rows import NewResponse, ResponseState
 from penstock.api.responses.store import SqliteStore
 from penstock.stream.mailbox import ReaderLeft, all_done
@@ -28,7 +28,8 @@ from penstock.wire.messages import Fault
 class CreateResponse:
     """Answers POST /v1/responses.
 
-    Stored streams and background responses run detached from the connection. Other responses run on it.
+    Stored streams and background responses run detached from the connection. Other responses run on it. What is wrong is a status, but a
+    prompt that is too long for the model is an event of a stream.
     """
 
     parser: ResponseParser
@@ -38,6 +39,17 @@ class CreateResponse:
     async def __call__(self, incoming: Incoming, receive: Receive, response: Response) -> str:
         parsed = await self.parser.parse(incoming)
         incoming.drop_body()
+        if isinstance(parsed, TooLong):
+            self.runner.tally.limits_reached[parsed.error.limit or TOO_LONG,] += 1
+            return await _refuse(response, parsed.dialect, parsed.error, f"refused_{parsed.error.status}")
+        try:
+            return await self._answer(parsed, receive, response)
+        except GenerationFault as error:
+            if error.fault.code != TOO_LONG or not parsed.is_stream or response.started:
+                raise
+            return await _refuse(response, parsed.dialect, error, "fault")
+
+    async def _answer(self, parsed: ParsedResponse, receive: Receive, response: Response) -> str:
         kept, store = parsed.kept, self.parser.store
         if kept is None or store is None:
             return await self.runner.run(parsed.plan, parsed.dialect, receive, response)
@@ -70,6 +82,12 @@ class CreateResponse:
             await store.delete(kept.owner, kept.id)
             raise
         return queued
+
+
+async def _refuse(response: Response, dialect: ResponseDialect, error: RequestError | GenerationFault, outcome: str) -> str:
+    """A prompt that is too long ends the stream. Codex shows an error status as JSON and goes on; it understands the event."""
+    await response.send_events(dialect.refuse(error), last=True)
+    return outcome
 
 
 class ResponseRun(DetachedRun):

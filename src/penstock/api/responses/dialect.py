@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -21,9 +21,13 @@ from penstock.api.responses.answers import (
 )
 from penstock.api.responses.items import Item
 from penstock.api.responses.output import Events, OutputItems, encoded_event
+from penstock.api.responses.tools import CalledTool
 from penstock.text.output import without_broken_calls
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault
+
+TOO_LONG = "context_length_exceeded"
+"""The code of a prompt that does not fit. Codex then offers to compact the chat; it shows any other error as it is."""
 
 
 class ResponseDialect(Dialect):
@@ -36,13 +40,13 @@ class ResponseDialect(Dialect):
         self,
         response: ResponseObject,
         token_bytes: Callable[[int], bytes],
-        custom_tools: Collection[str] = (),
+        tools: Mapping[str, CalledTool] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.id = response.id
         self._response = response
         self._events = Events()
-        self._output = OutputItems(self._events, custom_tools)
+        self._output = OutputItems(self._events, tools or {})
         self._token_bytes = token_bytes
         self._clock = clock
         self._ending: Ending | None = None
@@ -120,6 +124,12 @@ class ResponseDialect(Dialect):
         self._response.error = _failure(error)
         return events + self._lifecycle("failed")
 
+    def refuse(self, error: GenerationFault | RequestError) -> bytes:
+        """A stream that says only why there is no answer. It is not stored."""
+        self._response.store = False
+        self._response.status = "in_progress"
+        return self._lifecycle("created") + self.fail(error)
+
     def cancel(self) -> bytes:
         """The last events of a response that is stopped. The API has no event for that; it is `incomplete`."""
         events = self._give_up()
@@ -188,5 +198,7 @@ def _usage(usage: Usage) -> ResponseUsage:
 def _failure(error: GenerationFault | RequestError) -> ResponseFailure:
     status = error.status if isinstance(error, RequestError) else fault_status(error.fault)
     code, message = (error.code, error.message) if isinstance(error, RequestError) else (error.fault.code, error.fault.message)
+    if code == TOO_LONG:
+        return ResponseFailure(code, message)
     kind = "rate_limit_exceeded" if status == 429 else "invalid_prompt" if status < 500 else "server_error"
     return ResponseFailure(kind, f"{code}: {message}")

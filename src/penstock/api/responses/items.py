@@ -1,10 +1,10 @@
-"""The items and tools of a request, read one by one. Items are stored and shown in one form, and become messages of a chat."""
+"""The items of a request, read one by one. They are stored and shown in one form, and become messages of a chat."""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -12,9 +12,9 @@ from msgspec import Struct
 
 from penstock.api.openai.chat import tool_call
 from penstock.api.openai.schema import MEDIA, ContentPart, placeholder, unreadable
-from penstock.api.pipeline.plan import NO_PARAMETERS, ToolChoice, described_tool
 from penstock.api.pipeline.request import explain_wrong
-from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS, AllowedTools, CustomTool, FunctionTool, NamedChoice
+from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS
+from penstock.text.formats.calls import MAX_NAME_CHARACTERS
 from penstock.text.tokenizers.tokenizer import ChatMessage
 from penstock.wire.errors import RequestError
 
@@ -35,10 +35,23 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
-_TOOL_CHOICES = ("auto", "none", "required")
 _OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
 
 StructType = TypeVar("StructType", bound=Struct)
+
+ToolNames = Mapping[tuple[str | None, str], str]
+"""The name by which the model knows each tool, by the tool's namespace, if it has one, and name."""
+
+
+def known_name(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a tool, unless another has it. It depends on nothing else, so that turns share a prefix."""
+    if namespace is None:
+        return name
+    joined = f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+    if len(joined) <= MAX_NAME_CHARACTERS:
+        return joined
+    mark = hashlib.sha256(joined.encode()).hexdigest()[:16]
+    return f"{joined[: MAX_NAME_CHARACTERS - len(mark) - 1]}_{mark}"
 
 
 def new_id(kind: str) -> str:
@@ -170,7 +183,8 @@ class Messages:
     Reasoning, text and calls of the assistant that follow each other are one message.
     """
 
-    def __init__(self, instructions: str | None = None) -> None:
+    def __init__(self, instructions: str | None = None, names: ToolNames | None = None) -> None:
+        self._names = {} if names is None else names
         self.messages: list[ChatMessage] = []
         self.fields: list[str] = []
         self._answer: ChatMessage | None = None
@@ -211,7 +225,9 @@ class Messages:
         if self._answer is None:
             self._append(field, ChatMessage(role="assistant", content=""), open_to_more=True)
         assert self._answer is not None
-        self._answer.setdefault("tool_calls", []).append(tool_call(item["call_id"], item["name"], _arguments(item)))
+        key = item.get("namespace") or None, item["name"]
+        name = self._names.get(key) or known_name(*key)
+        self._answer.setdefault("tool_calls", []).append(tool_call(item["call_id"], name, _arguments(item)))
 
     def _append(self, field: str, message: ChatMessage, open_to_more: bool = False) -> None:
         self.messages.append(message)
@@ -236,119 +252,3 @@ def _arguments(item: Item) -> str:
 
 def _joined(parts: Iterable[dict[str, Any]]) -> str:
     return "".join(part.get("text") or part.get("refusal") or "" for part in parts)
-
-
-@dataclass(frozen=True)
-class Tools:
-    """`offered`: for the chat template. `shown`: for the answer. `custom`: the names of the tools whose input is any text."""
-
-    offered: Sequence[Mapping[str, Any]]
-    shown: list[dict[str, Any]]
-    custom: frozenset[str]
-    choice: ToolChoice
-
-
-def read_tools(tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> Tools:
-    """Raises RequestError that names the wrong field.
-
-    Tools that OpenAI runs are dropped: agents send them even if they do not need them. Forcing one is an error.
-    """
-    known: dict[str, FunctionTool | CustomTool] = {}
-    for index, tool in enumerate(tools or ()):
-        read = _read_tool(f"tools[{index}]", tool)
-        if read is None:
-            continue
-        if read.name in known:
-            field = f"tools[{index}].name"
-            raise RequestError(f"`{field}` is {read.name!r}: another tool has the same name", param=field)
-        known[read.name] = read
-    wanted, allowed = _read_choice(choice, known)
-    # With `none`, the model does not see the tools.
-    offered = [] if wanted.mode == "none" else [_described(tool) for name, tool in known.items() if allowed is None or name in allowed]
-    return Tools(
-        offered=offered,
-        shown=[_shown(tool) for tool in known.values()],
-        custom=frozenset(name for name, tool in known.items() if isinstance(tool, CustomTool)),
-        choice=wanted,
-    )
-
-
-def _read_tool(field: str, tool: dict[str, Any]) -> FunctionTool | CustomTool | None:
-    """None for a tool that OpenAI runs."""
-    kind = tool.get("type")
-    if isinstance(kind, str) and kind in HOSTED_TOOLS:
-        return None
-    check_depth(field, tool)
-    if kind == "function":
-        return read_struct(field, tool, FunctionTool)
-    if kind == "custom":
-        return read_struct(field, tool, CustomTool)
-    if kind is None:
-        raise RequestError(f"`{field}.type` is required", param=f"{field}.type", code="missing_field")
-    shown = msgspec.json.encode(kind)[:80].decode(errors="replace")
-    raise RequestError(f"`{field}.type` is {shown}: expected function or custom", param=f"{field}.type")
-
-
-def _read_choice(choice: str | dict[str, Any] | None, known: Mapping[str, FunctionTool | CustomTool]) -> tuple[ToolChoice, set[str] | None]:
-    """The choice, and the names of the tools that may be called; None: all."""
-    if choice is None:
-        return ToolChoice(), None
-    if isinstance(choice, str):
-        if choice not in _TOOL_CHOICES:
-            expected = f"expected one of {', '.join(_TOOL_CHOICES)}, or an object that names a tool"
-            raise RequestError(f"`tool_choice` is {choice[:80]!r}: {expected}", param="tool_choice")
-        return ToolChoice(cast(Any, choice)), None
-    kind = choice.get("type")
-    if kind == "allowed_tools":
-        return _allowed(read_struct("tool_choice", choice, AllowedTools), known)
-    if isinstance(kind, str) and kind in HOSTED_TOOLS:
-        message = f"`tool_choice.type` is {kind!r}: this server has no such tool; expected function or custom"
-        raise RequestError(message, param="tool_choice.type", code="unsupported_tool")
-    named = read_struct("tool_choice", choice, NamedChoice)
-    _check_known("tool_choice", named.type, named.name, known)
-    return ToolChoice("named", named.name), None
-
-
-def _allowed(allowed: AllowedTools, known: Mapping[str, FunctionTool | CustomTool]) -> tuple[ToolChoice, set[str]]:
-    names: set[str] = set()
-    for index, tool in enumerate(allowed.tools):
-        field = f"tool_choice.tools[{index}]"
-        kind, name = tool.get("type"), tool.get("name")
-        if isinstance(kind, str) and kind in HOSTED_TOOLS:
-            continue
-        if kind not in ("function", "custom") or not isinstance(name, str):
-            raise RequestError(f"`{field}`: expected the type, function or custom, and the name of a tool", param=field)
-        _check_known(field, kind, name, known)
-        names.add(name)
-    if allowed.mode == "required" and not names:
-        raise RequestError("`tool_choice` is 'required', but this server can call none of its `tools`", param="tool_choice")
-    return ToolChoice(allowed.mode), names
-
-
-def _check_known(field: str, kind: str, name: str, known: Mapping[str, FunctionTool | CustomTool]) -> None:
-    if name not in known or known[name].type != kind:
-        tools = ", ".join(f"{tool.type} `{known_name}`" for known_name, tool in known.items()) or "none"
-        raise RequestError(f"`{field}` names the {kind} {name[:80]!r}: the tools are {tools}", param=field)
-
-
-def _described(tool: FunctionTool | CustomTool) -> dict[str, Any]:
-    if isinstance(tool, FunctionTool):
-        return described_tool(tool.name, tool.description, tool.parameters)
-    text = {"type": "string", "description": "The input of the tool, as plain text."}
-    properties = {CUSTOM_ARGUMENT: text}
-    parameters = {"type": "object", "properties": properties, "required": [CUSTOM_ARGUMENT], "additionalProperties": False}
-    return described_tool(tool.name, _with_grammar(tool), parameters)
-
-
-def _with_grammar(tool: CustomTool) -> str:
-    description, wanted = tool.description or "", tool.format
-    if wanted is None or wanted.type == "text" or wanted.definition is None:
-        return description
-    return f"{description}\nThe input must match this {wanted.syntax or 'lark'} grammar:\n{wanted.definition}".lstrip()
-
-
-def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
-    shown = {name: value for name, value in cast(dict[str, Any], msgspec.to_builtins(tool)).items() if value is not None}
-    if isinstance(tool, FunctionTool):
-        return {"description": None, "parameters": dict(NO_PARAMETERS), "strict": False, **shown}
-    return {"format": {"type": "text"}, **shown}

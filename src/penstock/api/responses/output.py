@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.api.responses.items import CUSTOM_ARGUMENT, Item, new_id
+from penstock.api.responses.tools import CalledTool
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning
 
 
@@ -106,11 +107,11 @@ class OutputItems:
     is dropped. The items are the same for any chunking of the parts.
     """
 
-    def __init__(self, events: Events, custom_tools: Collection[str]) -> None:
+    def __init__(self, events: Events, tools: Mapping[str, CalledTool]) -> None:
         self.logprobs = Logprobs()
         """Of all tokens so far, including those of the next part."""
         self._events = events
-        self._custom_tools = custom_tools
+        self._tools = tools
         self._items: list[Item] = []
         self._broken: set[int] = set()
         self._text: _OpenText | None = None
@@ -180,9 +181,12 @@ class OutputItems:
     def _begin_call(self, begin: CallBegin) -> list[bytes]:
         space = self._space
         events = self._close_text("completed")
-        fields = {"call_id": begin.id or f"call_{secrets.token_hex(12)}", "name": begin.name}
-        kind, member = ("custom_tool_call", "input") if begin.name in self._custom_tools else ("function_call", "arguments")
-        item: Item = {"id": new_id(kind), "type": kind, **fields, member: "", "status": "in_progress"}
+        tool = self._tools.get(begin.name) or CalledTool(begin.name)
+        kind, member = ("custom_tool_call", "input") if tool.is_custom else ("function_call", "arguments")
+        call_id = begin.id or f"call_{secrets.token_hex(12)}"
+        item: Item = {"id": new_id(kind), "type": kind, "call_id": call_id, "name": tool.name, member: "", "status": "in_progress"}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
         call = self._calls[begin.index] = _OpenCall(self._events, self._added(item), item, space)
         return [*events, *call.open()]
 

@@ -18,8 +18,8 @@ from penstock.api.pipeline.hints import read_hints
 from penstock.api.pipeline.plan import Chat, Plan, count_tokens, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.answers import ResponseObject
-from penstock.api.responses.dialect import ResponseDialect
-from penstock.api.responses.items import Item, Messages, Tools, check_depth, check_outputs, cuts, marked_parts, read_items, read_tools
+from penstock.api.responses.dialect import TOO_LONG, ResponseDialect
+from penstock.api.responses.items import Item, Messages, check_depth, check_outputs, cuts, marked_parts, read_items
 from penstock.api.responses.rows import NewResponse
 from penstock.api.responses.schema import (
     MAX_ITEMS,
@@ -31,6 +31,7 @@ from penstock.api.responses.schema import (
     TextFormat,
 )
 from penstock.api.responses.store import SqliteStore
+from penstock.api.responses.tools import Tools, read_tools
 from penstock.router.policy import Hints, SessionWish
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import Memo
@@ -66,13 +67,21 @@ class ParsedResponse:
 
 
 @dataclass(frozen=True)
+class TooLong:
+    """A request for a stream whose prompt does not fit the model's context. The stream itself says so."""
+
+    dialect: ResponseDialect
+    error: RequestError
+
+
+@dataclass(frozen=True)
 class ResponseParser:
     """Parses requests. Without a store nothing is stored, and no request can continue another."""
 
     prompts: PromptContext
     store: SqliteStore | None
 
-    async def parse(self, incoming: Incoming) -> ParsedResponse:
+    async def parse(self, incoming: Incoming) -> ParsedResponse | TooLong:
         """Raises RequestError that names the field, its value and what is expected."""
         request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES, turn=incoming.turn)
         is_kept = self._is_kept(request)
@@ -86,9 +95,15 @@ class ResponseParser:
         async def plan(chat: Chat, is_trial: bool) -> Plan:
             return await plan_chat(common, chat, hints, incoming.tenant, self.prompts, memo, is_trial)
 
-        made = await _fitted(await read(_chat, request, context, tools), request.truncation == "auto", plan)
+        token_bytes = self.prompts.models.find(request.model).tokenizer.token_bytes
+        dialect = ResponseDialect(_response_object(response_id, request, tools, is_kept), token_bytes, tools.called)
+        try:
+            made = await _fitted(await read(_chat, request, context, tools), request.truncation == "auto", plan)
+        except RequestError as error:
+            if error.code != TOO_LONG or not request.stream:
+                raise
+            return TooLong(dialect, error)
         kept = _kept(request, context, response_id, incoming.owner) if is_kept else None
-        dialect = ResponseDialect(_response_object(response_id, request, tools, is_kept), made.model.tokenizer.token_bytes, tools.custom)
         return ParsedResponse(made, dialect, kept, bool(request.stream), bool(request.background))
 
     async def count(self, incoming: Incoming) -> int:
@@ -179,7 +194,7 @@ async def _planned(chat: Chat, plan: Callable[[Chat, bool], Awaitable[Plan]], is
     try:
         return await plan(chat, is_trial)
     except RequestError as error:
-        if error.code != "context_length_exceeded":
+        if error.code != TOO_LONG:
             raise
         return None
 
@@ -198,7 +213,7 @@ def _chat(request: ResponseRequest, context: Context, tools: Tools) -> Chat:
 
 
 def _base_chat(asked: Asked, context: Context, tools: Tools) -> Chat:
-    chat = Messages(asked.instructions)
+    chat = Messages(asked.instructions, tools.names)
     chat.add(context.items, context.fields)
     if not chat.messages:
         raise RequestError("`input` has no text: expected a string, or at least one item with text", param="input", code="empty_prompt")

@@ -18,6 +18,7 @@ from penstock.api.responses.schema import (
     ConversationUpdate,
     CustomTool,
     FunctionTool,
+    NamespaceTool,
     Order,
     ResponseRequest,
 )
@@ -57,7 +58,11 @@ def _store(services: Services) -> SqliteStore:
 
 
 _EXAMPLE = {"model": EXAMPLE_MODEL, "input": "What is a penstock?"}
-_ELEMENTS = {"input": tuple(ITEMS.values()), "tools": (FunctionTool, CustomTool)}
+_ELEMENTS = {
+    "input": tuple(ITEMS.values()),
+    "tools": (FunctionTool, CustomTool, NamespaceTool),
+    "NamespaceTool.tools": (FunctionTool, CustomTool),
+}
 _EXAMPLE_ITEM = {"type": "message", "role": "user", "content": "What is a penstock?"}
 _EXAMPLE_METADATA = {"metadata": {"topic": "water"}}
 _ITEMS = {"items": tuple(kind for name, kind in ITEMS.items() if name != "item_reference")}

@@ -68,7 +68,6 @@ HOSTED_TOOLS = frozenset(
         "image_generation",
         "local_shell",
         "mcp",
-        "namespace",
         "programmatic_tool_calling",
         "shell",
         "tool_search",
@@ -128,7 +127,11 @@ class ReasoningConfig(Struct, forbid_unknown_fields=True):
 
 
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
+    """Nothing here changes the stream. Clients of the chat endpoint also send its options: the last event always has the usage."""
+
     include_obfuscation: bool | None = None
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class ConversationReference(Struct, forbid_unknown_fields=True):
@@ -314,7 +317,10 @@ ITEMS: dict[str, type[Struct]] = {
 
 
 class FunctionTool(Struct, forbid_unknown_fields=True):
-    """`parameters` is the JSON schema of the arguments; without it, there are none. `strict` is ignored: forced calls always follow it."""
+    """`parameters` is the JSON schema of the arguments; without it, there are none. `strict` is ignored: forced calls always follow it.
+
+    With `defer_loading`, OpenAI's models search for the tool. The models here see it at once.
+    """
 
     type: Literal["function"]
     name: FunctionName
@@ -322,7 +328,7 @@ class FunctionTool(Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     output_schema: dict[str, Any] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
     cache_control: CacheControl | None = None
 
@@ -342,13 +348,25 @@ class CustomTool(Struct, forbid_unknown_fields=True):
     name: FunctionName
     description: str | None = None
     format: CustomFormat | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
+
+
+class NamespaceTool(Struct, forbid_unknown_fields=True):
+    """Tools under a common name, such as those of an MCP server. The model knows each by both names with `__` between them; a call of it
+    has the two apart, as `namespace` and `name`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    # Each is read like a tool outside.
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+    description: str | None = None
 
 
 class NamedChoice(Struct, forbid_unknown_fields=True):
     type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True):

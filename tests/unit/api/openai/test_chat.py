@@ -118,6 +118,9 @@ async def test_a_forced_call_is_a_grammar() -> None:
         plan, _ = await parse_chat(*await request({**body, "tool_choice": choice}))
         assert plan.submits[0].grammar is not None
         assert plan.grammar_field == "tool_choice"
+        # A format is for text, and a forced call has none.
+        formatted, _ = await parse_chat(*await request({**body, "tool_choice": choice, "response_format": {"type": "json_object"}}))
+        assert formatted.submits[0].grammar == plan.submits[0].grammar
     plan, _ = await parse_chat(*await request(body))
     assert plan.submits[0].grammar is None
 
@@ -127,7 +130,7 @@ async def test_a_forced_call_is_a_grammar() -> None:
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "leap"}}}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),

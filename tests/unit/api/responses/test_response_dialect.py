@@ -15,6 +15,7 @@ from front_end import response_object
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Ending, Usage
 from penstock.api.responses.answers import ResponseFailure
 from penstock.api.responses.dialect import ResponseDialect
+from penstock.api.responses.tools import CalledTool
 from penstock.text.output import CallArguments, CallBegin, CallBroken, CallEnd, Part, Reasoning, joined
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault, TokenLogprob
@@ -24,7 +25,9 @@ STOP = Ending("stop")
 
 
 def make_dialect(**rest: Any) -> ResponseDialect:
-    return ResponseDialect(response_object(), lambda token_id: b"<%d>" % token_id, ["patch"], clock=lambda: 100.0, **rest)
+    return ResponseDialect(
+        response_object(), lambda token_id: b"<%d>" % token_id, {"patch": CalledTool("patch", is_custom=True)}, clock=lambda: 100.0, **rest
+    )
 
 
 def events_of(rendered: bytes) -> list[dict[str, Any]]:

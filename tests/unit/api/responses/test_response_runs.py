@@ -326,3 +326,17 @@ async def test_only_background_responses_can_be_cancelled(tmp_path: Path) -> Non
         await front_end.send("POST", f"/v1/responses/{front_end.json['id']}/cancel")
         assert front_end.status == 400
         assert front_end.json["error"]["code"] == "not_cancellable"
+
+
+@pytest.mark.parametrize("fields", [{}, {"store": False}])
+async def test_a_worker_that_finds_the_prompt_too_long_ends_the_stream(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async def refuses(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.end(Fault("context_length_exceeded", "too long"))
+
+    async with SqliteStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(refuses, responses=store)
+        await create(front_end, stream=True, **fields)
+        assert [event["type"] for event in front_end.events] == ["response.created", "response.failed"]
+        assert front_end.events[-1]["response"]["error"] == {"code": "context_length_exceeded", "message": "too long"}
+        await create(front_end, **fields)
+        assert (front_end.status, front_end.json["error"]["code"]) == (400, "context_length_exceeded")
