@@ -240,12 +240,13 @@ def test_thirty_turns(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def answers_of(part: int) -> list[str | Script]:
+    helped: list[str | Script] = [SPAWN, wait] if part == 2 else []
     patch = f"*** Begin Patch\n*** Add File: part{part}.txt\n+{part}\n*** End Patch"
     return [
         tool_call("mcp__demo__depth", reservoir=f"Lake {part}"),
         "Now the rest." + tool_call("exec_command", cmd=f"echo {part}") + tool_call("exec_command", cmd="ls"),
         tool_call("apply_patch", input=patch),
-        *([SPAWN, wait] if part == 2 else []),
+        *helped,
         tool_call("mcp__demo__inflow", reservoir='a "lake"\n<with> unusual & signs'),
         tool_call("exec_command", cmd="seq 1 300"),
         f"Part {part} is done.",

@@ -13,7 +13,7 @@ from front_end import MODEL, WORDS, Turns, request
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.openai.chat import parse_chat
 from penstock.api.pipeline.request import Incoming
-from penstock.api.responses.parse import ResponseParser
+from penstock.api.responses.parse import ParsedResponse, ResponseParser
 from penstock.text.encoding import MAX_AT_ONCE_BYTES, Encoder
 from penstock.wire.errors import RequestError
 
@@ -60,6 +60,7 @@ async def test_a_chat_that_is_cut_to_fit_is_tokenized_once() -> None:
     items = [{"role": "user", "content": f"{index} " + "word " * 50} for index in range(400)]
     incoming, context = await request({"model": "m", "input": items, "truncation": "auto", "max_output_tokens": 100}, model)
     parsed = await ResponseParser(context, None).parse(incoming)
+    assert isinstance(parsed, ParsedResponse)
     whole = sum(len(WORDS.encode(item["content"])) for item in items)
     assert 3500 < len(parsed.plan.submits[0].token_ids) <= 3900
     assert context.transcripts.tokens_encoded < 1.2 * whole

@@ -159,7 +159,7 @@ def test_names_that_are_too_long_together_are_cut_and_stay_apart() -> None:
     assert len(set(names(tools))) == 2
     assert {len(name) for name in names(tools)} == {MAX_NAME_CHARACTERS}
     # Without the tools, the same: the name depends on nothing else.
-    calls = [("n" * 200, tool["name"]) for tool in inside]
+    calls = [("n" * 200, str(tool["name"])) for tool in inside]
     assert history(read_tools([], None), *calls) == history(tools, *calls) == names(tools)
 
 
