@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
@@ -14,9 +14,11 @@ import jinja2.parser
 import jinja2.sandbox
 from msgspec import structs
 
+from penstock.text.fitting import PROBE_TOOLS, fit, marked, unmarked, unseen
+from penstock.text.rewrites import Messages, Rewrite, known_roles
 from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, ChatMessage, ChatPrompt
-from penstock.text.tool_prompt import calls_as_text, tools_in_system, tools_in_user
-from penstock.wire.errors import ConfigError, PenstockError, RequestError
+from penstock.text.tool_prompt import tools_in_system
+from penstock.wire.errors import ConfigError, MessageError, PenstockError, RequestError
 
 TOOL_USE = "tool_use"
 
@@ -30,6 +32,9 @@ MAX_REASON_CHARACTERS = 500
 _MARK = "\ud803"
 _MARK_AND_SPACE = f"{_MARK} "
 
+# The key of a message's place in the request, while the one that a template refuses is looked for.
+_PLACE = "_place"
+
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now")
 
 
@@ -37,7 +42,7 @@ class ChatTemplates:
     """The templates of one model, by name. A prompt that names none gets `default`; one with tools gets `tool_use` if there is one.
 
     `source` is the template for a prompt with tools. `renders_tools`: that template renders tools itself; otherwise they are described in
-    the system message. Raises ConfigError for a template with a syntax error.
+    the system message. `losses` says what the templates cannot render. Raises ConfigError for a template with a syntax error.
     """
 
     def __init__(self, sources: Mapping[str, str], named_tokens: Mapping[str, str]) -> None:
@@ -46,6 +51,7 @@ class ChatTemplates:
         preferred = next((self._templates[name] for name in (TOOL_USE, DEFAULT_TEMPLATE, *sources) if name in sources), None)
         self.source = None if preferred is None else preferred.source
         self.renders_tools = preferred is not None and preferred.renders_tools
+        self.losses = [f"{name!r} cannot render {loss}" for name, template in self._templates.items() for loss in template.losses]
 
     def render(self, prompt: ChatPrompt) -> str:
         """Raises RequestError if the template refuses the prompt, and no other error."""
@@ -72,7 +78,10 @@ class ChatTemplates:
 
 
 class ChatTemplate:
-    """One template. Tools and tool calls that it does not render itself are written into the messages as text."""
+    """One template. What it would leave out or refuse is rewritten: tools that it does not know, and the shapes of chats in `fitting`.
+
+    `losses` says which shapes it cannot render in any way. `render` never returns a prompt without the text of a message.
+    """
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         environment = _environment()
@@ -84,30 +93,74 @@ class ChatTemplate:
         self.source = source
         self._named_tokens = named_tokens
         self.renders_tools = any(name.name == "tools" and name.ctx == "load" for name in syntax.find_all(jinja2.nodes.Name))
-        self._renders_calls = _mentions(syntax, "tool_calls")
-        self._renders_system = self.renders_tools or self._shows_system()
+        self._no_tools: list[Any] | None = None
+        self._rewrites, self.losses = self._fitted()
 
     def render(self, prompt: ChatPrompt) -> str:
-        prompt = self._adapted(prompt)
-        values = {
-            **prompt.arguments,
-            **self._named_tokens,
-            "messages": [_with_thinking(message) for message in prompt.messages],
-            "tools": list(prompt.tools) or None,
-            "documents": list(prompt.documents) or None,
-            "add_generation_prompt": prompt.begins_answer,
-            "continue_final_message": prompt.continues,
-        }
+        """Raises MessageError if the template refuses a message or leaves out its text."""
+        rendered = self._render(prompt, self._rewrites)
+        if suspects := unseen(prompt.messages, rendered):
+            again = self._render(structs.replace(prompt, messages=marked(prompt.messages, suspects)), self._rewrites)
+            for place in unmarked(prompt.messages, suspects, again):
+                raise MessageError(place, f"the model's chat template leaves out text of this {prompt.messages[place]['role']} message")
+        # The template has rendered all of them or none.
+        if prompt.tools and prompt.tools[-1]["function"]["name"] not in rendered:
+            raise RequestError("`tools`: the model's chat template leaves them out of this chat", param="tools", code="unsupported_message")
+        return rendered
+
+    def _fitted(self) -> tuple[Sequence[Rewrite], Sequence[str]]:
+        def render(messages: Messages, rewrites: Sequence[Rewrite], has_tools: bool) -> str:
+            return self._render(ChatPrompt(messages, tools=PROBE_TOOLS if has_tools and self.renders_tools else ()), rewrites)
+
+        rewrites, losses = fit(render)
+        if losses:
+            # A template for chats with tools may need a list of them.
+            self._no_tools = []
+            others, remaining = fit(render)
+            if not remaining:
+                return others, remaining
+            self._no_tools = None
+        return rewrites, losses
+
+    def _render(self, prompt: ChatPrompt, rewrites: Sequence[Rewrite], read: list[int] | None = None) -> str:
+        """`read` gets the place of the message that the template read last. It is empty if that was a tool."""
         try:
-            return self._joined(values)
+            messages = self._rewritten(prompt if read is None else _placed(prompt), rewrites)
+            shown = [_with_thinking(message) for message in messages]
+            tools: Sequence[Mapping[str, Any]] = prompt.tools
+            if read is not None:
+                shown, tools = [_Watched(message, read) for message in shown], [_Watched(tool, read) for tool in tools]
+            return self._filled_in(prompt, shown, list(tools))
         except PenstockError:
             raise
         # A template can raise anything for messages that it was not written for.
         except Exception as error:
+            if read is None:
+                return self._render(prompt, rewrites, read=[])
             reason = (str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}")[:MAX_REASON_CHARACTERS]
+            if read:
+                role = prompt.messages[read[-1]]["role"]
+                raise MessageError(read[-1], f"the model's chat template refuses this {role} message: {reason}") from error
             raise RequestError(f"the model's chat template refuses these messages: {reason}", param="messages") from error
 
-    def _joined(self, values: Mapping[str, Any]) -> str:
+    def _rewritten(self, prompt: ChatPrompt, rewrites: Sequence[Rewrite]) -> Messages:
+        messages = known_roles(prompt.messages)
+        if prompt.tools and not self.renders_tools:
+            messages = tools_in_system(messages, prompt.tools)
+        for rewrite in rewrites:
+            messages = rewrite(messages)
+        return messages
+
+    def _filled_in(self, prompt: ChatPrompt, messages: list[Mapping[str, Any]], tools: list[Mapping[str, Any]]) -> str:
+        values = {
+            **prompt.arguments,
+            **self._named_tokens,
+            "messages": messages,
+            "tools": tools or self._no_tools,
+            "documents": list(prompt.documents) or None,
+            "add_generation_prompt": prompt.begins_answer,
+            "continue_final_message": prompt.continues,
+        }
         pieces = []
         size = 0
         for piece in self._compiled.generate(values):
@@ -116,22 +169,6 @@ class ChatTemplate:
             if size > MAX_CHARACTERS:
                 raise RequestError(f"`messages` make a prompt of more than {MAX_CHARACTERS:,} characters", param="messages")
         return "".join(pieces)
-
-    def _adapted(self, prompt: ChatPrompt) -> ChatPrompt:
-        messages: Sequence[ChatMessage] = prompt.messages
-        if not self._renders_calls:
-            messages = calls_as_text(messages)
-        if prompt.tools and not self.renders_tools:
-            messages = (tools_in_system if self._renders_system else tools_in_user)(messages, prompt.tools)
-        return prompt if messages is prompt.messages else structs.replace(prompt, messages=messages)
-
-    def _shows_system(self) -> bool:
-        """Whether a system message becomes part of the prompt. Some templates refuse it, others leave it out."""
-        messages = [ChatMessage(role="system", content=_MARK), ChatMessage(role="user", content="")]
-        try:
-            return _MARK in self.render(ChatPrompt(messages))
-        except RequestError:
-            return False
 
 
 def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
@@ -151,15 +188,50 @@ def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
     return text
 
 
-def _with_thinking(message: ChatMessage) -> Mapping[str, Any]:
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     # Some templates use this name for the reasoning.
     return {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
 
 
+def _placed(prompt: ChatPrompt) -> ChatPrompt:
+    """The prompt with each message's place in it, which rewrites keep."""
+    placed = [cast(ChatMessage, {**message, _PLACE: place}) for place, message in enumerate(prompt.messages)]
+    return structs.replace(prompt, messages=placed)
+
+
+class _Watched(dict[str, Any]):
+    """A message or a tool that notes its place when it is read, if it has one."""
+
+    def __init__(self, message: Mapping[str, Any], read: list[int]) -> None:
+        super().__init__(message)
+        self._place = self.pop(_PLACE, None)
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        self._note()
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._note()
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._note()
+        return super().get(key, default)
+
+    def _note(self) -> None:
+        self._read[:] = [] if self._place is None else [self._place]
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Nothing can be changed, but a list can grow: some templates collect ids so."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (attr == "append" and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -178,7 +250,14 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed)
+
+
+def _listed(value: Any) -> list[Any]:
+    """What filters such as `map` return."""
+    if not isinstance(value, Iterator):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return list(value)
 
 
 def _raise_exception(message: str) -> None:

@@ -41,18 +41,8 @@ def tools_in_system(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str
     described = describe_tools(tools)
     if messages and messages[0]["role"] == "system":
         first, *rest = messages
-        return [ChatMessage({**first, "content": _paragraphs(first["content"], described)}), *rest]
+        return [ChatMessage({**first, "content": paragraphs(first["content"], described)}), *rest]
     return [ChatMessage(role="system", content=described), *messages]
-
-
-def tools_in_user(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> Sequence[ChatMessage]:
-    """The messages with the tools described at the start of the first user message, for templates without a system message."""
-    described = describe_tools(tools)
-    for place, message in enumerate(messages):
-        if message["role"] == "user":
-            changed = ChatMessage({**message, "content": _paragraphs(described, message["content"])})
-            return [*messages[:place], changed, *messages[place + 1 :]]
-    return [ChatMessage(role="user", content=described), *messages]
 
 
 def calls_as_text(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
@@ -79,7 +69,7 @@ def _written_out(message: ChatMessage) -> ChatMessage:
     return kept
 
 
-def _paragraphs(*texts: str) -> str:
+def paragraphs(*texts: str) -> str:
     return "\n\n".join(filter(None, texts))
 
 

@@ -3,6 +3,7 @@
     PenstockError
     ├── ConfigError             a flag or setting that cannot work; names key and value
     ├── RequestError            the client's mistake; names the field
+    │   └── MessageError        a message that the model's chat template cannot render
     ├── GenerationFault         a generation ended in a Fault
     ├── GrammarError            a wrong grammar, or a token that it does not allow; says where
     ├── StreamError             the stream's contract is broken: loud, never silent
@@ -61,6 +62,20 @@ class RequestError(PenstockError):
         self.status = status
         self.retry_after = retry_after
         self.limit = limit
+
+
+class MessageError(RequestError):
+    """A message that the model's chat template refuses or leaves out. `place` is its index among the messages of the chat."""
+
+    def __init__(self, place: int, reason: str, field: str | None = None) -> None:
+        field = field or f"messages[{place}]"
+        super().__init__(f"`{field}`: {reason}", param=field, code="unsupported_message")
+        self.place = place
+        self._reason = reason
+
+    def named(self, field: str) -> MessageError:
+        """The same error with the field's name in the request."""
+        return MessageError(self.place, self._reason, field)
 
 
 def _cut(text: str, most: int) -> str:

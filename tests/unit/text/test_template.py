@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from chat_templates import HERMES, LLAMA3, PLAIN, SAID, TEMPLATES
+from penstock.text.rewrites import system_in_user
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.source import pack_tokenizer
@@ -21,156 +24,6 @@ from penstock.wire.errors import ConfigError, RequestError
 from tokenizer_kinds import encode_chat
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
-
-HERMES = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- "# Tools\\n<tools>" }}
-    {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- "\\n</tools><|im_end|>\\n" }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last=messages | length - 1) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- if message.reasoning_content and loop.index0 == ns.last %}
-            {{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
-        {%- endif %}
-        {{- message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}"""
-
-LLAMA3 = """\
-{{- bos_token }}
-{%- if custom_tools is defined %}
-    {%- set tools = custom_tools %}
-{%- endif %}
-{%- if not tools is defined %}
-    {%- set tools = none %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + strftime_now("%d %b %Y") + "\\n\\n" }}
-{%- if tools is not none %}
-    {%- for t in tools %}
-        {{- t | tojson(indent=4) }}
-        {{- "\\n\\n" }}
-    {%- endfor %}
-{%- endif %}
-{{- system_message + "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if 'tool_calls' in message %}
-        {%- if not message.tool_calls | length == 1 %}
-            {{- raise_exception("This model only supports single tool-calls at once!") }}
-        {%- endif %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
-        {{- call.arguments | tojson(sort_keys=true, separators=(',', ':')) }}
-        {{- "}<|eot_id|>" }}
-    {%- elif message.role == "tool" or message.role == "ipython" %}
-        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content + "<|eot_id|>" }}
-    {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}"""
-
-MISTRAL = """\
-{%- if messages[0]["role"] == "system" %}{%- set system = messages[0]["content"] %}{%- set turns = messages[1:] %}
-{%- else %}{%- set turns = messages %}{%- endif %}
-{{- bos_token }}
-{%- for message in turns %}
-    {%- if message["role"] == "user" %}
-        {%- if loop.last and system is defined %}{{- "[INST] " + system + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
-        {%- if tools is not none and loop.last %}{{- "[AVAILABLE_TOOLS] " + tools | tojson + "[/AVAILABLE_TOOLS]" }}{%- endif %}
-    {%- elif message["role"] == "tool" %}
-        {%- if message.tool_call_id is undefined or message.tool_call_id | length != 9 %}
-            {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
-        {%- endif %}
-        {{- "[TOOL_RESULTS] " + {"content": message.content, "call_id": message.tool_call_id} | tojson + "[/TOOL_RESULTS]" }}
-    {%- elif message.tool_calls is defined %}
-        {{- "[TOOL_CALLS] " + message.tool_calls | tojson + eos_token }}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"] + eos_token }}
-    {%- else %}
-        {{- raise_exception("Only user, assistant and tool roles are supported") }}
-    {%- endif %}
-{%- endfor %}"""
-
-DOCUMENTS = """\
-{% for document in documents or [] %}
-    {% if loop.index > 2 %}{% break %}{% endif %}
-Document {{ loop.index }}: {{ document.title }}
-{{ document.text }}
-{% endfor %}
-{% for m in messages %}{{ m.role | upper }}: {{ m.content }}{{ '\\n' }}{% endfor %}
-{% if add_generation_prompt %}ASSISTANT:{% endif %}
-"""
-
-GENERATION = """\
-{%- set mark = 'outside' %}
-{%- for m in messages %}
-    {%- if m.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}
-        {%- set mark = 'inside' %}
-        {{- m.content + '<|im_end|>' + mark }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{{- mark }}"""
-
-PLAIN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TEMPLATES = {
-    "hermes": HERMES,
-    "llama3": LLAMA3,
-    "mistral": MISTRAL,
-    "documents": DOCUMENTS,
-    "generation": GENERATION,
-    "plain": PLAIN,
-}
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -239,7 +92,9 @@ CASES = [
 def test_renders_as_transformers_does(name: str, chat: str, begins_answer: bool, tools: tuple[Any, ...]) -> None:
     documents = [{"title": f"{index}", "text": "<b>"} for index in range(4)]
     prompt = ChatPrompt(CHATS[chat], tools=tools, documents=documents, begins_answer=begins_answer)
-    assert make(TEMPLATES[name]).render_chat(prompt) == expected(TEMPLATES[name], prompt)
+    # Mistral's templates show the instructions only if the user speaks last.
+    shown = system_in_user(prompt.messages) if name == "mistral" else prompt.messages
+    assert make(TEMPLATES[name]).render_chat(prompt) == expected(TEMPLATES[name], structs.replace(prompt, messages=shown))
 
 
 @pytest.mark.parametrize("arguments", [{"enable_thinking": False}, {"enable_thinking": True}, {"unknown": [1, {"a": None}]}])
@@ -258,7 +113,11 @@ def test_arguments_do_not_replace_what_is_given(name: str) -> None:
 
 
 def test_templates_are_chosen_by_name_and_by_tools() -> None:
-    named = {"default": "plain{% if tools %} {{ tools | length }}{% endif %}", "tool_use": "tools {{ tools | length }}", "rag": "rag"}
+    named = {
+        "default": f"plain{{% if tools %}} {{{{ tools }}}}{{% endif %}}{SAID}",
+        "tool_use": f"tools {{{{ tools }}}}{SAID}",
+        "rag": f"rag{SAID}",
+    }
     tokenizer = make(named)
     for prompt in (
         ChatPrompt(ASKED),
@@ -275,23 +134,26 @@ def test_templates_are_chosen_by_name_and_by_tools() -> None:
 
 
 def test_templates_of_a_directory(tmp_path: Path) -> None:
+    said = "".join(message["content"] for message in ASKED)
     library().save(str(tmp_path / "tokenizer.json"))
-    configured = [{"name": "default", "template": "one"}, {"name": "rag", "template": "two"}]
+    configured = [{"name": "default", "template": f"one{SAID}"}, {"name": "rag", "template": f"two{SAID}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**NAMED, "chat_template": configured}))
-    assert pack_tokenizer(tmp_path).load().render_chat(ChatPrompt(ASKED)) == "one"
-    (tmp_path / "chat_template.jinja").write_text("three")
+    assert pack_tokenizer(tmp_path).load().render_chat(ChatPrompt(ASKED)) == f"one{said}"
+    (tmp_path / "chat_template.jinja").write_text(f"three{SAID}")
     (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("four {{ tools | length }}")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+        f"four {{{{ tools | length }}}} {{{{ tools[0].function.name }}}}{SAID}"
+    )
     tokenizer = pack_tokenizer(tmp_path).load()
     reference = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     for prompt, text in (
-        (ChatPrompt(ASKED), "three"),
-        (ChatPrompt(ASKED, tools=[TOOL]), "four 1"),
-        (ChatPrompt(ASKED, template="rag"), "two"),
+        (ChatPrompt(ASKED), f"three{said}"),
+        (ChatPrompt(ASKED, tools=[TOOL]), f"four 1 get_weather{said}"),
+        (ChatPrompt(ASKED, template="rag"), f"two{said}"),
     ):
         assert tokenizer.render_chat(prompt) == text
-    assert reference.apply_chat_template(ASKED, tokenize=False) == "three"
-    assert reference.apply_chat_template(ASKED, tools=[TOOL], tokenize=False) == "four 1"
+    assert reference.apply_chat_template(ASKED, tokenize=False) == f"three{said}"
+    assert reference.apply_chat_template(ASKED, tools=[TOOL], tokenize=False) == f"four 1 get_weather{said}"
 
 
 @pytest.mark.parametrize("wrong", [[{"name": "default"}], ["x"], {"default": "x"}, 3])
@@ -324,7 +186,6 @@ def test_repeated_content_is_cut_after_its_last_occurrence() -> None:
     [
         (PLAIN, ChatPrompt(ANSWERED, continues=True)),
         (PLAIN, ChatPrompt([], begins_answer=False, continues=True)),
-        ("always the same", ChatPrompt(ANSWERED, begins_answer=False, continues=True)),
         (
             "{% for m in messages %}{{ m.content | replace('rains', '') }}{% endfor %}",
             ChatPrompt(ANSWERED, begins_answer=False, continues=True),
@@ -341,12 +202,13 @@ def test_what_cannot_be_continued_is_refused(template: str, prompt: ChatPrompt) 
     "template",
     [
         "{{ raise_exception('no such roles') }}",
-        "{{ messages[0].nothing.more }}",
+        "{{ messages.nothing.more }}",
         "{{ messages[99].content }}",
         "{{ 1 / 0 }}",
         "{{ 'a' + 1 }}",
         "{{ 1.5e308 | int ** 2.5 }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
+        "{{ messages[0].update(content='') }}",
         "{{ messages.__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ strftime_now(1) }}",
@@ -370,8 +232,10 @@ def test_a_rendered_chat_has_a_limit() -> None:
 
 
 def test_variables_of_a_generation_block_end_with_it() -> None:
-    template = "{% set x = 'a' %}{% generation %}{{ x }}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}"
-    assert make(template).render_chat(ChatPrompt(ASKED)) == expected(template, ChatPrompt(ASKED)) == "aba"
+    template = SAID + "{% set x = 'a' %}{% generation %}{{ x }}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}"
+    rendered = make(template).render_chat(ChatPrompt(ASKED))
+    assert rendered == expected(template, ChatPrompt(ASKED))
+    assert rendered.endswith("aba")
 
 
 def test_json_is_plain() -> None:
@@ -381,9 +245,11 @@ def test_json_is_plain() -> None:
 
 
 def test_reasoning_is_also_available_as_thinking() -> None:
-    template = "{% for m in messages %}{{ m.thinking or '-' }};{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}{{ m.thinking or '-' }};{% endfor %}"
     prompt = ChatPrompt(ANSWERED, begins_answer=False)
-    assert make(template).render_chat(prompt) == expected(template, prompt) == "-;-;Rain.;"
+    rendered = make(template).render_chat(prompt)
+    assert rendered == expected(template, prompt)
+    assert rendered.endswith("It rainsRain.;")
 
 
 def test_a_model_without_a_template() -> None:

@@ -35,6 +35,7 @@ from penstock.api.anthropic.schema import (
 from penstock.api.anthropic.tools import Tools
 from penstock.api.openai.schema import placeholder
 from penstock.api.pipeline.hints import without_billing_header
+from penstock.text.rewrites import reminder
 from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
 from penstock.wire.errors import RequestError
 
@@ -115,8 +116,7 @@ class Conversation:
             self._say("system", field, text)
         else:
             # Few templates take instructions in the middle of a chat. After a tool result they are added to it: the user did not speak.
-            reminder = f"<system-reminder>\n{text}\n</system-reminder>"
-            self._say("tool" if self.messages[-1]["role"] == "tool" else "user", field, reminder)
+            self._say("tool" if self.messages[-1]["role"] == "tool" else "user", field, reminder(text))
 
     def _instruction(self, field: str, block: ContentBlock) -> str:
         match block:

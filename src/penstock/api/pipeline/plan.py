@@ -26,7 +26,7 @@ from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT
 from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import EncodedChat, Memo
-from penstock.wire.errors import RequestError
+from penstock.wire.errors import MessageError, RequestError
 from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
 
 MAX_CHOICES = 2048
@@ -135,7 +135,7 @@ async def plan_chat(
     key = None if hints.session is None or is_trial else session_key(tenant.owner, name, hints.session.id)
     prompt_field = chat.fields[-1].partition("[")[0]  # it has all messages
     check = partial(_room, model, prompt_field, max_tokens=chat.max_tokens, clips=chat.clips)
-    encoded = await context.transcripts.encode_chat(key, name, model.tokenizer, chat.prompt, tenant.lane, memo, check)
+    encoded = await _encode(model, chat, tenant, context, key, memo, check)
     reasoning_format = model.info.reasoning_parser
     tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
     is_inside = reasoning_format is not None and opens_reasoning(reasoning_format, encoded.ending)
@@ -174,8 +174,24 @@ async def count_tokens(model: ServedModel, chat: Chat, tenant: Tenant, context: 
     """How many tokens the chat's prompt has: in the session with this key, if there is one."""
     check_lengths(model, chat)
     check_schemas("tools", [*chat.prompt.tools, *chat.later_tools])
-    encoded = await context.transcripts.encode_chat(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane)
-    return len(encoded.token_ids)
+    return len((await _encode(model, chat, tenant, context, key)).token_ids)
+
+
+async def _encode(
+    model: ServedModel,
+    chat: Chat,
+    tenant: Tenant,
+    context: PromptContext,
+    key: str | None,
+    memo: Memo | None = None,
+    check: Callable[[int], object] | None = None,
+) -> EncodedChat:
+    """The tokens of a chat. Raises RequestError that names the message."""
+    encode = context.transcripts.encode_chat
+    try:
+        return await encode(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane, memo, check)
+    except MessageError as error:
+        raise error.named(chat.fields[error.place]) from error
 
 
 def make_plan(

@@ -49,15 +49,20 @@ class TokenizerCache:
         """Raises ConfigError for a tokenizer that cannot be used, and what `fetch` raises. Reads and parses in a thread."""
         async with self._reading:
             if wanted not in self.loaded and (packed := await asyncio.to_thread(self.find, wanted)) is not None:
-                self.loaded[wanted] = await asyncio.to_thread(packed.load)
+                self._keep(wanted, await asyncio.to_thread(packed.load))
         if wanted not in self.loaded:
             if fetch is None:
                 raise ConfigError(f"the tokenizer {wanted} is not on this machine")
             data = await fetch()
             async with self._reading:
                 if wanted not in self.loaded:
-                    self.loaded[wanted] = await asyncio.to_thread(self._take, wanted, data)
+                    self._keep(wanted, await asyncio.to_thread(self._take, wanted, data))
         return self.loaded[wanted]
+
+    def _keep(self, wanted: str, tokenizer: Tokenizer) -> None:
+        self.loaded[wanted] = tokenizer
+        for loss in tokenizer.template_losses:
+            log.warning("the model's chat template %s; requests that need it are refused", loss)
 
     def _take(self, wanted: str, data: bytes) -> Tokenizer:
         """Checks, reads and stores what a worker sent."""

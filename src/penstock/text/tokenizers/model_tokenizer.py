@@ -50,6 +50,7 @@ class ModelTokenizer:
         self._templates = ChatTemplates(sources, named_tokens)
         self.chat_template = self._templates.source
         self.renders_tools = self._templates.renders_tools
+        self.template_losses: Sequence[str] = self._templates.losses
         definition = tokenizer.to_str()
         self.definition: str | None = definition
         described = json.loads(definition)

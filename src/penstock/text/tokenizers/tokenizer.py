@@ -87,6 +87,9 @@ class Tokenizer(Protocol):
     renders_tools: bool
     """Whether that template renders tools itself. Otherwise they are described in the format `hermes`."""
 
+    template_losses: Sequence[str]
+    """What the model's templates cannot render, for the log. Requests that need it are refused."""
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with the tokens that the model expects at its start."""
 
@@ -97,7 +100,10 @@ class Tokenizer(Protocol):
         """The tokens of a prompt to write the text between the two. None if the vocabulary has no tokens for that."""
 
     def render_chat(self, prompt: ChatPrompt) -> str:
-        """The text of a chat, special tokens included. Raises RequestError if the model's template refuses it. Thread-safe."""
+        """The text of a chat, special tokens included. Thread-safe.
+
+        Raises RequestError if the model's template refuses the chat, MessageError for a message that it refuses or leaves out.
+        """
 
     def parts(self, rendered: str) -> list[str]:
         """A rendered text, cut into parts that can be tokenized separately. Joined they are the text; there is at least one."""

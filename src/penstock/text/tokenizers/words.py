@@ -41,6 +41,7 @@ class WordTokenizer:
         self.definition: str | None = None
         self.chat_template: str | None = None
         self.renders_tools = True
+        self.template_losses: Sequence[str] = ()
         self.ordinary_ids: Sequence[int] = range(256, 256 + len(words))
         self.end_id, self._message_id, self._role_id = range(256 + len(words), len(self._table))
 
@@ -61,7 +62,10 @@ class WordTokenizer:
         return None
 
     def render_chat(self, prompt: ChatPrompt) -> str:
-        """Roles and contents. Tools and documents are JSON in messages of their own, calls are text after the content."""
+        """Roles and contents. Tools and documents are JSON in messages of their own, calls are text after the content.
+
+        Reasoning is left out, as the templates of most models leave out that of earlier turns.
+        """
         if prompt.template not in (None, "default"):
             raise RequestError(f"`chat_template` is {prompt.template!r}: expected 'default', the only one", param="chat_template")
         if prompt.continues and (prompt.begins_answer or not prompt.messages):

@@ -1,0 +1,181 @@
+"""Fits the messages of chats to a chat template, so that no text is lost: tried when the template is loaded, checked in every prompt.
+
+Published templates leave out messages of some roles, the text beside calls, or all calls but the first. Others raise for two messages of
+one role in a row. For each such shape of a chat, the first way is used that has all of the text in the prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from penstock.text.rewrites import (
+    Messages,
+    Rewrite,
+    answered_calls,
+    arguments_as_objects,
+    arguments_as_text,
+    as_merged_reminders,
+    as_reminders,
+    calls_as_merged_text,
+    filled,
+    merged,
+    one_by_one,
+    short_ids,
+    system_in_user,
+    text_and_turn_then_calls,
+    text_then_calls,
+    user_first,
+)
+from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
+from penstock.text.tool_prompt import calls_as_text
+from penstock.wire.errors import RequestError
+
+MAX_MISSES = 8
+"""Texts that are searched for in the whole prompt. All later ones are looked for with marks."""
+
+PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": f"probe_{name}", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
+    }
+    for name in ("one", "two")
+]
+
+# Put after a text to see whether the template renders it. UTF-8 has no bytes for a surrogate, so no message can contain it.
+_MARK = "\ud804"
+_MARKED = re.compile(f"{_MARK}([^{_MARK}]*){_MARK}")
+
+Render = Callable[[Messages, Sequence[Rewrite], bool], str]
+"""Renders messages after these rewrites, with the probes' tools or without tools. Raises RequestError."""
+
+
+class Shape(NamedTuple):
+    """Chats that some templates do not render as they are, and the rewrites to try then."""
+
+    name: str
+    chats: Sequence[Messages]
+    ways: Sequence[Rewrite] = ()
+
+
+def shapes() -> Iterator[Shape]:
+    """In the order in which their rewrites are done. The first is what every template must render."""
+    system, asked, answered, again = _say("system", "rules"), _say("user", "ask"), _say("assistant", "reply"), _say("user", "more")
+    later, note, silent = _say("system", "later"), _say("assistant", "note"), _say("assistant", "")
+    call, other, result, second = _call("one"), _call("two"), _result("one"), _result("two")
+    called = _calling("", call)
+    yield Shape("messages of user and assistant", [[asked], [asked, answered, again]])
+    # The last one: some templates show the instructions only if the user speaks last.
+    yield Shape("a system message", [[system, asked], [system, asked, answered, again], [system, asked, answered]], [system_in_user])
+    in_between = [[asked, answered, later, again], [system, asked, answered, again, later], [system, asked, later, answered]]
+    yield Shape("nothing but a system message", [[system]], [user_first])
+    yield Shape("a system message after the start", in_between, [as_reminders, as_merged_reminders])
+    in_a_row = [[asked, again], [asked, answered, again, _say("user", "last")], [asked, answered, note, again]]
+    yield Shape("consecutive messages of one role", in_a_row, [merged])
+    yield Shape("an assistant message at the start", [[answered, again], [system, answered, again]], [user_first])
+    yield Shape("an empty assistant message", [[asked, silent, again]], [filled])
+    calls = [[asked, called, result, answered, again], [asked, called, result, _calling("", other), second]]
+    yield Shape("tool calls", calls, [short_ids, arguments_as_text, calls_as_text, calls_as_merged_text])
+    broken = _calling("", _call("one", "{key_one: value_one"))
+    yield Shape("arguments of a tool call that are not a JSON object", [[asked, broken, result]], [arguments_as_objects])
+    yield Shape("parallel tool calls", [[asked, _calling("", call, other), result, second, answered, again]], [one_by_one])
+    beside = [asked, _calling("plan", call), result, answered, again, _calling("note", other), second]
+    yield Shape("text beside tool calls", [beside[:3], beside], [text_then_calls, text_and_turn_then_calls])
+    yield Shape(
+        "a user message after a tool call or its result", [[asked, called, result, again], [asked, called, again]], [answered_calls, merged]
+    )
+    yield Shape("a system message after a tool result", [[system, asked, called, result, later]], [as_reminders])
+
+
+def fit(render: Render) -> tuple[list[Rewrite], list[str]]:
+    """The rewrites that a template needs, and what it loses in spite of them. A template that loses plain chats is not tried further."""
+    chosen: list[Rewrite] = []
+    for shape in shapes():
+        ways = [chosen, *([*chosen, way] for way in shape.ways)]
+        chosen = next((way for way in ways if _loss(render, shape, way) is None), chosen)
+        if not shape.ways and (loss := _loss(render, shape, chosen)) is not None:
+            return chosen, [loss]
+    return chosen, [loss for shape in shapes() if (loss := _loss(render, shape, chosen)) is not None]
+
+
+def unseen(messages: Messages, rendered: str) -> list[int]:
+    """The messages whose text is not in the prompt as it was written, in this order. Templates may have changed it or left it out."""
+    missing: list[int] = []
+    position = 0
+    for index, message in enumerate(messages):
+        for text in _texts(message):
+            found = rendered.find(text, position) if len(missing) < MAX_MISSES else -1
+            if found < 0:
+                missing.append(index)
+                break
+            position = found + len(text)
+    return missing
+
+
+def marked(messages: Messages, places: Iterable[int]) -> list[ChatMessage]:
+    """The messages with a mark after each text of those at these places."""
+    changed = list(messages)
+    for place in places:
+        message = changed[place] = ChatMessage({**changed[place]})
+        if message["content"]:
+            message["content"] += f"{_MARK}{place}{_MARK}"
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_marked_call(call, f"{place}.{index}") for index, call in enumerate(calls)]
+    return changed
+
+
+def unmarked(messages: Messages, places: Iterable[int], rendered: str) -> list[int]:
+    """The places whose marks are not all in the prompt."""
+    found = set(_MARKED.findall(rendered))
+    return [place for place in places if not found.issuperset(_marks(place, messages[place]))]
+
+
+def _loss(render: Render, shape: Shape, rewrites: Sequence[Rewrite]) -> str | None:
+    """What goes wrong with chats of this shape; None if their prompts have all of their text."""
+    for chat, has_tools in product(shape.chats, (False, True)):
+        try:
+            rendered = render(chat, rewrites, has_tools)
+        except RequestError as error:
+            return f"{shape.name}: {error.message}"
+        if not all(text in rendered for message in chat for text in (*_texts(message), *_argument_texts(message))):
+            return f"{shape.name}: left out of the prompt"
+    return None
+
+
+def _texts(message: ChatMessage) -> list[str]:
+    texts = [text] if (text := message["content"].strip()) else []
+    if calls := message.get("tool_calls"):
+        texts += [call["function"]["name"] for call in calls]
+    return texts
+
+
+def _argument_texts(message: ChatMessage) -> list[str]:
+    return [word for call in message.get("tool_calls") or () for word in re.findall(r"\w+", str(call["function"]["arguments"]))]
+
+
+def _marks(place: int, message: ChatMessage) -> list[str]:
+    marks = [str(place)] if message["content"] else []
+    return marks + [f"{place}.{index}" for index in range(len(message.get("tool_calls") or ()))]
+
+
+def _marked_call(call: ToolCall, mark: str) -> ToolCall:
+    return {**call, "function": {**call["function"], "name": f"{call['function']['name']}{_MARK}{mark}{_MARK}"}}
+
+
+def _say(role: str, word: str) -> ChatMessage:
+    return ChatMessage(role=role, content=word and f"probe «{word}»")
+
+
+def _call(name: str, arguments: dict[str, Any] | str | None = None) -> ToolCall:
+    given = {f"key_{name}": f"value_{name}"} if arguments is None else arguments
+    return {"id": f"call_of_probe_{name}", "type": "function", "function": {"name": f"probe_{name}", "arguments": given}}
+
+
+def _calling(word: str, *calls: ToolCall) -> ChatMessage:
+    return ChatMessage({**_say("assistant", word), "tool_calls": list(calls)})
+
+
+def _result(name: str) -> ChatMessage:
+    return ChatMessage(role="tool", content=f"probe «{name}»", name=f"probe_{name}", tool_call_id=f"call_of_probe_{name}")
