@@ -82,7 +82,7 @@ class Scene:
     home: Path
     work: Path
     expected: list[Expected] = field(default_factory=list)
-    counted: list[Turn] = field(default_factory=list)
+    counted: list[Turn] | None = None
 
     @property
     def url(self) -> str:
@@ -121,8 +121,9 @@ class Scene:
     def turns(self, conversation: Callable[[Prompt], Hashable] | None = None, prompts: list[Prompt] | None = None) -> list[Turn]:
         """See `prefixes.turns`. These turns go into the table; without a call, those of all prompts do. Check their number, too: a prompt
         that shares little begins another conversation."""
-        self.counted = turns(self.prompts if prompts is None else prompts, conversation)
-        return self.counted
+        counted = turns(self.prompts if prompts is None else prompts, conversation)
+        self.counted = counted
+        return counted
 
     def environment(self, **more: str) -> dict[str, str]:
         """All variables of the client: an empty home, a made-up key, no telemetry, and a proxy that refuses whatever is not loopback."""
@@ -166,7 +167,7 @@ class Scene:
     def row(self) -> dict[str, Any]:
         """What the table says of this test."""
         expected, others = self.refusals
-        counted = self.counted or turns(self.prompts)
+        counted = turns(self.prompts) if self.counted is None else self.counted
         return {
             "client": self.client,
             "version": self.version,

@@ -31,7 +31,7 @@ WEATHER: ToolParam = {
 TIME: ToolParam = {"name": "get_time", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
 # The client has no argument for it.
 GREEDY = {"temperature": 0}
-DOCS = (Path(__file__).parents[2] / "docs" / "guides" / "anthropic.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[2] / "docs" / "guides" / "claude-code.md").read_text(encoding="utf-8")
 
 
 def connect(server: Server, **options: Any) -> Anthropic:
@@ -313,7 +313,7 @@ def test_claude_code(server: Server) -> None:
 
 def test_the_settings_of_the_guide_for_claude_code(server: Server) -> None:
     [source] = re.findall(r"```bash\n(.*?)```", DOCS, re.DOTALL)
-    shown = 'echo "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_DEFAULT_HAIKU_MODEL"'
+    shown = 'echo "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $ANTHROPIC_DEFAULT_HAIKU_MODEL $CLAUDE_CODE_MAX_CONTEXT_TOKENS"'
     environment = {**os.environ, "PENSTOCK_URL": server.url}
     done = subprocess.run(["bash", "-euc", f"{source}\n{shown}"], env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == [server.url, "simulator", "simulator"], done.stderr
+    assert done.stdout.split() == [server.url, "simulator", "simulator", "4096"], done.stderr

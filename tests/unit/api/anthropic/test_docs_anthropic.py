@@ -1,4 +1,4 @@
-"""docs/guides/anthropic.md says what the code does, and its examples are programs."""
+"""docs/guides/anthropic.md says what the code does; its examples and those of claude-code.md are programs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 from penstock.api.anthropic.errors import AnthropicErrors
 from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, MessagesRequest
 from penstock.api.openai.schema import MAX_STOPS, UNSUPPORTED_NVEXT
+from penstock.text.formats.tables import JSON, TOOL_FORMATS
 from penstock.wire.errors import RequestError
 
-TEXT = (Path(__file__).parents[4] / "docs" / "guides" / "anthropic.md").read_text(encoding="utf-8")
+GUIDES = Path(__file__).parents[4] / "docs" / "guides"
+TEXT = (GUIDES / "anthropic.md").read_text(encoding="utf-8")
+CLAUDE_CODE = (GUIDES / "claude-code.md").read_text(encoding="utf-8")
 PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-BASH = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+BASH = re.findall(r"```bash\n(.*?)```", CLAUDE_CODE, re.DOTALL)
 WORDS = {word for span in re.findall(r"`([^`\n]+)`", PROSE) for word in re.findall(r"[\w.-]+", span)}
 
 
@@ -58,6 +61,11 @@ def test_examples_are_programs_that_can_be_pointed_anywhere() -> None:
     for source in PYTHON + BASH:
         assert "PENSTOCK_URL" in source
         assert "http://localhost:8000" in source
+
+
+def test_the_tool_formats_that_the_guide_names_are_all_there_are() -> None:
+    [section] = re.findall(r"## The model\n(.*?)\n## ", CLAUDE_CODE, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", section)) == TOOL_FORMATS.keys() - {JSON}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
