@@ -6,6 +6,7 @@ one role in a row. For each such shape of a chat, the first way is used that has
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
@@ -34,7 +35,9 @@ from penstock.text.tool_prompt import calls_as_text
 from penstock.wire.errors import RequestError
 
 MAX_MISSES = 8
-"""Texts that are searched for in the whole prompt. All later ones are looked for with marks."""
+"""After this many texts that are not in the rest of the prompt, later ones are only looked for nearby."""
+
+NEAR, HEAD = 4096, 64
 
 PROBE_TOOLS = [
     {
@@ -106,12 +109,24 @@ def unseen(messages: Messages, rendered: str) -> list[int]:
     position = 0
     for index, message in enumerate(messages):
         for text in _texts(message):
-            found = rendered.find(text, position) if len(missing) < MAX_MISSES else -1
+            # Most texts come soon. Then comparing is faster than searching.
+            found = rendered.find(text[:HEAD], position, position + NEAR)
+            if found < 0 or not rendered.startswith(text, found):
+                text, found = _search(text, rendered, position, is_near=len(missing) >= MAX_MISSES)
             if found < 0:
                 missing.append(index)
                 break
             position = found + len(text)
     return missing
+
+
+def _search(text: str, rendered: str, position: int, is_near: bool) -> tuple[str, int]:
+    """The text as it is or in JSON, and where it is in the prompt after this position. -1: it is not there, or not near."""
+    near = position + 2 * len(text) + NEAR
+    for written in (text, json.dumps(text, ensure_ascii=False)[1:-1]):
+        if (found := rendered.find(written, position, near)) >= 0:
+            return written, found
+    return text, -1 if is_near else rendered.find(text, position)
 
 
 def marked(messages: Messages, places: Iterable[int]) -> list[ChatMessage]:

@@ -59,15 +59,15 @@ def as_reminders(messages: Messages) -> Messages:
     if all(message["role"] != "system" for message in messages[1:]):
         return messages
     changed = list(messages[:1])
-    for message in messages[1:]:
-        if message["role"] != "system":
-            changed.append(message)
+    for role, group in groupby(messages[1:], lambda message: message["role"]):
+        if role != "system":
+            changed += group
             continue
-        told = ChatMessage({**message, "role": "user", "content": reminder(message["content"])})
+        told = [ChatMessage({**message, "role": "user", "content": reminder(message["content"])}) for message in group]
         if changed[-1]["role"] == "tool":
-            changed[-1] = _joined([changed[-1], told])
+            changed[-1] = _joined([changed[-1], *told])
         else:
-            changed.append(told)
+            changed += told
     return changed
 
 

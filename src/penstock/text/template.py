@@ -224,10 +224,10 @@ class _Watched(dict[str, Any]):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Nothing can be changed, but a list can grow: some templates collect ids so."""
+    """Nothing can be changed, except for lists by `append` and `pop`: some templates queue the ids of calls until their results."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return (attr == "append" and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
+        return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

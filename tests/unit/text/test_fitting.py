@@ -18,8 +18,10 @@ from penstock.text.fitting import shapes
 from penstock.text.rewrites import Messages, Rewrite, known_roles
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizers.cache import TokenizerCache
+from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.source import TokenizerSource, fingerprint
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
+from penstock.text.transcript import Transcripts
 from penstock.wire.errors import MessageError, RequestError
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -136,12 +138,12 @@ def test_what_a_template_cannot_render_is_logged_when_it_is_loaded(caplog: pytes
     assert caplog.messages == [f"the model's chat template 'default' cannot render {lost}; requests that need it are refused"]
 
 
-def library() -> Library:
+def library(*special: str) -> Library:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Library(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_special_tokens(["<s>", "</s>", *special])
     return tokenizer
 
 
@@ -196,3 +198,19 @@ def test_rewrites_keep_every_text_once_and_leave_the_chat_as_it_is(turns: list[s
         assert all(shown.count(f"{text}") >= 1 for text in texts), rewrite.__name__
         assert all(f"{name}'" in shown or f'"{name}"' in shown for name in names), rewrite.__name__
     assert chat == kept
+
+
+@pytest.mark.parametrize("name", ["two messages of one role", "turns that do not alternate", "several calls", "the role system"])
+async def test_a_turn_tokenizes_only_what_is_new(name: str) -> None:
+    tokenizer = ModelTokenizer(library("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"), NAMED, REFUSING[name])
+    transcripts = Transcripts(1 << 20)
+    chat = [say("developer", "rules"), say("system", "norms"), say("user", "?"), say("user", "!")]
+    chat += [calling("plans", "look", "feel"), result("look", "red"), result("feel", "soft"), say("developer", "later")]
+    before = [*chat, calling("", "look"), result("look", "blue")]
+    await transcripts.encode_chat("session", "m", tokenizer, ChatPrompt(chat))
+    for turn in (before, [*before, say("assistant", "so"), say("user", "and?")]):
+        known = tokenizer.render_chat(ChatPrompt(chat))
+        *parts, _ = tokenizer.parts(known)
+        encoded = await transcripts.encode_chat("session", "m", tokenizer, ChatPrompt(turn))
+        assert encoded.reused_tokens == sum(len(tokenizer.encode_part(part)) for part in parts)
+        chat = turn

@@ -235,12 +235,12 @@ class Messages:
         self._answer = message if open_to_more else None
 
 
-def cuts(messages: Sequence[ChatMessage], fields: Sequence[str]) -> list[slice]:
-    """What can be dropped from a chat that is too long: 1, 2, 3 … of its oldest messages, but not the instructions or the last message.
+def cuts(messages: Sequence[ChatMessage]) -> list[slice]:
+    """What can be dropped from a chat that is too long: 1, 2, 3 … of its oldest messages, but not its instructions or the last message.
 
     A call and its output are not separated.
     """
-    kept = 1 if fields and fields[0] == "instructions" else 0
+    kept = next((place for place, message in enumerate(messages) if message["role"] not in ("system", "developer")), len(messages))
     return [slice(kept, index) for index in range(kept + 1, len(messages)) if messages[index]["role"] != "tool"]
 
 

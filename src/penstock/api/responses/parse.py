@@ -167,7 +167,7 @@ async def _fitted(chat: Chat, may_drop: bool, plan: Callable[[Chat, bool], Await
     whole = await _planned(chat, plan, is_trial=False)
     if whole is not None:
         return whole
-    left_out = cuts(chat.prompt.messages, chat.fields)
+    left_out = cuts(chat.prompt.messages)
     low, high = 0, len(left_out)
     while low < high:
         middle = (low + high) // 2

@@ -168,5 +168,13 @@ def test_cuts_keep_calls_and_outputs_together() -> None:
     read = read_items("input", [{"role": "user", "content": "a"}, CALL, OUTPUT, {"role": "user", "content": "b"}])
     chat.add(read, [f"input[{index}]" for index in range(len(read))])
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool", "user"]
-    assert cuts(chat.messages, chat.fields) == [slice(1, 2), slice(1, 4)]
-    assert cuts(chat.messages[1:], chat.fields[1:]) == [slice(0, 1), slice(0, 3)], "without instructions, the first may go, too"
+    assert cuts(chat.messages) == [slice(1, 2), slice(1, 4)]
+    assert cuts(chat.messages[1:]) == [slice(0, 1), slice(0, 3)], "without instructions, the first may go, too"
+
+
+def test_cuts_keep_leading_instructions_of_every_role() -> None:
+    chat = Messages("Be brief.")
+    read = read_items("input", [{"role": role, "content": "a"} for role in ("developer", "system", "user", "developer", "user")])
+    chat.add(read, [f"input[{index}]" for index in range(len(read))])
+    assert cuts(chat.messages) == [slice(3, 4), slice(3, 5)]
+    assert cuts(chat.messages[:2]) == []
