@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
+
 from penstock.api.anthropic.conversation import Conversation
 from penstock.api.anthropic.schema import Message, MessagesRequest, Role
 from penstock.backends.http.sse import EventReader
@@ -81,7 +83,7 @@ def parse_answer(tools: str, start: str, more: str, times: int) -> Callable[[], 
 def join_messages(role: Role, times: int) -> Callable[[], None]:
     """Messages of one role in a row become one."""
     texts = [f"{number} " + "x" * 1000 for number in range(times * 1000)]
-    messages = [Message(role="user", content="Hi"), *(Message(role=role, content=text) for text in texts)]
+    messages = msgspec.convert([{"role": "user", "content": "Hi"}, *({"role": role, "content": text} for text in texts)], list[Message])
     request = MessagesRequest(model="m", max_tokens=1, messages=messages)
     return lambda: None if Conversation(request).messages else sys.exit("no messages")
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from front_end import FrontEnd, request, says
+from penstock.api.anthropic.messages import parse_messages
 from penstock.api.openai.chat import parse_chat
+from penstock.api.responses.items import read_items
 
 CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}]
@@ -59,6 +61,69 @@ async def test_members_of_a_chats_answer_that_nobody_knows_are_ignored(client: s
     plain, _ = await parse_chat(*await request(chat_body({"content": "Well.", "tool_calls": [CALL]})))
     echoed, _ = await parse_chat(*await request(chat_body(OF_CHAT[client])))
     assert echoed.submits[0].token_ids == plain.submits[0].token_ids
+
+
+OF_MESSAGES = [
+    {"type": "thinking", "thinking": "hm", "signature": "", "provider": "x"},
+    {"type": "text", "text": "Well.", "citations": None, "parsed_output": {"at": "sea"}},
+    {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "sea"}, "caller": {"type": "direct"}, "index": 0},
+]
+KNOWN = ("type", "thinking", "signature", "text", "id", "name", "input", "arguments", "call_id", "summary", "content", "role")
+
+
+def without_extras(block: Any) -> Any:
+    if isinstance(block, list):
+        return [without_extras(each) for each in block]
+    if not isinstance(block, dict):
+        return block
+    return {name: value if name == "input" else without_extras(value) for name, value in block.items() if name in KNOWN}
+
+
+async def test_members_of_a_messages_answer_that_nobody_knows_are_ignored() -> None:
+    def body(blocks: list[Any], **extras: Any) -> dict[str, Any]:
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "blue"}]}
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": blocks, **extras}, result]
+        return {"model": "m", "max_tokens": 5, "messages": messages}
+
+    plain, _ = await parse_messages(*await request(body(without_extras(OF_MESSAGES))))
+    echoed, _ = await parse_messages(*await request(body(OF_MESSAGES, id="msg_1", stop_reason="tool_use", usage={})))
+    assert echoed.submits[0].token_ids == plain.submits[0].token_ids
+
+
+OF_RESPONSES: list[dict[str, Any]] = [
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm", "index": 0}], "provider": "x"},
+    {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "Well.", "parsed": {}}], "x": 1},
+    {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "look", "arguments": "{}", "parsed_arguments": {}, "provider_data": {}},
+]
+
+
+def test_members_of_a_responses_items_that_nobody_knows_are_ignored() -> None:
+    assert read_items("input", OF_RESPONSES) == read_items("input", without_extras(OF_RESPONSES))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x", "id": "a"}], "max_tokens": 1}, "messages.0.id"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "parsed_output": 1}]}], "max_tokens": 1},
+            "messages.0.content.0.parsed_output",
+        ),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x", "parsed": 1}]}, "input[0].parsed"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x", "parsed": 1}]},
+            "input[0].parsed",
+        ),
+    ],
+)
+async def test_other_apis_name_what_others_say(path: str, body: dict[str, Any], param: str) -> None:
+    front_end = FrontEnd(says("x"))
+    await front_end.send("POST", path, json.dumps({"model": "m", **body}).encode())
+    assert front_end.status == 400
+    # Anthropic writes a path without brackets.
+    assert param in front_end.json["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -74,20 +74,24 @@ class TextBlock(Block, tag="text"):
     citations: list[Any] | None = None
 
 
-class ThinkingBlock(Block, tag="thinking"):
+class AnswerTextBlock(TextBlock, tag="text", forbid_unknown_fields=False):
+    """Text of an earlier answer. What clients add to the blocks of an answer is ignored."""
+
+
+class ThinkingBlock(Block, tag="thinking", forbid_unknown_fields=False):
     """The thinking of an earlier answer. If its text was omitted, the signature has it."""
 
     thinking: str
     signature: str = ""
 
 
-class RedactedThinkingBlock(Block, tag="redacted_thinking"):
+class RedactedThinkingBlock(Block, tag="redacted_thinking", forbid_unknown_fields=False):
     """Encrypted thinking of another server. It is ignored."""
 
     data: str
 
 
-class ToolUseBlock(Block, tag="tool_use"):
+class ToolUseBlock(Block, tag="tool_use", forbid_unknown_fields=False):
     """A tool call of the model."""
 
     id: Text
@@ -193,9 +197,8 @@ class ToolRemovalBlock(Block, tag="tool_removal"):
     tool: NamedTool
 
 
-ContentBlock = (
-    TextBlock
-    | ThinkingBlock
+_OtherBlock = (
+    ThinkingBlock
     | RedactedThinkingBlock
     | ToolUseBlock
     | ToolResultBlock
@@ -204,14 +207,33 @@ ContentBlock = (
     | ToolAdditionBlock
     | ToolRemovalBlock
 )
+ContentBlock = TextBlock | _OtherBlock
 
 
-class Message(Struct, forbid_unknown_fields=True):
+class _Message(Struct, forbid_unknown_fields=True, tag_field="role"):
     """One message. A system message may be anywhere; with `clear_at` `next_user_message` it applies until the next user message."""
 
-    role: Role
+    role: ClassVar[Role]
     content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
     clear_at: Literal["never", "next_user_message"] | None = None
+
+
+class UserMessage(_Message, tag="user"):
+    role: ClassVar[Role] = "user"
+
+
+class SystemMessage(_Message, tag="system"):
+    role: ClassVar[Role] = "system"
+
+
+class AssistantMessage(_Message, tag="assistant", forbid_unknown_fields=False):
+    """An answer that comes back. Members that are not known are ignored."""
+
+    role: ClassVar[Role] = "assistant"
+    content: str | Annotated[list[AnswerTextBlock | _OtherBlock], Meta(max_length=MAX_BLOCKS)]  # type: ignore[assignment]
+
+
+Message = UserMessage | AssistantMessage | SystemMessage
 
 
 class Choice(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):

@@ -13,7 +13,7 @@ from msgspec import Struct
 from penstock.api.openai.chat import tool_call
 from penstock.api.openai.schema import MEDIA, ContentPart, placeholder, unreadable
 from penstock.api.pipeline.request import explain_wrong
-from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS
+from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS, AnswerItem
 from penstock.text.formats.calls import MAX_NAME_CHARACTERS
 from penstock.text.tokenizers.tokenizer import ChatMessage
 from penstock.wire.errors import RequestError
@@ -126,7 +126,8 @@ def _read_item(field: str, value: dict[str, Any]) -> Item:
         raise RequestError(f"`{field}.type` is {shown}: {why}", param=f"{field}.type")
     check_depth(field, value)
     # Stored items have one form, with defaults filled in.
-    read = read_struct(field, _only_text(field, kind, value), ITEMS[kind])
+    shape = AnswerItem if kind == "message" and value.get("role") == "assistant" else ITEMS[kind]
+    read = read_struct(field, _only_text(field, kind, value), shape)
     fields = {name: member for name, member in cast(Item, msgspec.to_builtins(read)).items() if member is not None}
     if kind == "item_reference":
         return {"type": kind, "id": fields["id"]}

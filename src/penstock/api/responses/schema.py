@@ -231,6 +231,10 @@ class TextPart(Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
+class AnswerPart(TextPart, forbid_unknown_fields=False):
+    """A part of an answer that comes back. What clients add to the items of an answer is ignored."""
+
+
 class OutputPart(Struct, forbid_unknown_fields=True):
     """A part of a tool's output."""
 
@@ -259,7 +263,11 @@ class MessageItem(_Item, kw_only=True):
     end_turn: bool | None = None
 
 
-class FunctionCallItem(_CallItem, kw_only=True):
+class AnswerItem(MessageItem, kw_only=True, forbid_unknown_fields=False):
+    content: str | Annotated[list[AnswerPart], Meta(max_length=MAX_PARTS)]  # type: ignore[assignment]
+
+
+class FunctionCallItem(_CallItem, kw_only=True, forbid_unknown_fields=False):
     type: Literal["function_call"]
     name: Id
     arguments: str
@@ -273,7 +281,7 @@ class FunctionCallOutputItem(_CallItem, kw_only=True):
     namespace: str | None = None
 
 
-class CustomToolCallItem(_CallItem, kw_only=True):
+class CustomToolCallItem(_CallItem, kw_only=True, forbid_unknown_fields=False):
     type: Literal["custom_tool_call"]
     name: Id
     input: str
@@ -286,12 +294,12 @@ class CustomToolCallOutputItem(_CallItem, kw_only=True):
     name: str | None = None
 
 
-class ReasoningPart(Struct, forbid_unknown_fields=True):
+class ReasoningPart(Struct):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(_Item, kw_only=True):
+class ReasoningItem(_Item, kw_only=True, forbid_unknown_fields=False):
     """`encrypted_content` comes from another server and is ignored."""
 
     type: Literal["reasoning"]

@@ -10,7 +10,7 @@ import pytest
 from penstock.api.anthropic.blocks import sealed, signature_of
 from penstock.api.anthropic.conversation import Conversation
 from penstock.api.anthropic.messages import longest_mark, read_chat, read_common
-from penstock.api.anthropic.schema import Message, MessagesRequest, Role
+from penstock.api.anthropic.schema import AssistantMessage, Message, MessagesRequest, Role, SystemMessage, UserMessage
 from penstock.api.pipeline.plan import Chat, ToolChoice
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
@@ -260,17 +260,21 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str, w
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+MESSAGES: dict[Role, type[Message]] = {"user": UserMessage, "assistant": AssistantMessage, "system": SystemMessage}
+
+
+@pytest.mark.parametrize("role", MESSAGES)
 def test_messages_of_one_role_are_joined(role: Role) -> None:
     texts = [f"{number} " + "x" * 1000 for number in range(100)]
-    messages = [Message(role="user", content="Hi"), *(Message(role=role, content=text) for text in texts)]
+    messages = [UserMessage("Hi"), *(MESSAGES[role](text) for text in texts)]
     conversation = Conversation(MessagesRequest(model="m", max_tokens=1, messages=messages))
     assert sum(message["content"].count("x" * 1000) for message in conversation.messages) == len(texts)
 
 
 def test_a_note_is_cleared_where_the_user_speaks_after_it() -> None:
-    note = Message(role="system", content="note", clear_at="next_user_message")
-    asked, said = Message(role="user", content="Hi"), Message(role="assistant", content="Yes?")
+    note: Message = SystemMessage("note", clear_at="next_user_message")
+    asked: Message = UserMessage("Hi")
+    said: Message = AssistantMessage("Yes?")
     for messages, is_there in (([asked, note], True), ([asked, note, said], True), ([asked, note, said, asked], False)):
         conversation = Conversation(MessagesRequest(model="m", max_tokens=1, messages=messages))
         assert ("note" in str(conversation.messages)) is is_there
