@@ -9,6 +9,8 @@ from clients.upstream import Prompt
 
 # A prompt that shares less than this with an earlier turn begins another conversation.
 MIN_SHARE = 0.5
+# Stands before each answer, by the template of the test model. A prompt ends with one.
+ANSWER = "<|im_start|>assistant"
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ def shared_tokens(before: Sequence[int], after: Sequence[int]) -> int:
 def turns(prompts: Sequence[Prompt], conversation: Callable[[Prompt], Hashable] | None = None) -> list[Turn]:
     """Every prompt but the first of each conversation, compared with the turn before it.
 
-    `conversation` names the conversation of a prompt, such as an agent's. Without it, a prompt continues the conversation whose last turn
-    it shares the largest part with, if that is at least MIN_SHARE.
+    `conversation` names the conversation of a prompt, such as an agent's. Without it, a prompt with earlier answers continues the
+    conversation whose last turn it shares the largest part with, if that is at least MIN_SHARE.
     """
     found: list[Turn] = []
     last: dict[Hashable, Prompt] = {}
@@ -59,7 +61,7 @@ def turns(prompts: Sequence[Prompt], conversation: Callable[[Prompt], Hashable] 
         else:
             key = max(candidates, key=lambda one: candidates[one].share, default=number)
             turn = candidates.get(key)
-            if turn is not None and turn.share < MIN_SHARE:
+            if turn is not None and (turn.share < MIN_SHARE or prompt.text.count(ANSWER) == 1):
                 key, turn = number, None
         last[key] = prompt
         if turn is not None:

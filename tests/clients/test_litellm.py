@@ -6,17 +6,20 @@ from pathlib import Path
 
 from clients.conftest import Play
 from clients.setup import RECIPES, set_up
-from clients.upstream import InTurn, tool_call
+from clients.weather import WELCOME, weather
 
 PROGRAMS = Path(__file__).parent / "programs"
+SANITISED = "[System: Empty message content sanitised"
 VERSION = RECIPES["litellm"].version("litellm")
 
 
-def test_an_append_loop(play: Play) -> None:
-    script = InTurn(tool_call("weather", city="Rome") + tool_call("weather", city="Oslo"), "Both are sunny.", "You are welcome.")
-    scene = play("litellm", VERSION, script)
-    done = scene.run(set_up("litellm"), PROGRAMS / "litellm_append.py")
-    assert done.stdout.strip() == "You are welcome."
-    assert "Rome: sunny" in scene.prompts[1].text
-    turns = scene.turns()
-    assert [turn.share for turn in turns] == [1.0, 1.0], list(map(str, turns))
+def test_loops(play: Play) -> None:
+    scene = play("litellm", VERSION, weather)
+    done = scene.run(set_up("litellm"), PROGRAMS / "litellm_loops.py")
+    assert done.stdout.splitlines() == [*[WELCOME] * 6, "structured"], scene.told(done)
+    turns = scene.turns(prompts=[prompt for prompt in scene.prompts if "It is sunny." not in prompt.text])
+    assert len(turns) == 4 * 2
+    # Over Anthropic's API, litellm writes a sentence of its own into an answer that was streamed and has only calls.
+    changed = [turn for turn in turns if SANITISED in turn.prompt.text and SANITISED not in turn.before.text]
+    assert len(changed) == 1
+    assert {turn.share for turn in turns if turn not in changed} == {1.0}, list(map(str, turns))

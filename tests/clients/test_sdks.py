@@ -7,16 +7,24 @@ from importlib.metadata import version
 from pathlib import Path
 
 from clients.conftest import Play
-from clients.upstream import InTurn, tool_call
+from clients.weather import WELCOME, weather
 
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def test_an_append_loop_of_openais_client(play: Play) -> None:
-    script = InTurn(tool_call("weather", city="Rome") + tool_call("weather", city="Oslo"), "Both are sunny.", "You are welcome.")
-    scene = play("openai (Python)", version("openai"), script)
-    done = scene.run(sys.executable, PROGRAMS / "openai_append.py")
-    assert done.stdout.strip() == "You are welcome."
-    assert "Rome: sunny" in scene.prompts[1].text
+def test_append_loops_of_openais_client(play: Play) -> None:
+    scene = play("openai (Python)", version("openai"), weather)
+    done = scene.run(sys.executable, PROGRAMS / "openai_sdk.py")
+    assert done.stdout.splitlines() == [WELCOME] * 7
     turns = scene.turns()
-    assert [turn.share for turn in turns] == [1.0, 1.0], list(map(str, turns))
+    assert len(turns) == 6 * 2 + 1
+    assert {turn.share for turn in turns} == {1.0}, list(map(str, turns))
+
+
+def test_append_loops_of_anthropics_client(play: Play) -> None:
+    scene = play("anthropic (Python)", version("anthropic"), weather)
+    done = scene.run(sys.executable, PROGRAMS / "anthropic_sdk.py")
+    assert done.stdout.splitlines() == [WELCOME] * 3
+    turns = scene.turns()
+    assert len(turns) == 2 * 2 + 1
+    assert {turn.share for turn in turns} == {1.0}, list(map(str, turns))
