@@ -27,6 +27,27 @@ VERSION = RECIPES["codex"].version("@openai/codex")
 FLAGS = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json")
 MIN_SHARE = 0.97
 
+# As many published templates are: `developer` is unknown, and a system message counts only at the head. Thinking is kept.
+THINKING = """\
+{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else '') + '\\n<tools>' }}
+{%- for tool in tools or [] %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+{{- '\\n</tools>\\nWrite <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
 
 class Codex:
     """Codex in a scene, set up as the guide says."""
@@ -60,8 +81,8 @@ Begin = Callable[..., Codex]
 
 @pytest.fixture
 def begin(play: Play) -> Begin:
-    def begin_with(script: Script, *, context_length: int = 200_000, **settings: Any) -> Codex:
-        return Codex(play("Codex", VERSION, script, context_length=context_length), **settings)
+    def begin_with(script: Script, *, context_length: int = 200_000, template: str = "", **settings: Any) -> Codex:
+        return Codex(play("Codex", VERSION, script, context_length=context_length, template=template), **settings)
 
     return begin_with
 
@@ -109,14 +130,22 @@ def test_a_command(begin: Begin) -> None:
     events = codex.run("Run it.")
     assert said(events) == "It is done."
     assert items(events, "command_execution")[0]["aggregated_output"] == "from the shell\n"
-    first, second = codex.scene.prompts
-    # All instructions of Codex are developer messages.
-    developer = [item["content"][0]["text"] for item in codex.scene.posts("/v1/responses")[0].json["input"] if item["role"] == "developer"]
+    assert "from the shell" in codex.scene.prompts[1].text
+    assert_reused(codex.scene, 1)
+
+
+def test_a_template_that_knows_no_developers_and_a_model_that_thinks(begin: Begin) -> None:
+    """All instructions of Codex are developer messages. It sends thinking back, and the model reads it as it wrote it."""
+    call = "<think>I must look.\nNow.</think>" + tool_call("exec_command", cmd="echo from the shell")
+    codex = begin(InTurn(call, "<think>Good.</think>It is done.", "<think>Hm.</think>Yes."), template=THINKING)
+    assert said(codex.run("Run it.")) == "It is done."
+    assert said(codex.run("resume", "--last", "Really?")) == "Yes."
+    sent = codex.scene.posts("/v1/responses")[0].json["input"]
+    developer = [part["text"] for item in sent if item["role"] == "developer" for part in item["content"]]
     assert len(developer) >= 2
     for text in developer:
-        assert text in first.text
-    assert "from the shell" in second.text
-    assert_reused(codex.scene, 1)
+        assert text.strip() in codex.scene.prompts[0].text
+    assert_reused(codex.scene, 2)
 
 
 def test_an_mcp_server(begin: Begin) -> None:

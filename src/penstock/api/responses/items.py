@@ -207,7 +207,8 @@ class Messages:
             self._call(item, field)
         else:
             output = item["output"]
-            text = output if isinstance(output, str) else _joined(output)
+            # The parts of an output are texts of their own, such as the results of an MCP server.
+            text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
             self._append(field, ChatMessage(role="tool", content=text, tool_call_id=item["call_id"]))
 
     def _think(self, text: str, field: str) -> None:

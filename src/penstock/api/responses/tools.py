@@ -62,7 +62,7 @@ def read_tools(tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, A
     check_size("tools", len(read), MAX_TOOLS, "tools, with those in namespaces")
     names = _names(read)
     known = {names[each.namespace, each.tool.name]: each for each in read}
-    wanted, allowed = _read_choice(choice, known)
+    wanted, allowed = _read_choice(choice, _Index(known))
     return Tools(
         # With `none`, the model does not see the tools.
         offered=[] if wanted.mode == "none" else list(_offered(known, allowed)),
@@ -89,7 +89,7 @@ def _read_tool(field: str, tool: dict[str, Any], read: list[_Known], space: Name
     if kind == "namespace" and space is None:
         space = read_struct(field, tool, NamespaceTool)
         inside = [_read_tool(f"{field}.tools[{index}]", one, read, space) for index, one in enumerate(space.tools)]
-        return {**cast(dict[str, Any], msgspec.to_builtins(space)), "tools": [one for one in inside if one is not None]}
+        return {"type": kind, "name": space.name, "description": space.description, "tools": [one for one in inside if one is not None]}
     if kind is None:
         raise RequestError(f"`{field}.type` is required", param=f"{field}.type", code="missing_field")
     given = msgspec.json.encode(kind)[:80].decode(errors="replace")
@@ -131,7 +131,7 @@ def _offered(known: Mapping[str, _Known], allowed: set[str] | None) -> Iterator[
         yield _described(name, tool, about)
 
 
-def _read_choice(choice: str | dict[str, Any] | None, known: Mapping[str, _Known]) -> tuple[ToolChoice, set[str] | None]:
+def _read_choice(choice: str | dict[str, Any] | None, index: _Index) -> tuple[ToolChoice, set[str] | None]:
     """The choice, and the names of the tools that may be called; None: all."""
     if choice is None:
         return ToolChoice(), None
@@ -142,49 +142,63 @@ def _read_choice(choice: str | dict[str, Any] | None, known: Mapping[str, _Known
         return ToolChoice(cast(Any, choice)), None
     kind = choice.get("type")
     if kind == "allowed_tools":
-        return _allowed(read_struct("tool_choice", choice, AllowedTools), known)
+        return _allowed(read_struct("tool_choice", choice, AllowedTools), index)
     if isinstance(kind, str) and kind in HOSTED_TOOLS:
         message = f"`tool_choice.type` is {kind!r}: this server has no such tool; expected function or custom"
         raise RequestError(message, param="tool_choice.type", code="unsupported_tool")
-    return ToolChoice("named", _find("tool_choice", read_struct("tool_choice", choice, NamedChoice), known)), None
+    return ToolChoice("named", index.find("tool_choice", read_struct("tool_choice", choice, NamedChoice))), None
 
 
-def _allowed(allowed: AllowedTools, known: Mapping[str, _Known]) -> tuple[ToolChoice, set[str]]:
+def _allowed(allowed: AllowedTools, index: _Index) -> tuple[ToolChoice, set[str]]:
     names: set[str] = set()
-    for index, tool in enumerate(allowed.tools):
-        field = f"tool_choice.tools[{index}]"
+    spaces: set[str] = set()
+    for number, tool in enumerate(allowed.tools):
+        field = f"tool_choice.tools[{number}]"
         kind = tool.get("type")
         if kind == "namespace":
-            names |= _in_namespace(field, tool.get("name"), known)
+            spaces.add(index.namespace(field, tool.get("name")))
         elif not isinstance(kind, str) or kind not in HOSTED_TOOLS:
             named = {name: tool[name] for name in NamedChoice.__struct_fields__ if name in tool}
-            names.add(_find(field, read_struct(field, named, NamedChoice), known))
+            names.add(index.find(field, read_struct(field, named, NamedChoice)))
+    names |= {name for name, each in index.known.items() if each.namespace in spaces}
     if allowed.mode == "required" and not names:
         raise RequestError("`tool_choice` is 'required', but this server can call none of its `tools`", param="tool_choice")
     return ToolChoice(allowed.mode), names
 
 
-def _in_namespace(field: str, namespace: object, known: Mapping[str, _Known]) -> set[str]:
-    names = {name for name, each in known.items() if each.space is not None and each.space.name == namespace}
-    if not names:
-        shown = repr(namespace[:80]) if isinstance(namespace, str) else "not a string"
+class _Index:
+    """Finds the tools that a choice names. `known` has them by the model's names."""
+
+    def __init__(self, known: Mapping[str, _Known]) -> None:
+        self.known = known
+        self._exact = {(each.tool.type, each.namespace, each.tool.name): name for name, each in known.items()}
+        self._spaces = {each.namespace for each in known.values()}
+        self._loose: dict[tuple[str, str], list[str]] = {}
+        """The names in namespaces, and the model's names."""
+        for name, each in known.items():
+            for given in {name, each.tool.name}:
+                self._loose.setdefault((each.tool.type, given), []).append(name)
+
+    def find(self, field: str, named: NamedChoice) -> str:
+        """The model's name of the tool. Its namespace may be left out if no other tool has the name. Raises RequestError."""
+        if (exact := self._exact.get((named.type, named.namespace, named.name))) is not None:
+            return exact
+        fitting = self._loose.get((named.type, named.name), []) if named.namespace is None else []
+        if len(fitting) == 1:
+            return fitting[0]
+        wrong = f"`{field}` names the {named.type} {named.name[:80]!r}"
+        if fitting:
+            spaces = ", ".join(f"`{self.known[name].namespace}`" for name in fitting)
+            raise RequestError(f"{wrong}: it is in the namespaces {spaces}; name one of them as `namespace`", param=field)
+        tools = ", ".join(f"{each.tool.type} `{name}`" for name, each in self.known.items()) or "none"
+        raise RequestError(f"{wrong}: the tools are {tools}", param=field)
+
+    def namespace(self, field: str, name: object) -> str:
+        """The name, if there is such a namespace. Raises RequestError."""
+        if isinstance(name, str) and name in self._spaces:
+            return name
+        shown = repr(name[:80]) if isinstance(name, str) else "not a string"
         raise RequestError(f"`{field}.name` is {shown}: expected a namespace of the `tools`", param=f"{field}.name")
-    return names
-
-
-def _find(field: str, named: NamedChoice, known: Mapping[str, _Known]) -> str:
-    """The model's name of the tool that a choice names. The namespace may be left out if no other tool has the name."""
-    fitting = {name: each for name, each in known.items() if each.tool.type == named.type and named.name in (name, each.tool.name)}
-    if named.namespace is not None or any(each.space is None for each in fitting.values()):
-        fitting = {name: each for name, each in fitting.items() if each.namespace == named.namespace}
-    if len(fitting) == 1:
-        return next(iter(fitting))
-    wrong = f"`{field}` names the {named.type} {named.name[:80]!r}"
-    if fitting:
-        spaces = ", ".join(f"`{each.namespace}`" for each in fitting.values())
-        raise RequestError(f"{wrong}: it is in the namespaces {spaces}; name one of them as `namespace`", param=field)
-    tools = ", ".join(f"{each.tool.type} `{name}`" for name, each in known.items()) or "none"
-    raise RequestError(f"{wrong}: the tools are {tools}", param=field)
 
 
 def _described(name: str, tool: AnyTool, about: str) -> dict[str, Any]:

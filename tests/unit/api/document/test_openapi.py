@@ -102,8 +102,11 @@ def test_it_has_the_types_of_list_elements(document: dict[str, Any]) -> None:
         fields = document["components"]["schemas"][name]["properties"]
         kinds = {one for field in ("input", "tools") for one in strings_at(fields[field], "$ref")}
         assert {
-            f"#/components/schemas/{kind}" for kind in ("MessageItem", "FunctionCallOutputItem", "ReasoningItem", "FunctionTool")
+            f"#/components/schemas/{kind}"
+            for kind in ("MessageItem", "FunctionCallOutputItem", "ReasoningItem", "FunctionTool", "NamespaceTool")
         } <= kinds
+    inside = document["components"]["schemas"]["NamespaceTool"]["properties"]["tools"]
+    assert set(strings_at(inside, "$ref")) == {f"#/components/schemas/{kind}" for kind in ("FunctionTool", "CustomTool")}
 
 
 def test_every_schema_is_valid(document: dict[str, Any]) -> None:

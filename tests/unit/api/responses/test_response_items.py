@@ -94,15 +94,16 @@ def test_instructions_come_first() -> None:
     assert messages({"role": "user", "content": "a"}, instructions="Be brief.")[0] == {"role": "system", "content": "Be brief."}
 
 
-def test_the_parts_of_an_output_are_joined() -> None:
-    output = {**OUTPUT, "output": [{"type": "input_text", "text": "se"}, {"type": "input_text", "text": "en"}]}
-    assert messages(CALL, output)[1]["content"] == "seen"
+def test_the_parts_of_an_output_are_lines() -> None:
+    """Codex sends `Output:` in one part and what an MCP server said in the next."""
+    output = {**OUTPUT, "output": [{"type": "input_text", "text": "Output:"}, {"type": "input_text", "text": "seen"}]}
+    assert messages(CALL, output)[1]["content"] == "Output:\nseen"
 
 
 def test_what_is_not_text_in_an_output_leaves_a_placeholder() -> None:
-    parts = [{"type": "input_text", "text": "seen "}, {"type": "input_image", "image_url": "u", "detail": "high"}, {"type": "input_file"}]
-    unseen = "[image left out: this model reads only text][file left out: this model reads only text]"
-    assert messages(CALL, {**OUTPUT, "output": parts})[1]["content"] == f"seen {unseen}"
+    parts = [{"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": "u", "detail": "high"}, {"type": "input_file"}]
+    unseen = "[image left out: this model reads only text]\n[file left out: this model reads only text]"
+    assert messages(CALL, {**OUTPUT, "output": parts})[1]["content"] == f"seen\n{unseen}"
 
 
 @pytest.mark.parametrize(
