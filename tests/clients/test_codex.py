@@ -223,19 +223,27 @@ def test_a_prompt_that_is_too_long(begin: Begin) -> None:
 
 
 def test_compaction(begin: Begin) -> None:
-    """Codex compacts by the usage that it is told, before the context is full, and goes on with the summary."""
+    """Codex compacts by the usage that it is told, before the context is full, and goes on with the summary.
+
+    It asks for the summary without tools, so that is another prompt from the start.
+    """
+
+    def step(prompt: Prompt) -> str:
+        if "CONTEXT CHECKPOINT COMPACTION" in prompt.text:
+            return "compaction"
+        return "after" if "Summary: water was printed." in prompt.text else "before"
 
     def script(prompt: Prompt) -> str:
-        if "CONTEXT CHECKPOINT COMPACTION" in prompt.text:
-            return "Summary: water was printed."
-        if "Summary: water was printed." in prompt.text:
-            return "Done after compaction."
-        return tool_call("exec_command", cmd="yes water | head -c 20000")
+        if step(prompt) != "before":
+            return {"compaction": "Summary: water was printed.", "after": "Done after compaction."}[step(prompt)]
+        return tool_call("exec_command", cmd="yes water | head -c 20000" if "tool_response" in prompt.text else "echo begin")
 
     codex = begin(script, window=24_000)
     assert said(codex.run("Print water.")) == "Done after compaction."
-    assert len(codex.scene.prompts) == 3
+    assert list(map(step, codex.scene.prompts)) == ["before", "before", "compaction", "after"]
     assert all(len(prompt.token_ids) < 24_000 for prompt in codex.scene.prompts)
+    (turn,) = codex.scene.turns(step)
+    assert turn.share >= MIN_SHARE, str(turn)
 
 
 def test_a_websocket_is_asked_for_once(begin: Begin) -> None:
