@@ -198,7 +198,7 @@ def test_errors_have_their_classes(client: Anthropic, serve: Callable[..., Serve
         client.messages.create(model="simulator", max_tokens=5, messages=said("x"), extra_body={"colour": "blue"})
     assert refused.value.request_id == refused.value.response.json()["request_id"]
     assert refused.value.type == "invalid_request_error"
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: 50\d\d tokens > 4096 maximum'"):
         client.messages.create(model="simulator", max_tokens=5, messages=said("word " * 5000))
     with pytest.raises(anthropic.BadRequestError, match="no tools of its own"):
         client.messages.create(

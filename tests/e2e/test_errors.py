@@ -46,9 +46,13 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
         ({"prompt": "x", "structured_outputs": {"regex": "a+"}}, "structured_outputs", "the simulator has no grammar"),
         ({"prompt": "x", "temprature": 1}, "temprature", "unknown field `temprature`"),
         ({}, "prompt", "`prompt` is required"),
-        ({"prompt": "word " * 5000}, "prompt", "the model's context of 4,096 tokens"),
+        (
+            {"prompt": "word " * 5000},
+            "prompt",
+            "context length is 4096 tokens. However, your prompt resulted in 5000 tokens",
+        ),
         ({"prompt": "x" * 100_000}, "prompt", "at least"),
-        ({"prompt": "x", "max_tokens": 4096}, "prompt", "with 4,096 to generate"),
+        ({"prompt": "x", "max_tokens": 4096}, "prompt", "4096 in the completion"),
     ],
 )
 def test_completions(server: Server, fields: dict[str, Any], param: str, says: str) -> None:
@@ -83,7 +87,11 @@ def test_completions(server: Server, fields: dict[str, Any], param: str, says: s
         ),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs", "needs `logprobs`"),
         ({**CHAT, "max_completion_tokens": 0}, "max_tokens", "at least 1"),
-        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages", "context of 4,096"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 5000}]},
+            "messages",
+            "length is 4096 tokens. However, your messages resulted in",
+        ),
     ],
 )
 def test_chat(server: Server, fields: dict[str, Any], param: str, says: str) -> None:

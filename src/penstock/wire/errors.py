@@ -82,6 +82,19 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[:most] + "…"
 
 
+def context_exceeded(context_length: int, what: str, tokens: int, max_tokens: int = 0, *, is_cut: bool = False) -> str:
+    """What every API says of a prompt that does not fit. These are OpenAI's words, old and new, without commas in the numbers: clients
+    look for them, and then shorten what they send. `is_cut`: the prompt has at least so many tokens."""
+    least = "at least " if is_cut else ""
+    if max_tokens:
+        asked = f"you requested {least}{tokens + max_tokens} tokens ({tokens} in the {what}, {max_tokens} in the completion)"
+        shorter = f"{what} or completion"
+    else:
+        asked, shorter = f"your {what} resulted in {least}{tokens} tokens", what
+    limit = f"This model's maximum context length is {context_length} tokens."
+    return f"{limit} However, {asked}, which exceeds the context window. Please reduce the length of the {shorter}."
+
+
 class GenerationFault(PenstockError):
     """A generation ended in a fault. `grammar_field` is the request's field that has the grammar; the worker that refuses a grammar does
     not know it."""

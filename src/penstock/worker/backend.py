@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from penstock.wire.errors import context_exceeded
 from penstock.wire.messages import Fault, KvEvents, ModelInfo, Sampling, Segment, SessionReport, Snapshot, Submit, WorkerStats
 
 Emit = Callable[[Sequence[Segment], KvEvents | None], None]
@@ -89,9 +90,9 @@ def validate_submit(request: Submit, vocab_size: int, context_length: int) -> Fa
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             return Fault("invalid_token", f"token id {token} is not in this model's vocabulary: expected 0 to {vocab_size - 1}")
-    length = total_length(request)
+    tokens, length = len(request.token_ids), total_length(request)
     if length > context_length:
-        return Fault("context_length_exceeded", f"{length:,} tokens do not fit the context of {context_length:,}")
+        return Fault("context_length_exceeded", context_exceeded(context_length, "prompt", tokens, length - tokens))
     if wrong := _wrong_sampling(request.sampling):
         return Fault("invalid_sampling", wrong)
     return None

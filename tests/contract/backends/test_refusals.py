@@ -66,8 +66,7 @@ def test_what_does_not_fit_the_context(rig: Rig) -> None:
     requests = [rig.request(rig.prompt("too long", length), max_tokens) for length, max_tokens in sizes]
     for (length, max_tokens), fault in zip(sizes, _refused(rig, *requests), strict=True):
         assert fault.code == "context_length_exceeded"
-        assert f"{length + max_tokens:,}" in fault.message
-        assert f"{most:,}" in fault.message
+        assert f"maximum context length is {most} tokens. However, you requested {length + max_tokens} tokens" in fault.message
 
 
 def test_the_context_is_as_long_as_was_asked_for(rig: Rig) -> None:

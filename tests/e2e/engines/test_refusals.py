@@ -12,6 +12,7 @@ from e2e.engines.asking import chat, complete
 from e2e.engines.expected import Judge
 from e2e.engines.setups import CONTEXT_LENGTH, MODEL
 from e2e.harness import Server
+from penstock.wire.errors import context_exceeded
 
 LAST = VOCABULARY - 1
 
@@ -26,14 +27,14 @@ LAST = VOCABULARY - 1
             400,
             "context_length_exceeded",
             "prompt",
-            "`prompt` has 2,049 tokens; that does not fit the model's context of 2,048 tokens",
+            context_exceeded(2048, "prompt", 2049),
         ),
         (
             {"prompt": [5] * (CONTEXT_LENGTH - 7), "max_tokens": 8},
             400,
             "context_length_exceeded",
             "prompt",
-            "`prompt` has 2,041 tokens; with 8 to generate that does not fit the model's context of 2,048 tokens",
+            context_exceeded(2048, "prompt", 2041, 8),
         ),
         ({"prompt": [1, LAST + 1]}, 400, "invalid_value", "prompt[1]", f"`prompt[1]` is {LAST + 1}: expected a token id from 0 to {LAST}"),
         ({"prompt": [[5], [6, -1]]}, 400, "invalid_value", "prompt[1][1]", f"`prompt[1][1]` is -1: expected a token id from 0 to {LAST}"),

@@ -26,6 +26,7 @@ _KINDS = {
 }
 # These are not caused by one client, although other APIs answer 429.
 _OVERLOAD_CODES = {"overloaded", "queue_full"}
+_CONTEXT_EXCEEDED = re.compile(r"maximum context length is (?P<context>\d+) tokens\. However, [^.]*?(?P<tokens>\d+) (?:input )?tokens")
 _INDEX = re.compile(r"\[(\d+)\]")
 
 
@@ -55,7 +56,7 @@ def fault_content(fault: Fault, grammar_field: str | None) -> dict[str, str]:
     field = fault_field(fault, grammar_field)
     message = fault.message if field is None else f"`{field}`: {fault.message}"
     if fault.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"
+        message = _too_long(message)
     return {"type": _kind(_fault_status(fault)), "message": message}
 
 
@@ -78,5 +79,15 @@ def _message(error: RequestError) -> str:
     if error.code == "missing_field":
         return f"{path}: Field required"
     if error.code == "context_length_exceeded":
-        return f"prompt is too long: {error.message}"
+        return _too_long(error.message)
     return error.message
+
+
+def _too_long(message: str) -> str:
+    """In Anthropic's words, from OpenAI's: Claude Code reads both numbers and leaves out at least their difference."""
+    found = _CONTEXT_EXCEEDED.search(message)
+    if found is None:
+        return f"prompt is too long: {message}"
+    context, tokens = int(found["context"]), int(found["tokens"])
+    # A prompt that fills the context leaves no room for an answer.
+    return f"prompt is too long: {tokens} tokens > {min(context, tokens - 1)} maximum"

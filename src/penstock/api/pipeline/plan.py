@@ -26,7 +26,7 @@ from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT
 from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import EncodedChat, Memo
-from penstock.wire.errors import MessageError, RequestError
+from penstock.wire.errors import MessageError, RequestError, context_exceeded
 from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
 
 MAX_CHOICES = 2048
@@ -299,13 +299,13 @@ def check_text_length(model: ServedModel, field: str, text: str) -> None:
     """Refuses a text that cannot fit, whatever its tokens are, without tokenizing it."""
     least = len(text) // model.tokenizer.max_token_bytes
     if least >= model.info.context_length:
-        raise _too_long(model, field, f"at least {least:,}", None)
+        raise _too_long(model, field, least, is_cut=True)
 
 
 def check_prompt_length(model: ServedModel, field: str, token_ids: Sequence[int], is_cut: bool = False) -> None:
     """Refuses more tokens than the context has, without looking at them. `is_cut`: there may be even more."""
     if len(token_ids) >= model.info.context_length:
-        raise _too_long(model, field, f"at least {len(token_ids):,}" if is_cut else f"{len(token_ids):,}", None)
+        raise _too_long(model, field, len(token_ids), is_cut=is_cut)
 
 
 def described_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -348,13 +348,12 @@ def _room(model: ServedModel, field: str, tokens: int, max_tokens: int | None, c
     room = model.info.context_length - tokens
     wanted = None if clips else max_tokens
     if room <= 0 or (wanted is not None and wanted > room):
-        raise _too_long(model, field, f"{tokens:,}", wanted)
+        raise _too_long(model, field, tokens, wanted or 0)
     return room if max_tokens is None else min(max_tokens, room)
 
 
-def _too_long(model: ServedModel, field: str, tokens: str, max_tokens: int | None) -> RequestError:
-    asked = f"; with {max_tokens:,} to generate that does not fit" if max_tokens else "; that does not fit"
-    message = f"`{field}` has {tokens} tokens{asked} the model's context of {model.info.context_length:,} tokens"
+def _too_long(model: ServedModel, field: str, tokens: int, max_tokens: int = 0, *, is_cut: bool = False) -> RequestError:
+    message = context_exceeded(model.info.context_length, field.partition("[")[0], tokens, max_tokens, is_cut=is_cut)
     return RequestError(message, param=field, code="context_length_exceeded", limit="context_length")
 
 

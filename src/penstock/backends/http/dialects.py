@@ -7,6 +7,7 @@ because no server streams those. All others come as events.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -18,6 +19,8 @@ from penstock.backends.sglang.requests import ChunkReader, as_parameters
 from penstock.wire.messages import Fault
 
 MAX_MESSAGE_CHARACTERS = 500
+# What vLLM, SGLang, llama.cpp and OpenAI say of a prompt that does not fit.
+_OVERFLOW = re.compile(r"(?i)maximum context length|model's context length|available context size|context window|context_length_exceeded")
 
 Body = dict[str, Any]
 
@@ -84,7 +87,7 @@ def refused(message: str, status: int) -> EngineRefused:
         return EngineRefused(Fault("queue_full", text, retryable=True))
     if status >= 500 or status < 400 or status in (401, 403):
         return EngineRefused(Fault("engine_failed", text, retryable=True))
-    return EngineRefused(Fault("engine_refused", text))
+    return EngineRefused(Fault("context_length_exceeded" if _OVERFLOW.search(message) else "engine_refused", text))
 
 
 def lost(message: str) -> EngineRefused:
