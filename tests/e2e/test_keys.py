@@ -47,7 +47,7 @@ def test_only_known_keys_come_in_and_none_is_to_be_seen(serve: Callable[..., Ser
     assert body["request_id"] == headers["request-id"]
     found, headers, _ = server.request("POST", "/v1/chat/completions", b"x" * 4_000_000)
     assert (found, headers["www-authenticate"]) == (401, "Bearer"), "a large body is not in the way of the answer"
-    for path in ("/live", "/ready", "/metrics"):
+    for path in ("/live", "/ready", "/health", "/metrics"):
         assert server.request("GET", path)[0] == 200
     assert server.metric("penstock_failed_authentications_total", reason="unknown") == 2
     assert server.metric("penstock_failed_authentications_total", reason="missing") == 1

@@ -26,7 +26,7 @@ TENANT = "penstock.tenant"
 """The key of the request's Tenant in the scope."""
 
 METRICS = "/metrics"
-OPEN_PATHS = frozenset({"/live", "/ready", METRICS, "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", METRICS, "/docs", "/openapi.json"})
 """Paths that need no API key. The metrics may need a key of their own."""
 
 DISCARD_BYTES = 8 * 1024 * 1024

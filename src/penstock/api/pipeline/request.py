@@ -22,6 +22,7 @@ from penstock.api.errors import ErrorShape
 from penstock.api.models import Models
 from penstock.api.openai.schema import CHOICES
 from penstock.api.pipeline.admission import Admission
+from penstock.api.pipeline.content_encoding import decode_content, find_coding, find_zstd
 from penstock.api.pipeline.json_cost import MIN_BYTES, check_cost, is_quick
 from penstock.api.pipeline.response import Response
 from penstock.config.front_end import Limits
@@ -37,7 +38,8 @@ T = TypeVar("T")
 
 MAX_BODY_WAIT_SECONDS = 10.0
 MAX_QUERY_BYTES = 8192
-_TRY_AGAIN = (429, 503)
+# A client with one of these must get its answer: it can send the request again, later or in another form.
+_DISCARDED = (415, 429, 503)
 _LOCATED = re.compile(r"(?P<problem>.*) - at `(?P<path>\$.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
@@ -106,17 +108,23 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits, bodies: Fair
 
     Two bodies that each wait for the other's bytes would wait for long.
 
-    Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long, 503 when there is no room for it.
+    Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long, 503 when there is no room for it, 415
+    for an unknown encoding.
     """
     limit, seconds = limits.max_body_bytes, limits.stall_seconds
-    length = announced_length(scope)
+    length, encoding = announced_length(scope), _encoding_of(scope)
+    coding = None if encoding is None else find_coding(encoding, find_zstd())
     if length is not None and length > limit:
         raise too_large(limit)
     deadline = _Deadline(seconds)
     try:
         if length and not bodies.take(share, length):
             await _wait_for_room(bodies, share, length, deadline)
-        return await _read_chunks(receive, limit, length, deadline, bodies, share)
+        body = await _read_chunks(receive, limit, length, deadline, bodies, share)
+        if coding is None:
+            return body
+        decoded = await decode_content(body, coding, limit, partial(_take_room, bodies, share, deadline=deadline))
+        return _as_body(decoded)
     except asyncio.CancelledError:
         if deadline.has_passed:
             message = f"the body did not come within {seconds:g} seconds"
@@ -163,9 +171,26 @@ async def _read_chunks(receive: Receive, limit: int, length: int | None, deadlin
             return bytes(chunk)
         body += chunk
         if size == length or not message.get("more_body", False):
-            # Only the methods that both types share are used.
-            return bytes(body) if size <= MAX_COPIED_BYTES else cast(bytes, body)
+            return _as_body(body)
     raise asyncio.CancelledError
+
+
+def _as_body(read: bytearray) -> bytes:
+    """Only the methods that both types share are used."""
+    return bytes(read) if len(read) <= MAX_COPIED_BYTES else cast(bytes, read)
+
+
+def _encoding_of(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value != b"identity":
+            found: bytes = value
+            return found
+    return None
+
+
+async def _take_room(bodies: FairBudget, share: Share, size: int, deadline: _Deadline) -> None:
+    if not bodies.take(share, size):
+        await _wait_for_room(bodies, share, size, deadline)
 
 
 async def _wait_for_room(bodies: FairBudget, share: Share, size: int, deadline: _Deadline) -> None:
@@ -256,7 +281,7 @@ class Endpoint:
                     incoming.query = _read_query(scope["query_string"])
                 incoming.body = await read_body(scope, receive, self.admission.limits, bodies, share)
             except RequestError as error:
-                if error.status in _TRY_AGAIN:
+                if error.status in _DISCARDED:
                     await discard_body(receive)
                 raise
             self.admission.answering += 1
