@@ -32,9 +32,11 @@ class Turn:
 
     @property
     def difference(self) -> str:
-        """What is not the same, for a failure's message. `text` shows more characters than tokens, so it is only near the place."""
-        at = next((i for i, (a, b) in enumerate(zip(self.before.text, self.prompt.text, strict=False)) if a != b), len(self.before.text))
-        return f"{(self.before.text + self.before.answer)[at - 40 : at + 80]!r} became {self.prompt.text[at - 40 : at + 80]!r}"
+        """What is not the same, for a failure's message."""
+        texts = self.before.text + self.before.answer, self.prompt.text
+        at = next((place for place, (one, other) in enumerate(zip(*texts, strict=False)) if one != other), min(map(len, texts)))
+        near = slice(max(at - 40, 0), at + 80)
+        return f"{texts[0][near]!r} became {texts[1][near]!r}"
 
 
 def shared_tokens(before: Sequence[int], after: Sequence[int]) -> int:

@@ -80,6 +80,7 @@ class Recorder:
                 server = socket.create_connection((self._target.hostname, self._target.port))
                 connection = _Connection(client, server)
                 self._connections.append(connection)
+                connection.start()
 
 
 class _Connection:
@@ -87,6 +88,9 @@ class _Connection:
         self._sockets = client, server
         self._asked, self._answered = bytearray(), bytearray()
         self._orders: list[tuple[int, float]] = []
+
+    def start(self) -> None:
+        client, server = self._sockets
         for ends in ((client, server, self._asked), (server, client, self._answered)):
             threading.Thread(target=self._pump, args=ends, daemon=True).start()
 
