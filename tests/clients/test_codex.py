@@ -205,6 +205,18 @@ def test_an_image_does_not_end_the_session(begin: Begin) -> None:
     assert_reused(codex.scene, 2)
 
 
+def test_a_message_with_an_image_is_refused_once(begin: Begin) -> None:
+    """Codex keeps it in its history."""
+    codex = begin(InTurn("Still here."))
+    (codex.scene.work / "red.png").write_bytes(red_png())
+    codex.scene.expect(status=400, path="/v1/responses", text="images are not supported by this model")
+    events = codex.run("-i", "red.png", "Look.", is_checked=False)
+    assert "images are not supported by this model" in events[-1]["error"]["message"]
+    assert said(codex.run("resume", "--last", "Are you there?")) == "Still here."
+    assert [exchange.status for exchange in codex.scene.exchanges] == [400, 200]
+    assert "[image left out" in codex.scene.prompts[0].text
+
+
 def test_a_schema_for_the_last_message(begin: Begin) -> None:
     codex = begin(InTurn('{"depth": 17}'))
     schema = {"type": "object", "properties": {"depth": {"type": "integer"}}, "required": ["depth"], "additionalProperties": False}

@@ -127,7 +127,7 @@ def chat_prompt(request: ChatRequest) -> ChatPrompt:
     continues = bool(request.continue_final_message)
     begins_answer = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
     return ChatPrompt(
-        messages=[_for_template(index, message) for index, message in enumerate(request.messages)],
+        messages=[_for_template(index, message, index == len(request.messages) - 1) for index, message in enumerate(request.messages)],
         # With the choice `none`, the prompt does not mention the tools.
         tools=[] if request.tool_choice == "none" else _tools(request.tools or []),
         documents=request.documents or [],
@@ -150,8 +150,9 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return [described_tool(function.name, function.description, function.parameters) for function in functions]
 
 
-def _for_template(index: int, message: Message) -> ChatMessage:
-    if isinstance(message.content, list) and message.role not in ("tool", "function"):
+def _for_template(index: int, message: Message, is_last: bool) -> ChatMessage:
+    # Clients keep a message that was refused, and send it again before the next one. Then a placeholder stands for what is not text.
+    if is_last and isinstance(message.content, list) and message.role not in ("tool", "function"):
         _refuse_media(f"messages[{index}].content", message.content)
     rendered = ChatMessage(role=message.role, content=prompt_text(message))
     if message.name is not None:

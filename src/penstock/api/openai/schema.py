@@ -256,7 +256,7 @@ class ContentPart(MessagePart, forbid_unknown_fields=True, tag="text"):
 
 
 class MediaPart(MessagePart):
-    """Not text. In a tool's result a placeholder stands for it, elsewhere it is refused."""
+    """Not text. It is refused in the last message, unless that is a tool's result. Elsewhere a placeholder stands for it."""
 
     @property
     def kind(self) -> str:

@@ -59,14 +59,15 @@ def new_id(kind: str) -> str:
     return f"{_PREFIXES[kind]}_{secrets.token_hex(20)}"
 
 
-def read_items(field: str, given: str | Sequence[dict[str, Any]]) -> list[Item]:
+def read_items(field: str, given: str | Sequence[dict[str, Any]], is_history: bool = False) -> list[Item]:
     """The items of a request's `field`. Raises RequestError that names the item and what is wrong with it.
 
-    References stay as they are: `{"type": "item_reference", "id": …}`.
+    References stay as they are: `{"type": "item_reference", "id": …}`. With `is_history`, only the last item is new. See `_only_text`.
     """
     if isinstance(given, str):
         return [_message("user", [{"type": "input_text", "text": given}])]
-    return [_read_item(f"{field}[{index}]", item) for index, item in enumerate(given)]
+    new = len(given) - 1 if is_history else 0
+    return [_read_item(f"{field}[{index}]", item, is_new=index >= new) for index, item in enumerate(given)]
 
 
 def read_struct(field: str, value: dict[str, Any], kind: type[StructType]) -> StructType:
@@ -117,7 +118,7 @@ def _inside(value: object) -> Iterable[object]:
     return value if isinstance(value, list) else ()
 
 
-def _read_item(field: str, value: dict[str, Any]) -> Item:
+def _read_item(field: str, value: dict[str, Any], is_new: bool) -> Item:
     kind = value.get("type") or ("message" if "role" in value or "id" not in value else "item_reference")
     if not isinstance(kind, str) or kind not in ITEMS:
         shown = msgspec.json.encode(kind)[:80].decode(errors="replace") if isinstance(kind, str) else "not a string"
@@ -127,7 +128,7 @@ def _read_item(field: str, value: dict[str, Any]) -> Item:
     check_depth(field, value)
     # Stored items have one form, with defaults filled in.
     shape = AnswerItem if kind == "message" and value.get("role") == "assistant" else ITEMS[kind]
-    read = read_struct(field, _only_text(field, kind, value), shape)
+    read = read_struct(field, _only_text(field, kind, value, is_new), shape)
     fields = {name: member for name, member in cast(Item, msgspec.to_builtins(read)).items() if member is not None}
     if kind == "item_reference":
         return {"type": kind, "id": fields["id"]}
@@ -139,8 +140,11 @@ def _read_item(field: str, value: dict[str, Any]) -> Item:
     return {**item, "status": item.get("status", "completed")}
 
 
-def _only_text(field: str, kind: str, value: dict[str, Any]) -> dict[str, Any]:
-    """The item with placeholders for the parts of a tool's output that are not text. Raises RequestError for such a part of a message."""
+def _only_text(field: str, kind: str, value: dict[str, Any], is_new: bool) -> dict[str, Any]:
+    """The item with placeholders for the parts that are not text. Raises RequestError for such a part of a new message.
+
+    Codex keeps a message that was refused, and sends it again before the next one: refused once more, the thread would be lost.
+    """
     name = "output" if kind in _OUTPUTS else "content"
     parts = value.get(name)
     if kind not in (*_OUTPUTS, "message") or not isinstance(parts, list):
@@ -149,7 +153,7 @@ def _only_text(field: str, kind: str, value: dict[str, Any]) -> dict[str, Any]:
     for index, part in enumerate(parts):
         media = part.get("type") if isinstance(part, dict) else None
         if isinstance(media, str) and media in MEDIA:
-            if kind == "message":
+            if kind == "message" and is_new:
                 raise unreadable(f"{field}.{name}[{index}]", media)
             part = {"type": "input_text", "text": placeholder(MEDIA[media])}
         read.append(part)

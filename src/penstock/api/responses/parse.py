@@ -315,7 +315,7 @@ async def read_context(asked: Asked, owner: str, store: SqliteStore | None, read
     if asked.previous_response_id is not None and asked.conversation is not None:
         message = "`previous_response_id` and `conversation` cannot be combined"
         raise RequestError(message, param="previous_response_id", code="mutually_exclusive")
-    given = [] if asked.input is None else await read(read_items, "input", asked.input)
+    given = [] if asked.input is None else await read(read_items, "input", asked.input, True)
     added = await _resolved(given, owner, store)
     if asked.previous_response_id is not None:
         context = await _chain(asked.previous_response_id, added, owner, store)

@@ -178,7 +178,7 @@ async def test_one_call_is_the_end_when_several_are_not_wanted(size: int) -> Non
         ({"type": "file", "file": {"file_id": "f"}}, "files are not supported by this model"),
     ],
 )
-async def test_only_a_tools_result_may_have_what_is_not_text(part: dict[str, Any], says: str) -> None:
+async def test_what_is_not_text_is_refused_in_the_last_message_unless_a_tool_says_it(part: dict[str, Any], says: str) -> None:
     result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen: "}, part]}
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     front_end = chat("x")
@@ -189,6 +189,9 @@ async def test_only_a_tools_result_may_have_what_is_not_text(part: dict[str, Any
     error = front_end.json["error"]
     assert (front_end.status, error["param"]) == (400, "messages[0].content[1].type")
     assert says in error["message"]
+    # A client that keeps it in its history goes on.
+    await front_end.post(messages=[{"role": "user", "content": [part]}, {"role": "user", "content": "Go on."}])
+    assert front_end.status == 200
 
 
 def test_the_model_reads_a_placeholder() -> None:

@@ -100,6 +100,19 @@ def test_the_parts_of_an_output_are_lines() -> None:
     assert messages(CALL, output)[1]["content"] == "Output:\nseen"
 
 
+def test_what_is_not_text_is_refused_only_in_the_last_message() -> None:
+    """A client that sends it again, before its next message, goes on."""
+    image = {"role": "user", "content": [{"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": "u"}]}
+    with pytest.raises(RequestError, match="images are not supported by this model") as caught:
+        read_items("input", [{"role": "user", "content": "Hi"}, image], is_history=True)
+    assert caught.value.param == "input[1].content[1].type"
+    earlier, _ = read_items("input", [image, {"role": "user", "content": "Hi"}], is_history=True)
+    assert [part["type"] for part in earlier["content"]] == ["input_text", "input_text"]
+    assert earlier["content"][1]["text"].startswith("[image left out")
+    with pytest.raises(RequestError, match="images are not supported"):
+        read_items("items", [image, {"role": "user", "content": "Hi"}])
+
+
 def test_what_is_not_text_in_an_output_leaves_a_placeholder() -> None:
     parts = [{"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": "u", "detail": "high"}, {"type": "input_file"}]
     unseen = "[image left out: this model reads only text]\n[file left out: this model reads only text]"
