@@ -191,8 +191,10 @@ class Transcripts:
         lane: str = "",
         memo: Memo | None = None,
         check: Callable[[int], object] | None = None,
+        is_remembered: bool = True,
     ) -> EncodedChat:
-        """The tokens of a chat. `lane` is the tenant whose chat it is. Without a key, nothing is looked up or remembered.
+        """The tokens of a chat. `lane` is the tenant whose chat it is. Without a key, nothing is looked up or remembered. A chat that is
+        not to be remembered leaves the session as it is.
 
         Parts in the memo are not tokenized again, the others are put there. `check` gets the number of tokens before they are made into a
         tuple, which takes ten times the memory. What it raises is raised, and nothing is remembered.
@@ -204,7 +206,9 @@ class Transcripts:
             made = tuple([token_id for part in tokenizer.parts(text) for token_id in tokenizer.encode_part(part)])
             self.tokens_encoded += len(made)
             return EncodedChat(made, ending=text[-ENDING:])
-        session = None if key is None else self._open(key, model, tokenizer, lane)
+        session = None
+        if key is not None:
+            session = self._open(key, model, tokenizer, lane) if is_remembered else self._find(key, model, tokenizer)
         path = [] if session is None else await session.find(tokenizer, text)
         known = [_Piece(part.text, part.packed) for part in path]
         rest = text[sum(len(piece.text) for piece in known) :]
@@ -216,7 +220,7 @@ class Transcripts:
         self.tokens_encoded += encoded
         turn = None
         # The session may have been forgotten or evicted meanwhile.
-        if key is not None and session is not None and self._sessions.get(key) is session:
+        if is_remembered and key is not None and session is not None and self._sessions.get(key) is session:
             end = await self._remember(key, session, path, known, pieces[:-1])
             turn = None if end is None else _Turn(key, session, tokenizer, end, *pieces[-1])
         return EncodedChat(token_ids, reused, turn, text[-ENDING:])
@@ -259,9 +263,13 @@ class Transcripts:
             base = SESSION_BYTES + sys.getsizeof(key) + sys.getsizeof(session.model)
             assert session.size == base + sum(part.size for part in parts[1:])
 
-    def _open(self, key: str, model: str, tokenizer: Tokenizer, lane: str) -> _Session:
+    def _find(self, key: str, model: str, tokenizer: Tokenizer) -> _Session | None:
         session = self._sessions.get(key)
-        if session is not None and session.model == model and session.tokenizer() is tokenizer:
+        return session if session is not None and session.model == model and session.tokenizer() is tokenizer else None
+
+    def _open(self, key: str, model: str, tokenizer: Tokenizer, lane: str) -> _Session:
+        session = self._find(key, model, tokenizer)
+        if session is not None:
             self._sessions.move_to_end(key)
             return session
         self.forget(key)

@@ -369,6 +369,26 @@ def test_the_latest_branches_are_kept() -> None:
     assert reused[0] > reused[1] > 0
 
 
+async def test_a_chat_that_is_only_counted_leaves_the_session_as_it_is() -> None:
+    transcripts, tokenizer = Transcripts(PLENTY), smollm()
+    said = chat("water", "flows", "and?")
+
+    async def count(prompt: ChatPrompt) -> EncodedChat:
+        return await transcripts.encode_chat("session", "model", tokenizer, prompt, is_remembered=False)
+
+    assert (await count(said)).reused_tokens == len(transcripts) == 0
+    first = await transcripts.encode_chat("session", "model", tokenizer, said)
+    size = transcripts.bytes
+    for number in range(3 * MAX_BRANCHES):
+        await count(chat(f"another {number}", "this", "and?"))
+    assert transcripts.bytes == size
+    counted = await count(said)
+    assert counted.token_ids == first.token_ids
+    assert counted.turn is None
+    assert counted.reused_tokens > len(counted.token_ids) - 8
+    transcripts.check_integrity()
+
+
 def test_an_edit_keeps_what_stands_before_it() -> None:
     checked = Checked(smollm())
     contents = [f"message {count} of many" for count in range(9)]

@@ -86,7 +86,7 @@ def _refuse_hosted(tools: Any) -> None:
     """Raises RequestError for the first tool that only Anthropic's own servers run."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "custom":
+        if isinstance(kind, str) and kind not in CHOICES["tools.type"]:
             field = f"tools[{index}].type"
             message = f"`{field}` is {kind[:80]!r}: this server has no tools of its own; expected a tool with `name` and `input_schema`"
             raise RequestError(message, param=field, code="unsupported_tool")

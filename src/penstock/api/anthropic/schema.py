@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -27,6 +27,7 @@ MIN_THINKING_TOKENS = 1024
 
 Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
+SearchTool = Literal["tool_search_tool_regex", "tool_search_tool_regex_20251119", "tool_search_tool_bm25", "tool_search_tool_bm25_20251119"]
 Display = Literal["summarized", "omitted", "updates"]
 """How thinking is shown. `summarized` and `updates` both show all of it: there is no other model to shorten it."""
 
@@ -46,7 +47,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "messages.content.tool.type": ("tool_reference", "tool_definition"),
     "messages.content.source.type": ("text", "content"),
     "system.type": ("text",),
-    "tools.type": ("custom",),
+    "tools.type": ("custom", *get_args(SearchTool)),
     "tool_choice.type": ("auto", "any", "tool", "none"),
     "thinking.type": ("enabled", "adaptive", "disabled"),
     "thinking.display": ("summarized", "omitted", "updates"),
@@ -162,12 +163,13 @@ class ToolResultBlock(Block, tag="tool_result"):
 class Tool(Struct, forbid_unknown_fields=True):
     """A tool that the client runs. With `defer_loading` it is described where a message first names it, not before all messages.
 
-    `eager_input_streaming` is ignored: every input is streamed.
+    `eager_input_streaming` is ignored: every input is streamed. The search for tools that Anthropic's servers run has no `input_schema`. It
+    is not needed here: the model sees every tool.
     """
 
     name: FunctionName
-    input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
+    input_schema: dict[str, Any] | None = None
+    type: Literal["custom"] | SearchTool | None = None
     description: str | None = None
     input_examples: Annotated[list[dict[str, Any]], Meta(max_length=64)] | None = None
     strict: bool | None = None

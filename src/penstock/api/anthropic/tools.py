@@ -21,10 +21,11 @@ class Tools:
 
     def __init__(self, tools: Sequence[Tool], added: AbstractSet[str] = frozenset()) -> None:
         """`added`: tools that a message adds before any removes them."""
-        described = {tool.name: each for tool, each in zip(tools, described_tools(tools), strict=True)}
-        deferred = {tool.name for tool in tools if tool.defer_loading or tool.name in added}
-        # Only with tools at the head does a chat template say how to call one.
-        self._deferred = {name: described[name] for name in deferred} if len(deferred) < len(tools) else {}
+        described = {each["function"]["name"]: each for each in described_tools(tools)}
+        deferred = {tool.name for tool in tools if tool.defer_loading or tool.name in added} & described.keys()
+        # Only with tools at the head does a chat template say how to call one. Without the servers' search, all tools must be seen.
+        is_all = len(deferred) == len(described) or len(described) < len(tools)
+        self._deferred = {} if is_all else {name: described[name] for name in deferred}
         self.head = [tool for name, tool in described.items() if name not in self._deferred]
         self._described = described.keys() - self._deferred.keys()
         self.later: dict[str, dict[str, Any]] = {}
@@ -54,13 +55,16 @@ class Tools:
 
 
 def described_tools(tools: Sequence[Tool], field: str = "tools[{}]") -> list[dict[str, Any]]:
-    """The tools as chat templates expect them. Raises RequestError when two have the same name."""
+    """The tools as chat templates expect them, without searches for tools. Raises RequestError when two have the same name."""
     check_names([tool.name for tool in tools], f"{field}.name")
     for index, tool in enumerate(tools):
         if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
             param = f"{field.format(index)}.allowed_callers"
             raise RequestError(f"`{param}` has no `direct`: on this server only the model itself calls tools", param=param)
-    return [described_tool(tool.name, _description(tool), tool.input_schema) for tool in tools]
+        if tool.input_schema is None and tool.type in (None, "custom"):
+            param = f"{field.format(index)}.input_schema"
+            raise RequestError(f"`{param}` is required", param=param, code="missing_field")
+    return [described_tool(tool.name, _description(tool), tool.input_schema) for tool in tools if tool.type in (None, "custom")]
 
 
 def _description(tool: Tool) -> str:

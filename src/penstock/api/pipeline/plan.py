@@ -174,7 +174,7 @@ async def count_tokens(model: ServedModel, chat: Chat, tenant: Tenant, context: 
     """How many tokens the chat's prompt has: in the session with this key, if there is one."""
     check_lengths(model, chat)
     check_schemas("tools", [*chat.prompt.tools, *chat.later_tools])
-    return len((await _encode(model, chat, tenant, context, key)).token_ids)
+    return len((await _encode(model, chat, tenant, context, key, is_remembered=False)).token_ids)
 
 
 async def _encode(
@@ -185,11 +185,12 @@ async def _encode(
     key: str | None,
     memo: Memo | None = None,
     check: Callable[[int], object] | None = None,
+    is_remembered: bool = True,
 ) -> EncodedChat:
     """The tokens of a chat. Raises RequestError that names the message."""
     encode = context.transcripts.encode_chat
     try:
-        return await encode(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane, memo, check)
+        return await encode(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane, memo, check, is_remembered)
     except MessageError as error:
         raise error.named(chat.fields[error.place]) from error
 

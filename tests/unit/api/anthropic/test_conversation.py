@@ -324,6 +324,16 @@ def test_deferred_tools_without_any_other_are_described_at_the_head() -> None:
     assert names(found.later_tools) == []
 
 
+def test_with_a_search_of_the_servers_all_tools_are_described_at_the_head() -> None:
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    found = dialogue(tools=[search, LOOK, {**DIG, "defer_loading": True}])
+    assert names(found.prompt.tools) == ["look", "dig"]
+    with pytest.raises(RequestError, match=r"tools\[0\].input_schema. is required"):
+        dialogue(tools=[{"name": "look"}])
+    with pytest.raises(RequestError, match=r"messages\[1\].content\[0\].tool.definition.input_schema"):
+        dialogue(user("a"), changes(("addition", {"type": "tool_definition", "definition": {"name": "fly"}})), tools=[LOOK])
+
+
 def test_tools_come_and_go_within_a_chat() -> None:
     tools = [LOOK, DIG]
     added = changes(("addition", REFERENCE), ("addition", {"type": "tool_definition", "definition": FLY}))

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from front_end import MODEL, FrontEnd, Produce, request, says
 from penstock.api.anthropic.errors import AnthropicErrors
-from penstock.api.anthropic.messages import parse_messages
+from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.anthropic.schema import CHOICES, UNSUPPORTED, ContentBlock, MessagesRequest
 from penstock.api.pipeline.plan import Plan
+from penstock.api.pipeline.request import PromptContext
 from penstock.config.front_end import Limits
 from penstock.stream.mailbox import Mailbox
+from penstock.text.transcript import Transcripts
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Submit
 
@@ -264,6 +266,17 @@ async def test_every_token_of_the_prompt_is_counted_once(marks: dict[str, Any], 
 async def plan(headers: list[tuple[bytes, bytes]] | None = None, **fields: Any) -> Plan:
     incoming, library = await request({"model": "m", "max_tokens": 9, "messages": HELLO, **fields})
     return (await parse_messages(type(incoming)(incoming.body, headers or [], incoming.tenant), library))[0]
+
+
+async def test_counting_leaves_the_session_as_it_is() -> None:
+    incoming, empty = await request({"model": "m", "messages": HELLO, "max_tokens": 9})
+    asked = type(incoming)(incoming.body, [(b"x-claude-code-session-id", b"abc")], incoming.tenant)
+    context = PromptContext(empty.models, Transcripts(1 << 20))
+    counted = await count_message_tokens(asked, context)
+    assert len(context.transcripts) == 0
+    found, _ = await parse_messages(asked, context)
+    assert found.prompt_tokens == counted.input_tokens
+    assert len(context.transcripts) == 1
 
 
 async def test_wishes_reach_the_submit() -> None:
