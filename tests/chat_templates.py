@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+PUBLISHED = Path(__file__).parents[2] / "shared" / "templates"
+"""Templates that others publish, beside the checkout, where that exists."""
+
 HERMES = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

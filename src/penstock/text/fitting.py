@@ -23,8 +23,10 @@ from penstock.text.rewrites import (
     calls_as_merged_text,
     filled,
     merged,
+    merged_stray_results_as_text,
     one_by_one,
     short_ids,
+    stray_results_as_text,
     system_in_user,
     text_and_turn_then_calls,
     text_then_calls,
@@ -81,6 +83,8 @@ def shapes() -> Iterator[Shape]:
     yield Shape("an empty assistant message", [[asked, silent, again]], [filled])
     calls = [[asked, called, result, answered, again], [asked, called, result, _calling("", other), second]]
     yield Shape("tool calls", calls, [short_ids, arguments_as_text, calls_as_text, calls_as_merged_text])
+    stray = [[asked, result, again], [asked, answered, result]]
+    yield Shape("a tool result without its call", stray, [stray_results_as_text, merged_stray_results_as_text])
     broken = _calling("", _call("one", "{key_one: value_one"))
     yield Shape("arguments of a tool call that are not a JSON object", [[asked, broken, result]], [arguments_as_objects])
     yield Shape("parallel tool calls", [[asked, _calling("", call, other), result, second, answered, again]], [one_by_one])
@@ -193,4 +197,4 @@ def _calling(word: str, *calls: ToolCall) -> ChatMessage:
 
 
 def _result(name: str) -> ChatMessage:
-    return ChatMessage(role="tool", content=f"probe «{name}»", name=f"probe_{name}", tool_call_id=f"call_of_probe_{name}")
+    return ChatMessage(role="tool", content=f"probe «{name}»", tool_call_id=f"call_of_probe_{name}")

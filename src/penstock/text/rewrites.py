@@ -39,6 +39,20 @@ def known_roles(messages: Messages) -> Messages:
     return renamed if leading < 2 else [_joined(renamed[:leading]), *renamed[leading:]]
 
 
+def named_results(messages: Messages) -> Messages:
+    """Each result with the name of its tool, which some templates show. OpenAI's results have only the id of the call."""
+    names: dict[str, str] = {}
+
+    def change(message: ChatMessage) -> list[ChatMessage] | None:
+        if message["role"] == "tool" and "name" not in message and (name := names.get(message.get("tool_call_id", ""))) is not None:
+            return [ChatMessage({**message, "name": name})]
+        if calls := message.get("tool_calls"):
+            names.update({call["id"]: call["function"]["name"] for call in calls})
+        return None
+
+    return _each(messages, change)
+
+
 def reminder(text: str) -> str:
     """Instructions in a message that is not of the role system."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
@@ -102,6 +116,22 @@ def filled(messages: Messages) -> Messages:
     if all(message["content"] or message["role"] != "assistant" or message.get("tool_calls") for message in messages):
         return messages
     return [ChatMessage({**message, "content": FILLER}) if _is_empty(message) else message for message in messages]
+
+
+def stray_results_as_text(messages: Messages) -> Messages:
+    """Results that do not follow their calls, as messages of the user. Clients drop calls when they shorten a chat."""
+    called: set[str] = set()
+    changed: list[ChatMessage] = []
+    for message in messages:
+        if message["role"] != "tool":
+            called = {call["id"] for call in message.get("tool_calls") or ()}
+        is_stray = message["role"] == "tool" and message.get("tool_call_id") not in called
+        changed += calls_as_text([message]) if is_stray else [message]
+    return messages if changed == messages else changed
+
+
+def merged_stray_results_as_text(messages: Messages) -> Messages:
+    return merged(stray_results_as_text(messages))
 
 
 def text_then_calls(messages: Messages) -> Messages:

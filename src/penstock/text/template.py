@@ -15,7 +15,7 @@ import jinja2.sandbox
 from msgspec import structs
 
 from penstock.text.fitting import PROBE_TOOLS, fit, marked, unmarked, unseen
-from penstock.text.rewrites import Messages, Rewrite, known_roles
+from penstock.text.rewrites import Messages, Rewrite, known_roles, named_results
 from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, ChatMessage, ChatPrompt
 from penstock.text.tool_prompt import tools_in_system
 from penstock.wire.errors import ConfigError, MessageError, PenstockError, RequestError
@@ -144,7 +144,7 @@ class ChatTemplate:
             raise RequestError(f"the model's chat template refuses these messages: {reason}", param="messages") from error
 
     def _rewritten(self, prompt: ChatPrompt, rewrites: Sequence[Rewrite]) -> Messages:
-        messages = known_roles(prompt.messages)
+        messages = named_results(known_roles(prompt.messages))
         if prompt.tools and not self.renders_tools:
             messages = tools_in_system(messages, prompt.tools)
         for rewrite in rewrites:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from typing import Any
 
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from chat_templates import DROPPING, HERMES, PLAIN, REFUSING
+from chat_templates import DROPPING, HERMES, PLAIN, PUBLISHED, REFUSING, TEMPLATES
 from penstock.text.fitting import shapes
-from penstock.text.rewrites import Messages, Rewrite, known_roles
+from penstock.text.rewrites import Messages, Rewrite, known_roles, named_results
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizers.cache import TokenizerCache
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
@@ -64,6 +65,13 @@ def test_later_instructions_stay_where_they_are() -> None:
     after_result = [say("user", "one"), calling("", "look"), result("look", "two"), say("system", "three")]
     told = render(DROPPING["later system messages"], after_result)
     assert "<|tool|>two\n\n<system-reminder>\nthree\n</system-reminder><|end|><|assistant|>" in told
+
+
+def test_results_have_the_names_of_their_tools() -> None:
+    template = "{% for m in messages %}<{{ m.role }} {{ m.name }}>{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}"
+    own = ChatMessage({**result("look", "blue"), "name": "own"})
+    rendered = render(template, [say("user", "?"), calling("", "look", "feel"), result("feel", "soft"), result("look", "red"), own])
+    assert rendered.endswith("<tool feel>soft[]<tool look>red[]<tool own>blue[]")
 
 
 def test_parallel_calls_are_followed_by_their_own_results() -> None:
@@ -147,7 +155,7 @@ def library(*special: str) -> Library:
     return tokenizer
 
 
-REWRITES: list[Rewrite] = [known_roles, *dict.fromkeys(way for shape in shapes() for way in shape.ways)]
+REWRITES: list[Rewrite] = [known_roles, named_results, *dict.fromkeys(way for shape in shapes() for way in shape.ways)]
 TURNS = st.lists(
     st.sampled_from(["system", "developer", "user", "assistant", "call", "calls", "beside", "results", "result", "empty"]),
     min_size=1,
@@ -172,6 +180,31 @@ def chat_of(turns: list[str]) -> list[ChatMessage]:
             case _:
                 chat.append(say(kind, f"text {turn}"))
     return chat
+
+
+@functools.cache
+def every_template() -> list[ChatTemplates]:
+    sources = [
+        *TEMPLATES.values(),
+        *DROPPING.values(),
+        *REFUSING.values(),
+        *[path.read_text() for path in sorted(PUBLISHED.glob("*.jinja"))],
+    ]
+    return [ChatTemplates({"default": source}, NAMED) for source in sources]
+
+
+@given(TURNS, st.data())
+def test_no_chat_loses_text(turns: list[str], data: st.DataObject) -> None:
+    chat = chat_of(turns)
+    for templates in data.draw(st.lists(st.sampled_from(every_template()), min_size=5, max_size=5)):
+        try:
+            rendered = templates.render(ChatPrompt(chat, tools=data.draw(st.sampled_from([[], [TOOL]]))))
+        except RequestError as error:
+            assert "the model's chat template" in error.message
+            continue
+        for message in chat:
+            assert message["content"] in rendered
+            assert all(call["function"]["name"] in rendered for call in message.get("tool_calls", ()))
 
 
 @given(TURNS)
