@@ -75,9 +75,10 @@ bench-cluster: setup ## Measure faults, routing, sessions and tokenizing; a few 
 	$(BIN)/python bench/sessions.py guess
 	$(BIN)/python bench/transcripts.py
 
-bench-api: setup ## Measure tool parsing and long prompts under load, stalls of the event loop, and a hostile key.
+bench-api: setup ## Measure tool parsing and long prompts under load, what waiting clients hear, stalls of the event loop, and a hostile key.
 	$(BIN)/python bench/api.py parsing
 	$(BIN)/python bench/api.py long-prompt
+	$(BIN)/python bench/api.py waiting
 	$(BIN)/python bench/stalls.py
 	$(BIN)/python bench/edges.py
 

@@ -198,7 +198,7 @@ class EventWriter:
     Resuming a task costs more than rendering an event, so `wake` renders and sends in a plain callback. While the client's
     socket is full, a task waits for it; nothing is rendered, and new tokens merge in the mailboxes.
 
-    `has_spoken`: events were sent since somebody set it to False.
+    `has_spoken`: something was sent since somebody set it to False.
     """
 
     def __init__(self, response: Sink, render: Render) -> None:
@@ -244,6 +244,7 @@ class EventWriter:
         """Sends what is no part of the answer, unless the client has not taken what was sent before."""
         if self._sending is not None or self._finished.done():
             return
+        self.has_spoken = True
         try:
             waiting = _start(self._response.send_idle(content))
         except Exception as error:  # noqa: BLE001, raised again where `run` is awaited

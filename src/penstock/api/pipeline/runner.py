@@ -232,25 +232,25 @@ class _Run:
     def _remind(self) -> float:
         """Sends something if nothing was sent since the last call. Returns when to call again.
 
-        Calls are up to REMIND_SECONDS late; still there is no silence of `keep_alive` seconds.
+        Two such times, each of them late by the time of a look, are less than `keep_alive`: no silence is longer.
         """
-        soon, later = 0.35 * self._keep_alive, 0.8 * self._keep_alive
         writer = self._writer
         if not self._plan.request.stream:
             if self._blank is None or self._blank.done():
                 self._blank = asyncio.create_task(self._sink.send_blank())
-            return later
-        if writer is None:
-            return soon
-        if writer.has_spoken:
+            return 0.8 * self._keep_alive
+        if writer is not None and writer.has_spoken:
             writer.has_spoken = False
-            return soon
+        elif writer is not None:
+            self._break_silence(writer)
+        return 0.35 * self._keep_alive
+
+    def _break_silence(self, writer: EventWriter) -> None:
         if not self._has_begun and not self._is_announced:
             self._is_announced = True
             writer.write(lambda: (self._dialect.announce(), None))
         if not writer.has_spoken:
             writer.send_idle(self._dialect.keep_alive())
-        return later
 
     async def _stream(self) -> str:
         self._writer = EventWriter(self._sink, self._render)
