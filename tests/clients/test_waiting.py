@@ -58,7 +58,7 @@ def test_codex(play: Play) -> None:
 
 def test_claude_code(play: Play) -> None:
     scene = play("Claude Code", RECIPES["claude"].version("@anthropic-ai/claude-code"), InTurn(slowly), *OFTEN)
-    environment = {"ANTHROPIC_BASE_URL": scene.url, "ANTHROPIC_MODEL": scene.model, "ANTHROPIC_SMALL_FAST_MODEL": scene.model}
-    done = scene.run(set_up("claude"), "--print", "--output-format=json", "Take your time.", seconds=60, **environment)
+    flags = ("--print", "--output-format=json", "Take your time.")
+    done = scene.run(set_up("claude"), *flags, ANTHROPIC_MODEL=scene.model, ANTHROPIC_SMALL_FAST_MODEL=scene.model)
     assert json.loads(done.stdout)["result"] == "It took a while."
     assert keep_alives(scene, "/v1/messages", b"event: ping") > 2
