@@ -340,3 +340,11 @@ async def test_a_worker_that_finds_the_prompt_too_long_ends_the_stream(tmp_path:
         assert front_end.events[-1]["response"]["error"] == {"code": "context_length_exceeded", "message": "too long"}
         await create(front_end, **fields)
         assert (front_end.status, front_end.json["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_stream_whose_prompt_is_too_long_counts_as_refused() -> None:
+    front_end = FrontEnd(says("x"))
+    await create(front_end, stream=True, input="x" * 1500)
+    assert [event["type"] for event in front_end.events] == ["response.created", "response.failed"]
+    assert front_end.tally.requests["responses", "refused_400"] == 1
+    assert front_end.tally.limits_reached["context_length",] == 1
