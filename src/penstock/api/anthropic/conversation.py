@@ -66,6 +66,7 @@ class Conversation:
         if instructions := _instructions(request.system):
             self._say("system", "system", instructions)
         last_of_user = max((index for index, message in enumerate(request.messages) if message.role == "user"), default=-1)
+        self._last_of_user = f"messages[{last_of_user}]"
         for index, message in enumerate(request.messages):
             if not _is_cleared(message, index < last_of_user):
                 field = f"messages[{index}]"
@@ -93,7 +94,8 @@ class Conversation:
             if isinstance(block, ToolResultBlock):
                 self._answer_call(place, block)
             else:
-                spoken.append(_text(place, block))
+                # Clients keep a message that was refused, and send it again before the next one. Refused once more, the session would end.
+                spoken.append((_text if field == self._last_of_user else _text_or_placeholder)(place, block))
         # A message that has only tool results is not a message of the user.
         if spoken or not blocks:
             self._say("user", field, _paragraphs(spoken))
@@ -143,7 +145,7 @@ class Conversation:
     def _result(self, field: str, block: ToolResultBlock) -> str:
         if isinstance(block.content, list):
             found = [NamedTool(part.tool_name) for part in block.content if isinstance(part, ToolReferenceBlock)]
-            texts = [_result_text(f"{field}.content[{index}]", part) for index, part in enumerate(block.content)]
+            texts = [_text_or_placeholder(f"{field}.content[{index}]", part) for index, part in enumerate(block.content)]
             text = _paragraphs([*texts, self.tools.add(field, found)])
         else:
             text = block.content or ""
@@ -197,7 +199,7 @@ def _blocks(field: str, message: Message) -> Sequence[ContentBlock]:
     return message.content
 
 
-def _result_text(field: str, part: TextBlock | DocumentBlock | ImageBlock | ToolReferenceBlock) -> str:
+def _text_or_placeholder(field: str, part: ContentBlock | ToolReferenceBlock) -> str:
     match part:
         case ToolReferenceBlock():
             return ""

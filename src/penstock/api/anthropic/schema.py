@@ -131,7 +131,7 @@ class CitationsConfig(Struct, forbid_unknown_fields=True):
 
 
 class DocumentBlock(Block, tag="document"):
-    """A document. Only text can be read: in a tool's result a placeholder stands for another one, elsewhere it is refused."""
+    """A document. Only text can be read: another one is refused in the user's last message; elsewhere a placeholder stands for it."""
 
     source: Source
     title: str | None = None
@@ -140,7 +140,7 @@ class DocumentBlock(Block, tag="document"):
 
 
 class ImageBlock(Struct, tag_field="type", tag="image"):
-    """An image. In a tool's result a placeholder stands for it, elsewhere it is refused."""
+    """An image. It is refused in the user's last message; elsewhere a placeholder stands for it."""
 
     cache_control: CacheControl | None = None
 

@@ -286,6 +286,15 @@ def test_what_is_not_text_in_a_result_leaves_a_placeholder() -> None:
     assert found.prompt.messages[-1]["content"] == f"seen\n\n{unseen.format('image')}\n\n{unseen.format('document')}\n\nend"
 
 
+def test_what_is_not_text_is_refused_only_in_the_last_message_of_the_user() -> None:
+    note = {"role": "system", "content": "mind the gap"}
+    for messages in ([user(text("a"), IMAGE)], [user("a"), assistant("b"), user(IMAGE), note]):
+        with pytest.raises(RequestError, match="Could not process image"):
+            dialogue(*messages)
+    for messages in ([user(text("a"), IMAGE), user("b")], [user(IMAGE), assistant("b"), user("c")]):
+        assert "[image left out: this model reads only text]" in dialogue(*messages).prompt.messages[0]["content"]
+
+
 def named(*names: str) -> dict[str, Any]:
     return user({**RESULT, "content": [{"type": "tool_reference", "tool_name": name} for name in names]})
 
