@@ -130,6 +130,16 @@ def test_a_search_of_the_web_fails_and_the_session_goes_on(play: Play) -> None:
     assert [turn.share for turn in scene.turns(agent_of)] == [1.0]
 
 
+def test_what_fills_the_context(play: Play) -> None:
+    """It counts every tool and every part of its instructions by itself, all in its session."""
+    scene = begin(play, InTurn(bash("echo on"), "Before.", "After."))
+    assert answer(claude(scene, "Begin.")) == "Before."
+    claude(scene, "--continue", "/context")
+    assert len(scene.posts("/v1/messages/count_tokens")) > 10
+    assert answer(claude(scene, "--continue", "Go on.")) == "After."
+    assert [turn.share for turn in scene.turns(agent_of)] == [1.0] * 2
+
+
 def test_the_settings_as_a_file(play: Play) -> None:
     scene = begin(play, InTurn(bash("echo $((40 + 2))"), "It said 42."))
     replaced = {"http://localhost:8000": scene.url, "MODEL": scene.model}
