@@ -12,26 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from penstock.text.rewrites import (
-    Messages,
-    Rewrite,
-    answered_calls,
-    arguments_as_objects,
-    arguments_as_text,
-    as_merged_reminders,
-    as_reminders,
-    calls_as_merged_text,
-    filled,
-    merged,
-    merged_stray_results_as_text,
-    one_by_one,
-    short_ids,
-    stray_results_as_text,
-    system_in_user,
-    text_and_turn_then_calls,
-    text_then_calls,
-    user_first,
-)
+from penstock.text import rewrites as to
+from penstock.text.rewrites import Messages, Rewrite
 from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
 from penstock.text.tool_prompt import calls_as_text
 from penstock.wire.errors import RequestError
@@ -58,11 +40,11 @@ Render = Callable[[Messages, Sequence[Rewrite], bool], str]
 
 
 class Shape(NamedTuple):
-    """Chats that some templates do not render as they are, and the rewrites to try then."""
+    """Chats that some templates do not render as they are, and the ways to try then: rewrites that are done in this order."""
 
     name: str
     chats: Sequence[Messages]
-    ways: Sequence[Rewrite] = ()
+    ways: Sequence[Sequence[Rewrite]] = ()
 
 
 def shapes() -> Iterator[Shape]:
@@ -73,34 +55,33 @@ def shapes() -> Iterator[Shape]:
     called = _calling("", call)
     yield Shape("messages of user and assistant", [[asked], [asked, answered, again]])
     # The last one: some templates show the instructions only if the user speaks last.
-    yield Shape("a system message", [[system, asked], [system, asked, answered, again], [system, asked, answered]], [system_in_user])
+    yield Shape("a system message", [[system, asked], [system, asked, answered, again], [system, asked, answered]], [[to.system_in_user]])
+    yield Shape("nothing but a system message", [[system]], [[to.user_first]])
     in_between = [[asked, answered, later, again], [system, asked, answered, again, later], [system, asked, later, answered]]
-    yield Shape("nothing but a system message", [[system]], [user_first])
-    yield Shape("a system message after the start", in_between, [as_reminders, as_merged_reminders])
+    yield Shape("a system message after the start", in_between, [[to.as_reminders], [to.as_reminders, to.merged]])
     in_a_row = [[asked, again], [asked, answered, again, _say("user", "last")], [asked, answered, note, again]]
-    yield Shape("consecutive messages of one role", in_a_row, [merged])
-    yield Shape("an assistant message at the start", [[answered, again], [system, answered, again]], [user_first])
-    yield Shape("an empty assistant message", [[asked, silent, again]], [filled])
+    yield Shape("consecutive messages of one role", in_a_row, [[to.merged]])
+    yield Shape("an assistant message at the start", [[answered, again], [system, answered, again]], [[to.user_first]])
+    yield Shape("an empty assistant message", [[asked, silent, again]], [[to.filled]])
     calls = [[asked, called, result, answered, again], [asked, called, result, _calling("", other), second]]
-    yield Shape("tool calls", calls, [short_ids, arguments_as_text, calls_as_text, calls_as_merged_text])
+    yield Shape("tool calls", calls, [[to.short_ids], [to.arguments_as_text], [calls_as_text], [calls_as_text, to.merged]])
     stray = [[asked, result, again], [asked, answered, result]]
-    yield Shape("a tool result without its call", stray, [stray_results_as_text, merged_stray_results_as_text])
+    yield Shape("a tool result without its call", stray, [[to.stray_results_as_text], [to.stray_results_as_text, to.merged]])
     broken = _calling("", _call("one", "{key_one: value_one"))
-    yield Shape("arguments of a tool call that are not a JSON object", [[asked, broken, result]], [arguments_as_objects])
-    yield Shape("parallel tool calls", [[asked, _calling("", call, other), result, second, answered, again]], [one_by_one])
+    yield Shape("arguments of a tool call that are not a JSON object", [[asked, broken, result]], [[to.arguments_as_objects]])
+    yield Shape("parallel tool calls", [[asked, _calling("", call, other), result, second, answered, again]], [[to.one_by_one]])
     beside = [asked, _calling("plan", call), result, answered, again, _calling("note", other), second]
-    yield Shape("text beside tool calls", [beside[:3], beside], [text_then_calls, text_and_turn_then_calls])
-    yield Shape(
-        "a user message after a tool call or its result", [[asked, called, result, again], [asked, called, again]], [answered_calls, merged]
-    )
-    yield Shape("a system message after a tool result", [[system, asked, called, result, later]], [as_reminders])
+    yield Shape("text beside tool calls", [beside[:3], beside], [[to.text_then_calls], [to.text_and_turn_then_calls]])
+    unanswered = [[asked, called, result, again], [asked, called, again]]
+    yield Shape("a user message after a tool call or its result", unanswered, [[to.answered_calls], [to.merged]])
+    yield Shape("a system message after a tool result", [[system, asked, called, result, later]], [[to.as_reminders]])
 
 
 def fit(render: Render) -> tuple[list[Rewrite], list[str]]:
     """The rewrites that a template needs, and what it loses in spite of them. A template that loses plain chats is not tried further."""
     chosen: list[Rewrite] = []
     for shape in shapes():
-        ways = [chosen, *([*chosen, way] for way in shape.ways)]
+        ways = [chosen, *([*chosen, *way] for way in shape.ways)]
         chosen = next((way for way in ways if _loss(render, shape, way) is None), chosen)
         if not shape.ways and (loss := _loss(render, shape, chosen)) is not None:
             return chosen, [loss]

@@ -113,9 +113,7 @@ def answered_calls(messages: Messages) -> Messages:
 
 def filled(messages: Messages) -> Messages:
     """No empty answers."""
-    if all(message["content"] or message["role"] != "assistant" or message.get("tool_calls") for message in messages):
-        return messages
-    return [ChatMessage({**message, "content": FILLER}) if _is_empty(message) else message for message in messages]
+    return _each(messages, lambda message: [ChatMessage({**message, "content": FILLER})] if _is_empty(message) else None)
 
 
 def stray_results_as_text(messages: Messages) -> Messages:
@@ -128,10 +126,6 @@ def stray_results_as_text(messages: Messages) -> Messages:
         is_stray = message["role"] == "tool" and message.get("tool_call_id") not in called
         changed += calls_as_text([message]) if is_stray else [message]
     return messages if changed == messages else changed
-
-
-def merged_stray_results_as_text(messages: Messages) -> Messages:
-    return merged(stray_results_as_text(messages))
 
 
 def text_then_calls(messages: Messages) -> Messages:
@@ -189,14 +183,6 @@ def arguments_as_text(messages: Messages) -> Messages:
 def arguments_as_objects(messages: Messages) -> Messages:
     """Arguments that are not an object, as the one member of an object."""
     return _each_call(messages, lambda given: {RAW_ARGUMENTS: given} if isinstance(given, str) else given)
-
-
-def as_merged_reminders(messages: Messages) -> Messages:
-    return merged(as_reminders(messages))
-
-
-def calls_as_merged_text(messages: Messages) -> Messages:
-    return merged(calls_as_text(messages))
 
 
 def _each(messages: Messages, change: Callable[[ChatMessage], list[ChatMessage] | None]) -> Messages:

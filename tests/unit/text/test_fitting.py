@@ -155,7 +155,11 @@ def library(*special: str) -> Library:
     return tokenizer
 
 
-REWRITES: list[Rewrite] = [known_roles, named_results, *dict.fromkeys(way for shape in shapes() for way in shape.ways)]
+REWRITES: list[Rewrite] = [
+    known_roles,
+    named_results,
+    *dict.fromkeys(rewrite for shape in shapes() for way in shape.ways for rewrite in way),
+]
 TURNS = st.lists(
     st.sampled_from(["system", "developer", "user", "assistant", "call", "calls", "beside", "results", "result", "empty"]),
     min_size=1,
