@@ -20,6 +20,7 @@ from penstock.wire.errors import RequestError
 from penstock.wire.messages import Delta
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
+NOTHING_MORE = ChoiceDelta(())
 
 
 async def parse_chat(incoming: Incoming, context: PromptContext) -> tuple[Plan, ChatDialect]:
@@ -49,12 +50,20 @@ class ChatDialect(OpenAIDialect):
             elif len(parts) == 1 and type(parts[0]) is str:
                 content = b',"delta":{"content":' + msgspec.json.encode(parts[0]) + b"}"
             else:
-                content = b',"delta":' + msgspec.json.encode(_delta(parts))
+                return self._events(index, _delta(parts), added)
         else:
             # The role comes with the first text: a separate event would be another write.
             self._has_role[index] = True
-            content = b',"delta":' + msgspec.json.encode({"role": "assistant", "content": "", **_delta(parts)})
+            return self._events(index, {"role": "assistant", "content": "", **_delta(parts)}, added)
         return self._framed(index, content, added)
+
+    def _events(self, index: int, delta: dict[str, Any], added: ChoiceDelta) -> bytes:
+        """One event, or one for each tool call: OpenAI never sends two in one, and some clients read only the first."""
+        calls = delta.get("tool_calls", ())
+        deltas = [{**delta, "tool_calls": calls[:1]}, *({"tool_calls": [call]} for call in calls[1:])] if len(calls) > 1 else [delta]
+        encoded = [b',"delta":' + msgspec.json.encode(each) for each in deltas]
+        earlier = [self._framed(index, content, NOTHING_MORE) for content in encoded[:-1]]
+        return b"".join([*earlier, self._framed(index, encoded[-1], added)])
 
     def _content(self, parts: Sequence[Part]) -> dict[str, object]:
         return {"message": {"role": "assistant", "refusal": None, **_message(parts)}}

@@ -101,6 +101,18 @@ async def test_without_tools_nothing_is_a_call() -> None:
         assert front_end.json["choices"][0]["message"]["content"] == CALL
 
 
+async def test_an_event_has_one_call() -> None:
+    """As with OpenAI. Clients such as llama-index read only the first."""
+    front_end = chat(f"I will look. {CALL}\n{OTHER}\n{CALL}")
+    await front_end.post(stream=True, tools=TOOLS, stream_options={"include_usage": True}, return_token_ids=True)
+    choices = [choice for event in front_end.events for choice in event["choices"]]
+    assert [[call["index"] for call in choice["delta"].get("tool_calls", [])] for choice in choices if choice["delta"]] == [[0], [1], [2]]
+    assert collected([event for event in front_end.events if event["choices"]])["calls"].keys() == {0, 1, 2}
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+    assert len([event for event in front_end.events if event.get("prompt_token_ids")]) == 1
+    assert len([choice for choice in choices if choice.get("token_ids")]) == 1
+
+
 async def test_reasoning_is_apart_and_counted() -> None:
     front_end = chat("<think>hm, ", "well</think>", "\n\nYes.", reasoning="think")
     await front_end.post(tools=TOOLS)
