@@ -59,3 +59,16 @@ def test_langchain(play: Play) -> None:
     assert done.stdout.splitlines()[:3] == [WELCOME] * 3
     turns = scene.turns()
     assert {turn.share for turn in turns} == {1.0}, list(map(str, turns))
+
+
+def test_a_prompt_that_is_too_long(play: Play) -> None:
+    """langchain looks for OpenAI's and Anthropic's own words. The event of a stream of Responses it makes a ValueError of."""
+    scene = play("langchain", RECIPE.version("langchain"), weather)
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        scene.expect(status=400, path=path, text="context_length_exceeded")
+    scene.expect(status=400, path="/v1/messages", text="prompt is too long")
+    done = scene.run(set_up("libraries"), PROGRAMS / "langchain_overflow.py")
+    of_openai, of_anthropic = "OpenAIContextOverflowError", "AnthropicContextOverflowError"
+    expected = [*[of_openai] * 3, "ValueError True", *[of_anthropic] * 2, "context_length_exceeded"]
+    assert done.stdout.splitlines() == expected, scene.told(done)
+    assert not scene.prompts

@@ -23,3 +23,13 @@ def test_loops(play: Play) -> None:
     changed = [turn for turn in turns if SANITISED in turn.prompt.text and SANITISED not in turn.before.text]
     assert len(changed) == 1
     assert {turn.share for turn in turns if turn not in changed} == {1.0}, list(map(str, turns))
+
+
+def test_a_prompt_that_is_too_long(play: Play) -> None:
+    """litellm looks for OpenAI's and Anthropic's own words, and raises its ContextWindowExceededError."""
+    scene = play("litellm", VERSION, weather)
+    scene.expect(status=400, path="/v1/chat/completions", text="context_length_exceeded")
+    scene.expect(status=400, path="/v1/messages", text="prompt is too long")
+    done = scene.run(set_up("litellm"), PROGRAMS / "litellm_overflow.py")
+    assert done.stdout.splitlines() == ["too long"] * 4, scene.told(done)
+    assert not scene.prompts
