@@ -19,7 +19,7 @@ from penstock.text.tool_prompt import calls_as_text
 from penstock.wire.errors import RequestError
 
 MAX_MISSES = 8
-"""After this many texts that are not in the rest of the prompt, later ones are only looked for nearby."""
+"""After this many messages that are not found, later ones are not searched for: they are looked for with marks."""
 
 NEAR, HEAD = 4096, 64
 
@@ -93,11 +93,13 @@ def unseen(messages: Messages, rendered: str) -> list[int]:
     missing: list[int] = []
     position = 0
     for index, message in enumerate(messages):
+        if len(missing) == MAX_MISSES:
+            return [*missing, *range(index, len(messages))]
         for text in _texts(message):
             # Most texts come soon. Then comparing is faster than searching.
             found = rendered.find(text[:HEAD], position, position + NEAR)
             if found < 0 or not rendered.startswith(text, found):
-                text, found = _search(text, rendered, position, is_near=len(missing) >= MAX_MISSES)
+                text, found = _search(text, rendered, position)
             if found < 0:
                 missing.append(index)
                 break
@@ -105,13 +107,13 @@ def unseen(messages: Messages, rendered: str) -> list[int]:
     return missing
 
 
-def _search(text: str, rendered: str, position: int, is_near: bool) -> tuple[str, int]:
-    """The text as it is or in JSON, and where it is in the prompt after this position. -1: it is not there, or not near."""
+def _search(text: str, rendered: str, position: int) -> tuple[str, int]:
+    """The text as it is, or in JSON, and where it is in the prompt after this position. -1: it is not there."""
     near = position + 2 * len(text) + NEAR
     for written in (text, json.dumps(text, ensure_ascii=False)[1:-1]):
         if (found := rendered.find(written, position, near)) >= 0:
             return written, found
-    return text, -1 if is_near else rendered.find(text, position)
+    return text, rendered.find(text, position)
 
 
 def marked(messages: Messages, places: Iterable[int]) -> list[ChatMessage]:
@@ -119,7 +121,7 @@ def marked(messages: Messages, places: Iterable[int]) -> list[ChatMessage]:
     changed = list(messages)
     for place in places:
         message = changed[place] = ChatMessage({**changed[place]})
-        if message["content"]:
+        if message["content"].strip():
             message["content"] += f"{_MARK}{place}{_MARK}"
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [_marked_call(call, f"{place}.{index}") for index, call in enumerate(calls)]
@@ -156,7 +158,7 @@ def _argument_texts(message: ChatMessage) -> list[str]:
 
 
 def _marks(place: int, message: ChatMessage) -> list[str]:
-    marks = [str(place)] if message["content"] else []
+    marks = [str(place)] if message["content"].strip() else []
     return marks + [f"{place}.{index}" for index in range(len(message.get("tool_calls") or ()))]
 
 

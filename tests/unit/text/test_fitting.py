@@ -123,9 +123,11 @@ def test_text_that_a_template_changes_is_not_lost(content: str, shown: str) -> N
 
 
 def test_many_changed_texts_are_found_in_two_renderings() -> None:
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
+    template = "{% for m in messages if m.content | trim %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
     chat = [say(role, f"text {turn}") for turn in range(500) for role in ("user", "assistant")]
-    assert render(template, chat).count("TEXT") == 1000
+    assert render(template, [*chat, say("user", " \n")]).count("TEXT") == 1000
+    with pytest.raises(MessageError, match=r"`messages\[999\]`: .* leaves out"):
+        render(template.replace("in messages if m.content | trim", "in messages[:999]"), chat)
 
 
 def test_what_a_template_cannot_render_is_logged_when_it_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
