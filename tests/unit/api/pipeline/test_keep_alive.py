@@ -271,10 +271,11 @@ async def test_a_follower_that_has_every_event_gets_its_headers_at_once(name: st
         first.gone.set()
         await answering
         first.gone.clear()
-        before = first.tally.keep_alives
+        first.sent, before = [], first.tally.keep_alives
         following = asyncio.create_task(first.send("GET", f"/v1/responses/{created}?stream=true&starting_after={newest}"))
-        await until(lambda: bool(first.sent))
+        await until(lambda: bool(first.body))
         assert first.sent[0]["status"] == 200
+        assert first.body.startswith(KEEP_ALIVE), "not the next reminder of the response, which is an event"
         await until(lambda: first.tally.keep_alives > before + 1)
         prefill.may_go.set()
         await following
