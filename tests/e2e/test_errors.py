@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import socket
@@ -203,6 +204,20 @@ def test_more_than_the_kv_cache_holds_is_refused_with_the_reason(serve: Any) -> 
         status, _, body = server.post("/v1/completions", prompt="x", max_tokens=1000, stream=stream)
         assert status == 400
         assert "needs 63 KV pages and the worker has 10" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_compressed_body(server: Server, path: str) -> None:
+    body = gzip.compress(json.dumps({"model": "simulator", "prompt": "x " * 500}).encode())
+    assert server.request("POST", path, body, {"content-encoding": "gzip"})[0] == 200
+    bomb = gzip.compress(bytes(40 * 2**20))
+    for sent, encoding, status, code in (
+        (bomb, "gzip", 413, "body_too_large"),
+        (body[:-5], "gzip", 400, "invalid_encoding"),
+        (body, "br", 415, "unsupported_encoding"),
+    ):
+        answer = server.request("POST", path, sent, {"content-encoding": encoding})
+        assert (answer[0], answer[2]["error"]["code"]) == (status, code)
 
 
 def test_health(server: Server) -> None:

@@ -27,7 +27,7 @@ _ERRORS = {
     408: "The body did not arrive in time.",
     409: "Its current state does not allow this.",
     413: "The body is too large.",
-    415: "On a server without API keys: the content type is not JSON.",
+    415: "The body has an unknown encoding; or, on a server without API keys, its content type is not JSON.",
     429: "Too many requests: try again later.",
     503: "No worker is available: try again later.",
     507: "The store is full.",
