@@ -108,9 +108,12 @@ def unsupported(what: str) -> EngineRefused:
 
 
 def raise_error(error: object) -> NoReturn:
-    """Raises the error of an event. The answer has begun with status 200, so the real status can only be in the error's code."""
-    code = error.get("code") or error.get("status_code") if isinstance(error, dict) else None
-    raise refused(message_in(error), code if isinstance(code, int) and 400 <= code < 600 else 500)
+    """Raises the error of an event. The answer has begun with status 200, so the real status can only be in the error: a number in its
+    code, or the type that OpenAI gives every refusal of a request (a Penstock behind this one has names as codes)."""
+    fields = error if isinstance(error, dict) else {}
+    code = fields.get("code") or fields.get("status_code")
+    status = 400 if fields.get("type") == "invalid_request_error" else 500
+    raise refused(message_in(error), code if isinstance(code, int) and 400 <= code < 600 else status)
 
 
 @dataclass(frozen=True)

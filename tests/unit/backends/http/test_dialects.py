@@ -81,6 +81,14 @@ def test_an_error_event_is_a_refusal() -> None:
     assert fault_of(sglang_reader(True), busy).retryable
 
 
+def test_what_a_penstock_refuses_in_its_stream_is_not_tried_elsewhere() -> None:
+    """Another attempt would kill more workers."""
+    killer = {"error": {"message": "2 workers died", "type": "invalid_request_error", "param": None, "code": "kills_workers"}}
+    assert fault_of(COMPLETIONS.reader(request()), killer) == Fault("engine_refused", "the engine answered 400: 2 workers died")
+    gone = {"error": {"message": "no worker came", "type": "server_error", "param": None, "code": "no_worker"}}
+    assert fault_of(COMPLETIONS.reader(request()), gone).retryable
+
+
 def test_with_ignore_eos_stop_ids_are_checked_here() -> None:
     """SGLang ignores them, so the request must be aborted."""
     reader = sglang_reader(True, ignore_eos=True, stop_ids=(2,))
