@@ -185,7 +185,7 @@ class Scene:
         """After each test: nothing was refused that the test does not expect, and the script did not fail."""
         assert not self.stack.upstream.problems, self.stack.upstream.problems
         _, others = self.refusals
-        assert not others, "unexpected errors:\n" + "\n".join(map(str, others))
+        assert not others, "\n".join(["unexpected errors:", *map(str, others), "the server's log:", *self.stack.server.log[-40:]])
 
 
 @contextlib.contextmanager

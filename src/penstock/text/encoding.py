@@ -130,10 +130,14 @@ def _take_turn(steps: Steps[Result]) -> tuple[Result] | None:
             return (ended.value,)
         now = time.monotonic()
         if now > began + WORK_SECONDS:
-            waited = now - began - (time.thread_time() - used)
-            time.sleep(min(REST_SECONDS + PATIENCE * waited, MAX_REST_SECONDS))
+            time.sleep(rest_seconds(now - began, time.thread_time() - used))
             began, used = time.monotonic(), time.thread_time()
     return None
+
+
+def rest_seconds(elapsed: float, used: float) -> float:
+    """How long to rest after some work: longer if the thread waited for a core. A coarse clock may count more CPU time than passed."""
+    return min(REST_SECONDS + PATIENCE * max(elapsed - used, 0.0), MAX_REST_SECONDS)
 
 
 def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str], most: int | None, in_all: int | None) -> Steps[list[list[int]]]:

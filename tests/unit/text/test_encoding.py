@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
 from penstock.text import encoding
-from penstock.text.encoding import Encoder, Steps, at_once
+from penstock.text.encoding import MAX_REST_SECONDS, REST_SECONDS, Encoder, Steps, at_once, rest_seconds
 from penstock.text.tokenizers.cuts import CUT, MAX_SLICE, SLICE, slices
 from penstock.text.tokenizers.model_tokenizer import ModelTokenizer
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
@@ -430,3 +430,10 @@ async def test_many_turns_at_once(make: Any) -> None:
 
     await asyncio.gather(*(converse(number) for number in range(9)))
     transcripts.check_integrity()
+
+
+def test_a_thread_rests_longer_if_it_waited() -> None:
+    assert rest_seconds(0.005, 0.005) == REST_SECONDS
+    assert REST_SECONDS < rest_seconds(0.005, 0.004) < rest_seconds(0.005, 0.003) < MAX_REST_SECONDS
+    assert rest_seconds(5.0, 0.005) == MAX_REST_SECONDS
+    assert rest_seconds(0.005, 0.010) == REST_SECONDS, "the clock of CPU time is coarse, and may be ahead"
