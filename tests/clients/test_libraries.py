@@ -63,7 +63,7 @@ def test_langchain(play: Play) -> None:
 
 def test_a_prompt_that_is_too_long(play: Play) -> None:
     """langchain looks for OpenAI's and Anthropic's own words. The event of a stream of Responses it makes a ValueError of."""
-    scene = play("langchain", RECIPE.version("langchain"), weather)
+    scene = play("langchain", RECIPE.version("langchain"), weather, context_length=20_000)
     for path in ("/v1/chat/completions", "/v1/responses"):
         scene.expect(status=400, path=path, text="context_length_exceeded")
     scene.expect(status=400, path="/v1/messages", text="prompt is too long")

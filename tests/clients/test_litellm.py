@@ -27,7 +27,7 @@ def test_loops(play: Play) -> None:
 
 def test_a_prompt_that_is_too_long(play: Play) -> None:
     """litellm looks for OpenAI's and Anthropic's own words, and raises its ContextWindowExceededError."""
-    scene = play("litellm", VERSION, weather)
+    scene = play("litellm", VERSION, weather, context_length=20_000)
     scene.expect(status=400, path="/v1/chat/completions", text="context_length_exceeded")
     scene.expect(status=400, path="/v1/messages", text="prompt is too long")
     done = scene.run(set_up("litellm"), PROGRAMS / "litellm_overflow.py")

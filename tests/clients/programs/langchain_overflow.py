@@ -15,7 +15,7 @@ MODELS: list[Any] = [
     ChatOpenAI(model=MODEL, max_retries=0, use_responses_api=True),
     ChatAnthropic(model_name=MODEL, max_retries=0, max_tokens_to_sample=500, timeout=None, stop=None),
 ]
-LONG = "word " * 300_000
+LONG = "word " * 30_000
 
 for model in MODELS:
     for ask in (model.invoke, lambda text, model=model: list(model.stream(text))):

@@ -11,7 +11,7 @@ MESSAGES = {"model": f"anthropic/{os.environ['MODEL']}", "api_base": os.environ[
 
 def too_long(target: Any, is_streamed: bool) -> None:
     try:
-        list(litellm.completion(**target, messages=[{"role": "user", "content": "word " * 300_000}], stream=is_streamed))
+        list(litellm.completion(**target, messages=[{"role": "user", "content": "word " * 30_000}], stream=is_streamed))
     except litellm.ContextWindowExceededError:
         print("too long")
 
