@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -100,6 +101,7 @@ def _read_tool(field: str, tool: dict[str, Any], read: list[_Known], space: Name
 def _names(read: Sequence[_Known]) -> ToolNames:
     """The name of each tool for the model. One that another tool has already gets a number."""
     taken = {each.tool.name for each in read if each.space is None}
+    numbers: Counter[str] = Counter()
     names: dict[tuple[str | None, str], str] = {}
     for each in read:
         key = each.namespace, each.tool.name
@@ -107,16 +109,17 @@ def _names(read: Sequence[_Known]) -> ToolNames:
             field = f"{each.field}.name"
             raise RequestError(f"`{field}` is {each.tool.name!r}: another tool has the same name", param=field)
         name = known_name(*key)
-        names[key] = name if each.space is None else _free_name(name, taken)
+        names[key] = name if each.space is None else _free_name(name, taken, numbers)
         taken.add(names[key])
     return names
 
 
-def _free_name(name: str, taken: set[str]) -> str:
-    free, number = name, 1
+def _free_name(name: str, taken: set[str], numbers: Counter[str]) -> str:
+    """`numbers` has the last number that was tried for each name: none is tried twice."""
+    free = name
     while free in taken:
-        number += 1
-        free = f"{name[: MAX_NAME_CHARACTERS - 5]}_{number}"
+        numbers[name] += 1
+        free = f"{name[: MAX_NAME_CHARACTERS - 5]}_{numbers[name] + 1}"
     return free
 
 
