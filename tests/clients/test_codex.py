@@ -218,12 +218,16 @@ def test_a_message_with_an_image_is_refused_once(begin: Begin) -> None:
 
 
 def test_a_schema_for_the_last_message(begin: Begin) -> None:
-    codex = begin(InTurn('{"depth": 17}'))
+    """Codex sends it with every request. The grammar allows calls, too, or the model could never use a tool."""
+    codex = begin(InTurn(tool_call("exec_command", cmd="echo 17"), '{"depth": 17}'))
     schema = {"type": "object", "properties": {"depth": {"type": "integer"}}, "required": ["depth"], "additionalProperties": False}
     (codex.scene.work / "schema.json").write_text(json.dumps(schema))
     assert said(codex.run("--output-schema", "schema.json", "How deep is it?")) == '{"depth": 17}'
-    (prompt,) = codex.scene.prompts
-    assert "depth" in json.dumps(prompt.body)
+    for prompt in codex.scene.prompts:
+        grammar = prompt.body["structured_outputs"]["grammar"]
+        assert "depth" in grammar
+        assert "<tool_call>" in grammar
+    assert_reused(codex.scene, 1)
 
 
 def test_a_prompt_that_is_too_long(begin: Begin) -> None:

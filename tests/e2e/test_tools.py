@@ -95,6 +95,22 @@ def test_parse_gives_the_object(model_server: Server) -> None:
     assert isinstance(answer.choices[0].message.parsed, GetWeather)
 
 
+def test_a_format_leaves_the_choice_to_the_model(model_server: Server) -> None:
+    """The answer is text in the format, or calls."""
+    schema = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"], "additionalProperties": False}
+    answer = model_server.client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=QUESTION,
+        tools=TOOLS,
+        response_format={"type": "json_schema", "json_schema": {"name": "sky", "schema": schema}},
+        max_tokens=24,
+        temperature=0,
+    )
+    message = answer.choices[0].message
+    # A call that was cut off comes back as text.
+    assert message.tool_calls or (message.content or "").startswith(("{", "<tool_call>"))
+
+
 def test_auto_leaves_the_choice_to_the_model(model_server: Server) -> None:
     answer = model_server.client.chat.completions.create(
         model=DEFAULT_MODEL, messages=[{"role": "user", "content": "Say hello."}], tools=TOOLS, max_tokens=30, temperature=0

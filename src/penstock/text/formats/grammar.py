@@ -1,4 +1,4 @@
-"""Grammars that force a tool call, and grammars that allow reasoning before structured output."""
+"""Grammars that force a tool call, and grammars that allow reasoning before structured output, or calls instead of it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ MAX_CALLS = 16
 """The limit for parallel calls: a small model that may always begin another call never ends."""
 
 _ANY_TEXT = "/(?s:.*)/"
+_SOME_TEXT = "/(?s:.+)/"
 _GAP = r"/[ \n]{0,4}/"
 _REGEX_PARTS = re.compile(r"\\.|/|\n", re.DOTALL)
 _REGEX_ESCAPES = {"/": r"\/", "\n": r"\n"}
@@ -44,23 +45,38 @@ def tool_grammar(
     return name, _grammar(rules, "tools")
 
 
-def after_reasoning(grammar: Grammar, reasoning_format: str | None, inside_reasoning: bool) -> Grammar:
+def after_reasoning(grammar: Grammar, reasoning_format: str | None, inside_reasoning: bool, tool_format: str | None = None) -> Grammar:
     """The grammar with the model's reasoning before it: required if the prompt has begun it, else optional.
+
+    With a tool format, the answer may be calls instead: a grammar is for text. What follows the opening of a call is free, as it is
+    without a grammar. Calls that open with a mere bracket could be text, too, so they are not allowed.
 
     Raises RequestError for a grammar in GBNF, which cannot be extended, and when the result is too long.
     """
-    if reasoning_format is None:
+    calls = None if tool_format is None else _free_calls(tool_format)
+    if reasoning_format is None and calls is None:
         return grammar
     try:
-        answer = _answer(grammar)
+        text = _answer(grammar)
     except msgspec.DecodeError:
         # The worker reports what is wrong with it.
         return grammar
-    start = _start(reasoning_format, inside_reasoning)
-    if reasoning_format == HARMONY:
-        # The answer comes first, so that line numbers in errors stay the same.
-        return _grammar([f"final: {answer}", 'answer: <|channel|> "final" <|message|> final', start], "grammar")
-    return _grammar([f"answer: {answer}", start], "grammar")
+    answer = '<|channel|> "final" <|message|> text' if HARMONY in (reasoning_format, tool_format) else "text"
+    # The text comes first, so that line numbers in errors stay the same.
+    rules = [f"text: {text}", f"answer: {answer}" + ("" if calls is None else f" | {calls}"), _start(reasoning_format, inside_reasoning)]
+    return _grammar(rules, "grammar")
+
+
+def _free_calls(tool_format: str) -> str | None:
+    """Calls in the model's own format, as the body of a rule. None if nothing but a bracket tells them from text."""
+    if tool_format == HARMONY:
+        return f'<|channel|> "commentary to=" {_SOME_TEXT} (<|constrain|> {_SOME_TEXT})? <|message|> {_ANY_TEXT}'
+    openings = [opening.marker for opening in TOOL_FORMATS[tool_format].openings if not opening.is_bare]
+    if not openings:
+        return None
+    tokens = sorted({*openings, *TOOL_FORMATS[tool_format].tokens})
+    inside = " | ".join([_SOME_TEXT, *(f"%token {_literal(token)}" for token in tokens)])
+    return f"({' | '.join(f'%token {_literal(opening)}' for opening in openings)}) ({inside})*"
 
 
 def _grammar(rules: Iterable[str], field: str) -> Grammar:

@@ -137,6 +137,19 @@ async def test_a_forced_call_is_a_grammar() -> None:
     assert plan.submits[0].grammar is None
 
 
+async def test_a_format_is_for_text_so_the_model_may_still_call() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+
+    async def source(**fields: object) -> str:
+        plan, _ = await parse_chat(*await request({**body, **fields}))
+        assert plan.submits[0].grammar is not None
+        return plan.submits[0].grammar.source
+
+    assert "<tool_call>" in await source(response_format={"type": "json_object"})
+    assert "<tool_call>" not in await source(response_format={"type": "json_object"}, tool_choice="none")
+    assert await source(structured_outputs={"regex": "a"}) == "a"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import tokenizers
 
+from answers.all_formats import BY_TOOL_FORMAT
 from penstock.engine.checkpoints.checkpoint import find_default_model
 from penstock.grammar.grammar import MAX_SOURCE_BYTES, GrammarCompiler, GrammarMatcher
 from penstock.text.formats.grammar import MAX_GRAMMAR_BYTES, after_reasoning, tool_grammar
@@ -220,6 +221,42 @@ def test_markers_may_be_tokens_and_may_be_spelled_out() -> None:
 def test_nothing_changes_without_reasoning() -> None:
     grammar = Grammar("regex", "a")
     assert after_reasoning(grammar, None, False) is grammar
+
+
+FORMAT = Grammar("json_schema", json.dumps(TOOLS["get_weather"]))
+WITH_OPENING = [name for name, tool_format in TOOL_FORMATS.items() if not all(each.is_bare for each in tool_format.openings)]
+
+
+@pytest.mark.parametrize("tool_format", WITH_OPENING)
+def test_the_model_may_call_instead_of_writing_text_that_follows_a_format(tool_format: str) -> None:
+    grammar = after_reasoning(FORMAT, None, False, tool_format)
+    thinking = after_reasoning(FORMAT, "think", True, tool_format)
+    openings = tuple(each.marker for each in TOOL_FORMATS[tool_format].openings if not each.is_bare)
+    calls = [one.text for one in BY_TOOL_FORMAT[tool_format] if one.text.startswith(openings) and isinstance(one.parts[-1], CallEnd)]
+    assert calls
+    for text in calls:
+        assert takes(grammar, text), text
+        assert takes(thinking, f"Hm.</think>\n\n{text}"), text
+    for before, each in (("", grammar), ("Hm.</think>\n\n", thinking)):
+        assert takes(each, before + '{"city": "Rome"}')
+        assert not takes(each, before + '{"town": "Rome"}')
+        assert not takes(each, before + "Rome")
+        assert not takes(each, before + "Rome" + calls[0])
+
+
+def test_harmony_may_call_instead() -> None:
+    grammar = after_reasoning(FORMAT, "harmony", False, "harmony")
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for before in ("", thought):
+        assert takes(grammar, before + '<|channel|>final<|message|>{"city": "Rome"}')
+        assert takes(grammar, before + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"a": 1}')
+        assert takes(grammar, before + '<|channel|>commentary to=functions.look<|message|>{"a": 1}')
+        assert not takes(grammar, before + "<|channel|>final<|message|>Rome")
+        assert not takes(grammar, before + "<|channel|>commentary<|message|>Rome")
+
+
+def test_calls_that_could_be_text_are_not_allowed_beside_a_format() -> None:
+    assert after_reasoning(FORMAT, None, False, "json") is FORMAT
 
 
 @pytest.mark.parametrize("name", CASES)
