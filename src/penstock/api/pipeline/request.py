@@ -22,7 +22,7 @@ from penstock.api.errors import ErrorShape
 from penstock.api.models import Models
 from penstock.api.openai.schema import CHOICES
 from penstock.api.pipeline.admission import Admission
-from penstock.api.pipeline.content_encoding import decode_content, find_coding, find_zstd
+from penstock.api.pipeline.content_encoding import Coding, decode_content, find_coding, find_zstd
 from penstock.api.pipeline.json_cost import MIN_BYTES, check_cost, is_quick
 from penstock.api.pipeline.response import Response
 from penstock.config.front_end import Limits
@@ -104,27 +104,21 @@ class ClientGone(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits, bodies: FairBudget, share: Share) -> bytes:
-    """The whole body, which takes its bytes from the budget: all at once if the client says how many, or else as they come.
+    """The whole body, as it was sent. It takes its bytes from the budget: all at once if the client says how many, or else as they come.
 
     Two bodies that each wait for the other's bytes would wait for long.
 
-    Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long, 503 when there is no room for it, 415
-    for an unknown encoding.
+    Raises RequestError: 413 as soon as it is known to be over the limit, 408 when it takes too long, 503 when there is no room for it.
     """
     limit, seconds = limits.max_body_bytes, limits.stall_seconds
-    length, encoding = announced_length(scope), _encoding_of(scope)
-    coding = None if encoding is None else find_coding(encoding, find_zstd())
+    length = announced_length(scope)
     if length is not None and length > limit:
         raise too_large(limit)
     deadline = _Deadline(seconds)
     try:
         if length and not bodies.take(share, length):
             await _wait_for_room(bodies, share, length, deadline)
-        body = await _read_chunks(receive, limit, length, deadline, bodies, share)
-        if coding is None:
-            return body
-        decoded = await decode_content(body, coding, limit, partial(_take_room, bodies, share, deadline=deadline))
-        return _as_body(decoded)
+        return await _read_chunks(receive, limit, length, deadline, bodies, share)
     except asyncio.CancelledError:
         if deadline.has_passed:
             message = f"the body did not come within {seconds:g} seconds"
@@ -180,17 +174,29 @@ def _as_body(read: bytearray) -> bytes:
     return bytes(read) if len(read) <= MAX_COPIED_BYTES else cast(bytes, read)
 
 
-def _encoding_of(scope: Scope) -> bytes | None:
+def coding_of(scope: Scope) -> Coding | None:
+    """How the body is compressed, if it is. Raises RequestError: 415 for an unknown encoding."""
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value != b"identity":
-            found: bytes = value
-            return found
+            return find_coding(value, find_zstd())
     return None
 
 
-async def _take_room(bodies: FairBudget, share: Share, size: int, deadline: _Deadline) -> None:
-    if not bodies.take(share, size):
-        await _wait_for_room(bodies, share, size, deadline)
+async def decode_sent(body: bytes, coding: Coding, limits: Limits, bodies: FairBudget, share: Share) -> bytes:
+    """What a compressed body decodes to, which takes its bytes from the budget as it grows.
+
+    Raises RequestError: 413 when it is over the limit, 400 when it is broken, 503 when there is no room for it.
+    """
+
+    async def take(size: int) -> None:
+        if not bodies.take(share, size):
+            await bodies.wait(share, size, MAX_BODY_WAIT_SECONDS)
+
+    try:
+        async with asyncio.timeout(limits.stall_seconds):
+            return _as_body(await decode_content(body, coding, limits.max_body_bytes, take))
+    except TimeoutError as error:
+        raise _no_room(bodies) from error
 
 
 async def _wait_for_room(bodies: FairBudget, share: Share, size: int, deadline: _Deadline) -> None:
@@ -200,8 +206,12 @@ async def _wait_for_room(bodies: FairBudget, share: Share, size: int, deadline: 
     except (TimeoutError, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and not deadline.has_passed:
             raise
-        message = f"the server holds {bodies.used:,} bytes of request bodies; its limit is {bodies.total:,} (--body-memory)"
-        raise RequestError(message, code="overloaded", status=503, limit="body_memory") from error
+        raise _no_room(bodies) from error
+
+
+def _no_room(bodies: FairBudget) -> RequestError:
+    message = f"the server holds {bodies.used:,} bytes of request bodies; its limit is {bodies.total:,} (--body-memory)"
+    return RequestError(message, code="overloaded", status=503, limit="body_memory")
 
 
 @dataclass(frozen=True)
@@ -279,11 +289,17 @@ class Endpoint:
                     tenant.quota.charge(self.generates)
                 if scope["query_string"]:
                     incoming.query = _read_query(scope["query_string"])
-                incoming.body = await read_body(scope, receive, self.admission.limits, bodies, share)
+                coding, limits = coding_of(scope), self.admission.limits
+                incoming.body = await read_body(scope, receive, limits, bodies, share)
             except RequestError as error:
+                # What is discarded needs no room.
+                release()
                 if error.status in _DISCARDED:
                     await discard_body(receive)
                 raise
+            # Here the client has sent everything: there is nothing to discard. Without a body there is nothing to decode.
+            if coding is not None and incoming.body:
+                incoming.body = await decode_sent(incoming.body, coding, limits, bodies, share)
             self.admission.answering += 1
             try:
                 return await self.answer(incoming, receive, response)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.api.pipeline.content_encoding import MIN_ALLOWED_BYTES, PIECE_BYTES, find_coding, find_zstd
-from penstock.api.pipeline.request import read_body
+from penstock.api.pipeline.request import coding_of, decode_sent, read_body
 from penstock.config.front_end import Limits
 from penstock.fairness import FairBudget, Share
 from penstock.wire.errors import RequestError
@@ -36,7 +36,10 @@ async def read(body: bytes, encoding: str, limit: int = 32 * MIB, bodies: FairBu
         return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
     scope = {"headers": [(b"content-length", b"%d" % len(body)), (b"content-encoding", encoding.encode())]}
-    return await read_body(scope, receive, Limits(max_body_bytes=limit), bodies or FairBudget(100 * MIB), Share())
+    limits, bodies, share = Limits(max_body_bytes=limit), bodies or FairBudget(100 * MIB), Share()
+    coding = coding_of(scope)
+    sent = await read_body(scope, receive, limits, bodies, share)
+    return sent if coding is None else await decode_sent(sent, coding, limits, bodies, share)
 
 
 async def refused(body: bytes, encoding: str, **settings: Any) -> RequestError:

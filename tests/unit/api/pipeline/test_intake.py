@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from typing import Any
@@ -12,6 +13,7 @@ from msgspec import structs
 
 from front_end import MODEL, FrontEnd, Produce, request, says
 from penstock.api.app import ROUTES
+from penstock.api.auth import gate
 from penstock.api.auth.gate import Gate
 from penstock.api.auth.keys import Keyring
 from penstock.api.auth.quota import Quota
@@ -221,10 +223,11 @@ HALF = len(BODY) // 2
 class Client:
     """A request whose body is sent piece by piece."""
 
-    def __init__(self, front_end: FrontEnd, key: str, body: bytes = BODY) -> None:
+    def __init__(self, front_end: FrontEnd, key: str, body: bytes = BODY, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         self._pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[Any] = []
-        headers = [(b"x-api-key", key.encode()), (b"content-length", str(len(body)).encode())]
+        length = () if (b"transfer-encoding", b"chunked") in headers else ((b"content-length", str(len(body)).encode()),)
+        headers = ((b"x-api-key", key.encode()), *length, *headers)
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
         self.task = asyncio.ensure_future(front_end.app(scope, self._pieces.get, self._send))
 
@@ -295,6 +298,50 @@ async def test_a_body_that_waits_too_long_is_told_which_limit_is_reached(monkeyp
     await slow.send(BODY[-1:])
     assert (await slow.answer())[0] == 200
     assert front_end.admission.bodies.used == 0
+
+
+async def test_a_decoded_body_without_room_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has sent everything, so there is nothing more to wait for."""
+    monkeypatch.setattr(pipeline, "MAX_BODY_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(gate, "DISCARD_SECONDS", 60.0)
+    front_end = await with_little_room()
+    slow = Client(front_end, ALICE)
+    await slow.send(BODY[:-1])
+    compressed = gzip.compress(BODY)
+    second = Client(front_end, ALICE, compressed, ((b"content-encoding", b"gzip"),))
+    await second.send(compressed)
+    assert (await second.answer())[0] == 503
+    assert front_end.admission.bodies.used == len(BODY), "only the first one holds room"
+    await slow.send(BODY[-1:])
+    assert (await slow.answer())[0] == 200
+    assert front_end.admission.bodies.used == 0
+
+
+async def test_without_a_body_there_is_nothing_to_decode() -> None:
+    """Some clients have the header in all their requests."""
+    front_end = FrontEnd(says("x"))
+    await front_end.send("GET", "/v1/models", headers={"content-encoding": "gzip"})
+    assert front_end.status == 200
+
+
+async def test_a_refused_body_holds_no_room_while_the_rest_of_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MAX_BODY_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(gate, "DISCARD_SECONDS", 60.0)
+    front_end = await with_little_room()
+    bodies, holder, waiting = front_end.admission.bodies, Share("api-key-1"), Share("api-key-1")
+    assert bodies.take(holder, HALF)
+    # Without a length it takes room as it comes.
+    client = Client(front_end, ALICE, headers=((b"transfer-encoding", b"chunked"),))
+    await client.send(BODY)
+    await client.send(BODY)
+    async with asyncio.timeout(10):
+        await bodies.wait(waiting, ROOM - HALF)
+    assert not client.sent, "some clients read no answer before they have sent everything"
+    client.disconnect()
+    assert (await client.answer())[0] == 503
+    for share in (holder, waiting):
+        bodies.release(share)
+    assert bodies.used == 0
 
 
 async def test_a_body_that_waits_for_room_until_its_time_is_over_is_not_called_slow() -> None:
