@@ -101,6 +101,34 @@ def test_members_of_a_responses_items_that_nobody_knows_are_ignored() -> None:
     assert read_items("input", OF_RESPONSES) == read_items("input", without_extras(OF_RESPONSES))
 
 
+ANYTHING = [1, {"type": "input_text", "prompt_cache_breakpoint": 5}]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}", "content": ANYTHING, "output": ANYTHING, "": ANYTHING},
+        {"type": "message", "role": "assistant", "content": "Well.", "output": ANYTHING},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm", "prompt_cache_breakpoint": 5}]},
+    ],
+    ids=["call", "message", "reasoning"],
+)
+async def test_members_of_items_that_are_ignored_may_be_anything(item: dict[str, Any]) -> None:
+    front_end = FrontEnd(says("x"))
+    body = {"model": "m", "input": [item, {"role": "user", "content": "x"}], "store": False}
+    await front_end.send("POST", "/v1/responses", json.dumps(body).encode())
+    assert front_end.status == 200
+
+
+@pytest.mark.parametrize(("mark", "status"), [({"mode": "explicit"}, 200), (None, 200), (5, 400)])
+async def test_the_mark_of_an_image_is_read_although_the_image_is_not(mark: Any, status: int) -> None:
+    front_end = FrontEnd(says("x"))
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:", "prompt_cache_breakpoint": mark}]}
+    body = {"model": "m", "input": [image, {"role": "user", "content": "x"}], "store": False}
+    await front_end.send("POST", "/v1/responses", json.dumps(body).encode())
+    assert front_end.status == status
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

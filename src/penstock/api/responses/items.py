@@ -36,6 +36,10 @@ _PREFIXES = {
     "reasoning": "rs",
 }
 _OUTPUTS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
+_PARTS = {"message": "content", **dict.fromkeys(_OUTPUTS, "output")}
+"""Where an item of this type has parts that can be marked for the cache."""
+
+MARK = "prompt_cache_breakpoint"
 
 StructType = TypeVar("StructType", bound=Struct)
 
@@ -95,9 +99,10 @@ def marked_parts(given: str | Sequence[dict[str, Any]] | None) -> list[ContentPa
     """The parts that are marked for the cache, of items that have been read."""
     if given is None or isinstance(given, str):
         return []
-    contents = [item.get(name) for item in given for name in ("content", "output")]
-    marks = [part.get("prompt_cache_breakpoint") for content in contents if isinstance(content, list) for part in content]
-    return [msgspec.convert({"type": "text", "text": "", "prompt_cache_breakpoint": mark}, ContentPart) for mark in marks if mark]
+    # Nothing else of an item is looked at: what is not known there was ignored, and may be anything.
+    contents = [item[_PARTS[kind]] for item in given if (kind := _kind(item)) in _PARTS]
+    marks = [part.get(MARK) for content in contents if isinstance(content, list) for part in content]
+    return [msgspec.convert({"type": "text", "text": "", MARK: mark}, ContentPart) for mark in marks if mark]
 
 
 def check_outputs(items: Iterable[Item], fields: Iterable[str]) -> None:
@@ -118,8 +123,12 @@ def _inside(value: object) -> Iterable[object]:
     return value if isinstance(value, list) else ()
 
 
+def _kind(item: dict[str, Any]) -> Any:
+    return item.get("type") or ("message" if "role" in item or "id" not in item else "item_reference")
+
+
 def _read_item(field: str, value: dict[str, Any], is_new: bool) -> Item:
-    kind = value.get("type") or ("message" if "role" in value or "id" not in value else "item_reference")
+    kind = _kind(value)
     if not isinstance(kind, str) or kind not in ITEMS:
         shown = msgspec.json.encode(kind)[:80].decode(errors="replace") if isinstance(kind, str) else "not a string"
         hosted = isinstance(kind, str) and kind.partition("_call")[0] in HOSTED_TOOLS
@@ -145,9 +154,9 @@ def _only_text(field: str, kind: str, value: dict[str, Any], is_new: bool) -> di
 
     Codex keeps a message that was refused, and sends it again before the next one: refused once more, the thread would be lost.
     """
-    name = "output" if kind in _OUTPUTS else "content"
-    parts = value.get(name)
-    if kind not in (*_OUTPUTS, "message") or not isinstance(parts, list):
+    name = _PARTS.get(kind)
+    parts = None if name is None else value.get(name)
+    if name is None or not isinstance(parts, list):
         return value
     read = []
     for index, part in enumerate(parts):
@@ -155,7 +164,8 @@ def _only_text(field: str, kind: str, value: dict[str, Any], is_new: bool) -> di
         if isinstance(media, str) and media in MEDIA:
             if kind == "message" and is_new:
                 raise unreadable(f"{field}.{name}[{index}]", media)
-            part = {"type": "input_text", "text": placeholder(MEDIA[media])}
+            marks = {MARK: part[MARK]} if MARK in part else {}
+            part = {"type": "input_text", "text": placeholder(MEDIA[media]), **marks}
         read.append(part)
     return {**value, name: read}
 

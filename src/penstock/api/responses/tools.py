@@ -115,11 +115,11 @@ def _names(read: Sequence[_Known]) -> ToolNames:
 
 
 def _free_name(name: str, taken: set[str], numbers: Counter[str]) -> str:
-    """`numbers` has the last number that was tried for each name: none is tried twice."""
-    free = name
+    """`numbers` has the last number that was tried for each beginning of a name: none is tried twice."""
+    free, beginning = name, name[: MAX_NAME_CHARACTERS - 5]
     while free in taken:
-        numbers[name] += 1
-        free = f"{name[: MAX_NAME_CHARACTERS - 5]}_{numbers[name] + 1}"
+        numbers[beginning] += 1
+        free = f"{beginning}_{numbers[beginning] + 1}"
     return free
 
 

@@ -153,6 +153,17 @@ def test_two_tools_never_share_a_name() -> None:
     assert history(tools, ("a", "b__c"), ("a__b", "c"), (None, "a__b__c")) == names(tools)
 
 
+def test_long_names_that_clash_are_numbered_in_one_pass() -> None:
+    """All begin alike, so that each number is taken already by another name."""
+    long = ["x" * (MAX_NAME_CHARACTERS - 6) + f"{number:03}" for number in range(500)]
+    outside = [{**LOOK, "name": f"a__{name}"} for name in long]
+    inside = {"type": "namespace", "name": "a", "tools": [{**LOOK, "name": name} for name in long]}
+    tools = read_tools([*outside, inside], None)
+    assert len(set(names(tools))) == 1000
+    assert max(map(len, names(tools))) == MAX_NAME_CHARACTERS
+    assert names(tools)[-1].endswith("_501"), "one number for each, none is tried twice"
+
+
 def test_names_that_are_too_long_together_are_cut_and_stay_apart() -> None:
     inside = [{**LOOK, "name": "x" * 200 + end} for end in "ab"]
     tools = read_tools([{"type": "namespace", "name": "n" * 200, "tools": inside}], None)
