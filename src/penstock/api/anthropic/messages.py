@@ -101,7 +101,8 @@ def read_chat(request: Prompted) -> Chat:
     continues = _continues(messages, fields)
     if not messages:
         raise RequestError("`messages` has nothing to answer: expected a user message with content", param="messages")
-    choice, tools = _tool_choice(request), conversation.tools
+    tools = conversation.tools
+    choice = _tool_choice(request, has_tools=bool(tools.head or tools.later))
     field, grammar = _grammar(request)
     if continues and grammar is not None:
         raise RequestError(f"`{field}` cannot be combined with a last message of the assistant, which the answer continues", param=field)
@@ -177,11 +178,11 @@ def _continues(messages: list[ChatMessage], fields: list[str]) -> bool:
     return True
 
 
-def _tool_choice(request: Prompted) -> ToolChoice:
+def _tool_choice(request: Prompted, has_tools: bool) -> ToolChoice:
     choice = request.tool_choice
     if isinstance(choice, NoChoice):
         return ToolChoice("none")
-    if isinstance(choice, AnyChoice | NamedChoice) and not request.tools:
+    if isinstance(choice, AnyChoice | NamedChoice) and not has_tools:
         raise RequestError("`tool_choice` asks for a call, but there are no `tools`", param="tool_choice")
     if isinstance(choice, NamedChoice):
         return ToolChoice("named", choice.name)

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from penstock.api.anthropic.schema import DefinedTool, NamedTool, Tool
-from penstock.api.pipeline.plan import check_names, described_tool
+from penstock.api.openai.schema import MAX_TOOLS
+from penstock.api.pipeline.plan import check_names, check_size, described_tool
 from penstock.wire.errors import RequestError
 
 
@@ -39,9 +40,10 @@ class Tools:
         for tool in tools:
             name = tool.name if isinstance(tool, NamedTool) else tool.definition.name
             self.removed.discard(name)
-            added = self._deferred.pop(name, None) if isinstance(tool, NamedTool) else described_tools([tool.definition], field)[0]
+            added = self._deferred.pop(name, None) if isinstance(tool, NamedTool) else _defined(tool.definition, field)
             if added is not None:
                 self.later[name] = added
+                check_size("tools", len(self.head) + len(self.later), MAX_TOOLS, "tools, with those that messages add")
                 new.append(_written(added))
             else:
                 is_known = name in self._described or name in self.later
@@ -65,6 +67,15 @@ def described_tools(tools: Sequence[Tool], field: str = "tools[{}]") -> list[dic
             param = f"{field.format(index)}.input_schema"
             raise RequestError(f"`{param}` is required", param=param, code="missing_field")
     return [described_tool(tool.name, _description(tool), tool.input_schema) for tool in tools if tool.type in (None, "custom")]
+
+
+def _defined(tool: Tool, field: str) -> dict[str, Any]:
+    """A tool that a message defines."""
+    described = described_tools([tool], field)
+    if not described:
+        param = f"{field}.type"
+        raise RequestError(f"`{param}` is {tool.type!r}: expected a tool with `name` and `input_schema`", param=param)
+    return described[0]
 
 
 def _description(tool: Tool) -> str:

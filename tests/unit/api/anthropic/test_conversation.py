@@ -11,6 +11,7 @@ from penstock.api.anthropic.blocks import sealed, signature_of
 from penstock.api.anthropic.conversation import Conversation
 from penstock.api.anthropic.messages import longest_mark, read_chat, read_common
 from penstock.api.anthropic.schema import AssistantMessage, Message, MessagesRequest, Role, SystemMessage, UserMessage
+from penstock.api.openai.schema import MAX_TOOLS
 from penstock.api.pipeline.plan import Chat, ToolChoice
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
@@ -341,6 +342,21 @@ def test_with_a_search_of_the_servers_all_tools_are_described_at_the_head() -> N
         dialogue(tools=[{"name": "look"}])
     with pytest.raises(RequestError, match=r"messages\[1\].content\[0\].tool.definition.input_schema"):
         dialogue(user("a"), changes(("addition", {"type": "tool_definition", "definition": {"name": "fly"}})), tools=[LOOK])
+    with pytest.raises(RequestError, match=r"messages\[1\].content\[0\].tool.definition.type. is 'tool_search_tool_regex_20251119'"):
+        dialogue(user("a"), changes(("addition", {"type": "tool_definition", "definition": search})), tools=[LOOK])
+
+
+def test_a_call_of_a_tool_that_a_message_defines_can_be_forced() -> None:
+    added = changes(("addition", {"type": "tool_definition", "definition": FLY}))
+    for choice in ({"type": "any"}, {"type": "tool", "name": "fly"}):
+        assert names(dialogue(user("a"), added, tool_choice=choice).prompt.tools) == ["fly"]
+
+
+def test_tools_of_messages_count_as_tools() -> None:
+    added = [("addition", {"type": "tool_definition", "definition": {**FLY, "name": f"fly_{number}"}}) for number in range(MAX_TOOLS)]
+    assert len(dialogue(user("a"), changes(*added[1:]), tools=[LOOK]).later_tools) == MAX_TOOLS - 1
+    with pytest.raises(RequestError, match="`tools` has 1,025 tools, with those that messages add: expected at most 1,024"):
+        dialogue(user("a"), changes(*added), tools=[LOOK])
 
 
 def test_tools_come_and_go_within_a_chat() -> None:
