@@ -263,7 +263,7 @@ ROUTES: tuple[Route, ...] = (
         "List the models that are available now",
         description=_IN_ANTHROPICS_FORM,
         handler=list_models,
-        answer=answers.ModelList,
+        answer=(answers.ModelList, anthropic.AnthropicModelList),
         parameters=(_VERSION,),
     ),
     Route(
@@ -273,7 +273,7 @@ ROUTES: tuple[Route, ...] = (
         "Get one model",
         description=_IN_ANTHROPICS_FORM,
         handler=get_model,
-        answer=answers.Model,
+        answer=(answers.Model, anthropic.AnthropicModel),
         parameters=(_VERSION,),
         errors=(404, 503),
     ),

@@ -16,8 +16,8 @@ _EVENTS = "text/event-stream"
 _REFERENCE = "#/components/schemas/"
 _DESCRIPTION = """The OpenAI and Anthropic APIs over HTTP, with extensions.
 
-A wrong request gets an error whose `error.message` names the field, its value and what is expected. Unknown fields are errors. Every GET
-that does not stream also takes HEAD. A server without API keys accepts every request.
+A wrong request gets an error whose `error.message` names the field, its value and what is expected. Unknown fields are errors,
+except in answers that a client sends back. Every GET that does not stream also takes HEAD. A server without API keys accepts every request.
 """
 _ERRORS = {
     400: "The request is wrong.",
@@ -96,7 +96,11 @@ def _short(name: str) -> str:
 
 def _types(route: Route) -> list[Any]:
     elements = [kind for kinds in route.elements.values() for kind in kinds]
-    return [kind for kind in (route.body, route.answer, route.event, _failure(route), *elements) if kind is not None]
+    return [kind for kind in (route.body, *_answers(route), route.event, _failure(route), *elements) if kind is not None]
+
+
+def _answers(route: Route) -> tuple[Any, ...]:
+    return route.answer if isinstance(route.answer, tuple) else (route.answer,)
 
 
 def _failure(route: Route) -> Any:
@@ -150,7 +154,8 @@ def _responses(route: Route, schema_of: Mapping[Any, Document]) -> Document:
 def _content(route: Route, schema_of: Mapping[Any, Document]) -> Document:
     content: Document = {}
     if route.answer is not None:
-        content[_JSON] = {"schema": schema_of[route.answer]}
+        schemas = [schema_of[kind] for kind in _answers(route)]
+        content[_JSON] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
     if route.event is not None:
         # OpenAPI cannot describe the events of a stream. `x-event` has the schema of each event's data.
         content[_EVENTS] = {"x-event": schema_of[route.event]}

@@ -186,10 +186,11 @@ async def test_answers_match_the_document(document: dict[str, Any], path: str, b
             exact(document, described["text/event-stream"]["x-event"]).validate(event)
 
 
+@pytest.mark.parametrize("headers", [{}, {"anthropic-version": "2023-06-01"}], ids=["plain", "Anthropic"])
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m", "/v1/sessions", "/live", "/ready"])
-async def test_simple_answers_match_the_document(document: dict[str, Any], path: str) -> None:
+async def test_simple_answers_match_the_document(document: dict[str, Any], path: str, headers: dict[str, str]) -> None:
     front_end = FrontEnd(says("x"))
-    await front_end.send("GET", path)
+    await front_end.send("GET", path, headers=headers)
     assert front_end.status == 200
     described = document["paths"][re.sub("/m$", "/{id}", path)]["get"]
     exact(document, described["responses"]["200"]["content"]["application/json"]["schema"]).validate(front_end.json)
