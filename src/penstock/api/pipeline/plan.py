@@ -148,7 +148,8 @@ async def plan_chat(
         field = "tool_choice"
     elif grammar is not None:
         # A format is for text: the model may still call. `structured_outputs` are for the whole answer.
-        grammar = after_reasoning(grammar, reasoning_format, is_inside, None if field == "structured_outputs" else tool_format)
+        called = None if field == "structured_outputs" else tool_format
+        grammar = after_reasoning(grammar, reasoning_format, is_inside, called, tools)
     parser = partial(make_parser, tool_format, reasoning_format, tools, is_inside) if tool_format or reasoning_format else None
     plan = make_plan(
         model,

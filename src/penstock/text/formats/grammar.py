@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from penstock.text.formats.json_calls import JsonCalls
 from penstock.text.formats.parser import Schemas
-from penstock.text.formats.tables import HARMONY, JSON, REASONING_FORMATS, TOOL_FORMATS, ToolFormat, Written
+from penstock.text.formats.tables import HARMONY, JSON, REASONING_FORMATS, TOOL_FORMATS, Opening, ToolFormat, Written
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
 
@@ -45,16 +46,19 @@ def tool_grammar(
     return name, _grammar(rules, "tools")
 
 
-def after_reasoning(grammar: Grammar, reasoning_format: str | None, inside_reasoning: bool, tool_format: str | None = None) -> Grammar:
+def after_reasoning(
+    grammar: Grammar, reasoning_format: str | None, inside_reasoning: bool, tool_format: str | None = None, tools: Collection[str] = ()
+) -> Grammar:
     """The grammar with the model's reasoning before it: required if the prompt has begun it, else optional.
 
-    With a tool format, the answer may be calls instead: a grammar is for text. What follows the opening of a call is free, as it is
-    without a grammar. Calls that open with a mere bracket could be text, too, so they are not allowed.
+    With a tool format, the answer may be calls of these tools instead: a grammar is for text. Calls in JSON are whole, so the answer is
+    never anything else; their arguments are any object. In other formats, what follows the opening of a call is free, as it is without a
+    grammar; those that open with a mere bracket could be text, too, so they are not allowed.
 
     Raises RequestError for a grammar in GBNF, which cannot be extended, and when the result is too long.
     """
-    calls = None if tool_format is None else _free_calls(tool_format)
-    if reasoning_format is None and calls is None:
+    calls = [] if tool_format is None else _auto_calls(tool_format, tools)
+    if reasoning_format is None and not calls:
         return grammar
     try:
         text = _answer(grammar)
@@ -63,20 +67,51 @@ def after_reasoning(grammar: Grammar, reasoning_format: str | None, inside_reaso
         return grammar
     answer = '<|channel|> "final" <|message|> text' if HARMONY in (reasoning_format, tool_format) else "text"
     # The text comes first, so that line numbers in errors stay the same.
-    rules = [f"text: {text}", f"answer: {answer}" + ("" if calls is None else f" | {calls}"), _start(reasoning_format, inside_reasoning)]
+    rules = [f"text: {text}", f"answer: {' | '.join([answer, *calls])}", _start(reasoning_format, inside_reasoning)]
+    if calls:
+        rules.append(f"call: {_any_call(tool_format, tools)}")
     return _grammar(rules, "grammar")
 
 
-def _free_calls(tool_format: str) -> str | None:
-    """Calls in the model's own format, as the body of a rule. None if nothing but a bracket tells them from text."""
+def _auto_calls(tool_format: str, tools: Collection[str]) -> list[str]:
+    """Calls in the model's own format, as the alternatives of a rule. A call in JSON is the rule `call`."""
     if tool_format == HARMONY:
-        return f'<|channel|> "commentary to=" {_SOME_TEXT} (<|constrain|> {_SOME_TEXT})? <|message|> {_ANY_TEXT}'
+        names = " | ".join(map(_literal, tools))
+        return [f'<|channel|> "commentary to=functions." ({names}) (" "? <|constrain|> "json" | " json")? <|message|> call']
+    in_json = [(each, each.body) for each in TOOL_FORMATS[tool_format].openings if isinstance(each.body, JsonCalls)]
+    if in_json:
+        return [_whole_calls(opening, body) for opening, body in in_json]
     openings = [opening.marker for opening in TOOL_FORMATS[tool_format].openings if not opening.is_bare]
-    if not openings:
-        return None
     tokens = sorted({*openings, *TOOL_FORMATS[tool_format].tokens})
     inside = " | ".join([_SOME_TEXT, *(f"%token {_literal(token)}" for token in tokens)])
-    return f"({' | '.join(f'%token {_literal(opening)}' for opening in openings)}) ({inside})*"
+    return [f"({' | '.join(f'%token {_literal(opening)}' for opening in openings)}) ({inside})*"]
+
+
+def _whole_calls(opening: Opening, body: JsonCalls) -> str:
+    """Calls in JSON: one after the other, or in a list."""
+    listed = f'{_GAP} {_separated(",")} {_GAP} "]"'
+    if opening.marker.endswith("["):
+        return f"{_literal(opening.marker)} {listed}"
+    row = _separated(body.separator) if body.separator else "call"
+    if opening.is_bare:
+        return row
+    section = f'%token {_literal(opening.marker)} {_GAP} ({row} | "[" {listed}) {_GAP}'
+    closes = " | ".join(f"%token {_literal(marker)}" for marker in body.closes.strings)
+    return f"({section} ({closes}) {_GAP}){{1,{MAX_CALLS}}}" if closes else section
+
+
+def _separated(separator: str) -> str:
+    return f"call ({_GAP} {_literal(separator)} {_GAP} call){{0,{MAX_CALLS - 1}}}"
+
+
+def _any_call(tool_format: str | None, tools: Collection[str]) -> str:
+    """A call of one of these tools, with any arguments. In Harmony, only its arguments are JSON."""
+    if tool_format is None or tool_format == HARMONY:
+        return _schema({})
+    written = TOOL_FORMATS[tool_format].written
+    arguments = "arguments" if written is None else written.arguments
+    properties = {"name": {"enum": list(tools)}, arguments: {"type": "object"}}
+    return _schema({"properties": properties, "required": [*properties], "additionalProperties": False})
 
 
 def _grammar(rules: Iterable[str], field: str) -> Grammar:

@@ -224,13 +224,14 @@ def test_nothing_changes_without_reasoning() -> None:
 
 
 FORMAT = Grammar("json_schema", json.dumps(TOOLS["get_weather"]))
-WITH_OPENING = [name for name, tool_format in TOOL_FORMATS.items() if not all(each.is_bare for each in tool_format.openings)]
+IN_JSON = ("hermes", "llama3_json", "phi4", "granite", "json")
+FREE = [name for name in TOOL_FORMATS if name not in (*IN_JSON, "harmony")]
 
 
-@pytest.mark.parametrize("tool_format", WITH_OPENING)
+@pytest.mark.parametrize("tool_format", FREE)
 def test_the_model_may_call_instead_of_writing_text_that_follows_a_format(tool_format: str) -> None:
-    grammar = after_reasoning(FORMAT, None, False, tool_format)
-    thinking = after_reasoning(FORMAT, "think", True, tool_format)
+    grammar = after_reasoning(FORMAT, None, False, tool_format, NAMED)
+    thinking = after_reasoning(FORMAT, "think", True, tool_format, NAMED)
     openings = tuple(each.marker for each in TOOL_FORMATS[tool_format].openings if not each.is_bare)
     calls = [one.text for one in BY_TOOL_FORMAT[tool_format] if one.text.startswith(openings) and isinstance(one.parts[-1], CallEnd)]
     assert calls
@@ -244,8 +245,49 @@ def test_the_model_may_call_instead_of_writing_text_that_follows_a_format(tool_f
         assert not takes(each, before + "Rome" + calls[0])
 
 
+CALL = '{"name": "get_weather", "arguments": {"anything": [1]}}'
+OTHER = CALL.replace("get_weather", "untold")
+LLAMA_CALL, LLAMA_OTHER = (call.replace("arguments", "parameters") for call in (CALL, OTHER))
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>"),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{OTHER}\n</tool_call>\n"),
+        ("llama3_json", LLAMA_CALL),
+        ("llama3_json", f"{LLAMA_CALL}; {LLAMA_OTHER}"),
+        ("llama3_json", f"<|python_tag|>{LLAMA_CALL}"),
+        ("phi4", f"functools[{CALL}, {OTHER}]"),
+        ("phi4", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
+        ("granite", f"<|tool_call|>[{CALL}, {OTHER}]</tool_call>"),
+        ("granite", f"<tool_call>{CALL}</tool_call>"),
+        ("json", f"[{LLAMA_CALL}, {LLAMA_OTHER}]"),
+    ],
+)
+def test_an_answer_beside_a_format_is_the_format_or_whole_calls(tool_format: str, text: str) -> None:
+    for reasoning, before in ((None, ""), ("think", "Hm.</think>\n\n")):
+        grammar = after_reasoning(FORMAT, reasoning, reasoning is not None, tool_format, SENSIBLE)
+        assert takes(grammar, before + text)
+        free: dict[str, dict[str, Any]] = {name: {} for name in SENSIBLE}
+        calls = [part for part in parts_of(text, tool_format, None, free, False) if not isinstance(part, CallArguments)]
+        assert all(isinstance(part, CallBegin | CallEnd) for part in calls)
+        for changed in (
+            text.replace(CALL, "I cannot."),
+            text.replace("get_weather", "unknown"),
+            text.replace('{"anything": [1]}', "[1]"),
+            text + " Done.",
+            text.replace('"name"', '"nome"'),
+        ):
+            assert changed == text or not takes(grammar, before + changed), changed
+        assert not takes(grammar, before + text[:-3])
+        assert takes(grammar, before + '{"city": "Rome"}')
+        assert not takes(grammar, before + '{"town": "Rome"}')
+        assert not takes(grammar, before + "Rome" + text)
+
+
 def test_harmony_may_call_instead() -> None:
-    grammar = after_reasoning(FORMAT, "harmony", False, "harmony")
+    grammar = after_reasoning(FORMAT, "harmony", False, "harmony", ["look"])
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     for before in ("", thought):
         assert takes(grammar, before + '<|channel|>final<|message|>{"city": "Rome"}')
@@ -253,10 +295,8 @@ def test_harmony_may_call_instead() -> None:
         assert takes(grammar, before + '<|channel|>commentary to=functions.look<|message|>{"a": 1}')
         assert not takes(grammar, before + "<|channel|>final<|message|>Rome")
         assert not takes(grammar, before + "<|channel|>commentary<|message|>Rome")
-
-
-def test_calls_that_could_be_text_are_not_allowed_beside_a_format() -> None:
-    assert after_reasoning(FORMAT, None, False, "json") is FORMAT
+        assert not takes(grammar, before + "<|channel|>commentary to=functions.look<|message|>Rome")
+        assert not takes(grammar, before + '<|channel|>commentary to=functions.feel<|message|>{"a": 1}')
 
 
 @pytest.mark.parametrize("name", CASES)
