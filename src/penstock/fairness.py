@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -104,6 +104,11 @@ class FairQueue(Generic[Item]):
         least = None if found is None else found.items.least()
         return None if least is None else least[1]
 
+    def first_among(self, lanes: Iterable[str]) -> Item | None:
+        """The item whose turn it is among those of these lanes that are not urgent; None when there are none."""
+        waiting = [lane for lane in lanes if lane in self._turns]
+        return self.first_of(min(waiting, key=self._turns.priority)) if waiting else None
+
     def serve(self, item: Item, cost: float) -> None:
         """Removes an item and charges its lane."""
         name = self._lane_of.get(item)
@@ -121,6 +126,9 @@ class FairQueue(Generic[Item]):
     def hurry(self, lane: str) -> None:
         """The next turn is this lane's, which has items. It pays as for any other."""
         self._turns.put(lane, -math.inf)
+
+    def is_hurried(self, lane: str) -> bool:
+        return lane in self._turns and self._turns.priority(lane) == -math.inf
 
     def discard(self, item: Item) -> bool:
         """Removes an item; its lane pays nothing. Returns whether it was there."""

@@ -198,14 +198,10 @@ class Scheduler(Generic[S]):
         for sequence in self.prefilling.values():
             if not budget:
                 break
-            lane = sequence.request.lane
-            taken = _add_piece(work, sequence, min(budget, shares.get(lane, budget)))
-            budget -= taken
-            if shares:
-                shares[lane] -= taken
+            budget -= _add_share(work, sequence, budget, shares)
         matched = 0
-        while budget and len(self._running) < self._max_batch and (first := self._ready.first()) is not None:
-            if matched > MAX_BLOCKS_MATCHED or (shares.get(first.request.lane) == 0 and not first.is_urgent):
+        while budget and len(self._running) < self._max_batch and (first := self._next_to_start(shares)) is not None:
+            if matched > MAX_BLOCKS_MATCHED:
                 break
             sequence = first
             skips_cache = sequence.skips_cache
@@ -221,7 +217,7 @@ class Scheduler(Generic[S]):
             if not self._start(sequence, path, block, now):
                 break
             self._ready.serve(sequence, cost_of(sequence.to_compute, sequence.request.max_tokens if is_new else 0))
-            budget -= _add_piece(work, sequence, budget)
+            budget -= _add_share(work, sequence, budget, shares)
         if shares:
             for sequence in self.prefilling.values():
                 budget -= _add_piece(work, sequence, budget)
@@ -242,6 +238,13 @@ class Scheduler(Generic[S]):
             return {}
         total = sum(weights.values())
         return {lane: math.ceil(budget * max(weight / total, 1 / MAX_SHARES)) for lane, weight in weights.items()}
+
+    def _next_to_start(self, shares: dict[str, int]) -> S | None:
+        """Whose turn it is. Tenants that have used up their share are passed over, unless another has just made way for them."""
+        first = self._ready.first()
+        if first is None or first.is_urgent or shares.get(first.request.lane) != 0 or self._ready.is_hurried(first.request.lane):
+            return first
+        return self._ready.first_among([lane for lane, share in shares.items() if share])
 
     def make_way(self) -> None:
         """Call it first in a step. Frees one place of a full batch for a tenant that waits and has too few.
@@ -428,6 +431,16 @@ class Scheduler(Generic[S]):
         while leader.followers is not None and (follower := leader.followers.pop_due(computed_blocks)) is not None:
             follower.leader = None
             self._make_ready(self._waiting[follower.request.id])
+
+
+def _add_share(work: dict[bytes, Work[S]], sequence: S, budget: int, shares: dict[str, int]) -> int:
+    """`_add_piece`, with at most what is left of its tenant's share. Without shares it may take all."""
+    lane = sequence.request.lane
+    if lane not in shares:
+        return _add_piece(work, sequence, budget)
+    taken = _add_piece(work, sequence, min(budget, shares[lane]))
+    shares[lane] -= taken
+    return taken
 
 
 def _add_piece(work: dict[bytes, Work[S]], sequence: S, budget: int) -> int:

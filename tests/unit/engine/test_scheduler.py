@@ -416,3 +416,31 @@ def test_costly_prompts_leave_a_share_too() -> None:
     assert steps.step() == {1: 8}
     steps.add(1001, prompt_of(1001, 100), lane="b")
     assert steps.step() == {1: 4, 1001: 32}
+
+
+def test_a_tenant_that_has_used_up_its_share_does_not_keep_another_from_starting() -> None:
+    steps = Steps(budget=64)
+    steps.add(1000, prompt_of(1000, 1200), lane="b")
+    steps.run()
+    for number in range(3):
+        steps.add(number, prompt_of(number, 1000), lane="a")
+    assert steps.step() == {0: 64}
+    # The other has had more so far, so the next turn is not its own.
+    steps.add(1001, prompt_of(1001, 20), lane="b")
+    assert steps.step() == {0: 44, 1001: 20}
+    steps.run()
+    assert steps.ended == [1000, 1001, 0, 1, 2]
+
+
+def test_a_tenant_gets_the_place_that_another_leaves_though_its_share_is_used_up() -> None:
+    steps = Steps(max_batch=16, budget=80)
+    for number in range(40):
+        steps.add(number, prompt_of(number), max_tokens=1000, lane="a")
+    steps.step()
+    steps.add(1000, prompt_of(1000, 1000), max_tokens=1000, lane="b")
+    steps.add(1001, prompt_of(1001, 1000), max_tokens=1000, lane="b")
+    for _ in range(5):
+        steps.step()
+        assert steps.scheduler.stats().running == 16
+    assert steps.scheduler.stats().preemptions == 2
+    assert Counter(sequence.request.lane for sequence in steps.scheduler.prefilling.values()) == {"b": 2}
