@@ -204,6 +204,8 @@ class _Run:
             self._fan.start()
             return await (self._stream() if self._plan.request.stream else self._collect())
         finally:
+            # No more white space is begun.
+            self.watch.close()
             self._fan.close()
             if self._blank is not None:
                 self._blank.cancel()
@@ -346,7 +348,8 @@ class _Run:
         # From now on the response watches its client.
         self.watch.close()
         if self._blank is not None:
-            await all_done([self._blank])
+            # Not `all_done`: a client that takes nothing is cut off while this waits.
+            await asyncio.wait([self._blank])
         await self._sink.send_whole(200, body)
         return "ok"
 

@@ -182,14 +182,27 @@ class SavingSink:
     """A client may have seen it."""
     is_stored: bool = False
     """The store has its end."""
-    # Only a recording gets events through this sink, and it never makes its writer wait.
-    sending_since: float | None = None
-    stalled: bool = False
     _storing: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self._is_known = self.has_begun
         """The store has its start."""
+
+    @property
+    def sending_since(self) -> float | None:
+        return self.inner.sending_since
+
+    @sending_since.setter
+    def sending_since(self, since: float | None) -> None:
+        self.inner.sending_since = since
+
+    @property
+    def stalled(self) -> bool:
+        return self.inner.stalled
+
+    @stalled.setter
+    def stalled(self, stalled: bool) -> None:
+        self.inner.stalled = stalled
 
     async def send_whole(self, status: int, body: Body) -> None:
         await self._finish(None)

@@ -218,6 +218,25 @@ async def test_a_client_that_takes_nothing_is_cut_off_while_it_waits_for_the_fir
     await asyncio.wait([watching])
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+@pytest.mark.parametrize("more", [{}, {"store": False}])
+async def test_a_client_that_takes_no_white_space_is_cut_off(more: dict[str, Any], is_answered: bool, tmp_path: Path) -> None:
+    prefill = Prefill()
+    async with serving(prefill, Limits(stall_seconds=0.05, keep_alive=0.01, whole_keep_alive=0.01), tmp_path) as front_end:
+        watching = asyncio.create_task(front_end.admission.watch_stalls())
+        front_end.socket_open.clear()
+        answering = send(front_end, (*RESPONSES, more), stream=False)
+        await until(lambda: front_end.tally.keep_alives >= 1)
+        if is_answered:
+            prefill.may_go.set()
+        await asyncio.wait([answering], timeout=20)
+        assert answering.cancelled()
+        assert front_end.tally.readers_stalled == 1
+        assert [outcome for _, outcome in front_end.tally.requests] == ["stalled"]
+        watching.cancel()
+        await asyncio.wait([watching])
+
+
 async def test_keep_alives_also_fill_a_gap_between_tokens() -> None:
     prefill = Prefill()
     front_end = FrontEnd(prefill.produce, OFTEN)
