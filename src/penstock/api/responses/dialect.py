@@ -86,7 +86,9 @@ class ResponseDialect(Dialect):
         """
         if self.output or not self._has_begun:
             return KEEP_ALIVE
-        short = msgspec.structs.replace(self._response, instructions=None, tools=[], tool_choice="auto", text={}, metadata={})
+        short = msgspec.structs.replace(
+            self._response, instructions=None, tools=[], tool_choice="auto", text={}, metadata={}, user=None, safety_identifier=None
+        )
         return encoded_event("response.in_progress", self._events.count - 1, {"response": short})
 
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002, reported at the end

@@ -54,6 +54,8 @@ Includable = Literal[
 Order = Literal["asc", "desc"]
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
+# Every event with the Response object repeats it.
+UserName = Annotated[str, Meta(max_length=4096)]
 MAX_ITEMS = MAX_MESSAGES
 MAX_ADDED_ITEMS = 1024
 """Items in one request that adds to a conversation."""
@@ -170,7 +172,7 @@ class ResponseRequest(Asked, forbid_unknown_fields=True, kw_only=True):
     # It counts only OpenAI's own tools.
     max_tool_calls: NonNegative | None = None
     metadata: Metadata = None
-    safety_identifier: str | None = None
+    safety_identifier: UserName | None = None
     # Codex describes itself here.
     client_metadata: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
     store: bool | None = None
@@ -179,7 +181,7 @@ class ResponseRequest(Asked, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    user: str | None = None
+    user: UserName | None = None
     service_tier: Tier | None = None
     nvext: Nvext | None = None
     cache_control: CacheControl | None = None

@@ -216,6 +216,17 @@ def test_a_background_response_starts_queued() -> None:
     assert dialect.is_over
 
 
+def test_what_is_sent_again_and_again_is_short() -> None:
+    long = "x" * 100_000
+    fields = {"instructions": long, "user": long, "safety_identifier": long, "metadata": {"a": long}, "tools": [{"type": long}]}
+    dialect = ResponseDialect(response_object(**fields, text={"a": long}, tool_choice={"type": long}), lambda _: b"")
+    begun = events_of(dialect.announce())
+    assert begun[-1]["response"]["user"] == long
+    again = dialect.keep_alive()
+    assert len(again) < 2000
+    assert b'"sequence_number":1}' in again
+
+
 def test_an_end_that_cannot_be_stored_becomes_a_failure() -> None:
     dialect = make_dialect()
     begun = dialect.begin(USAGE) + dialect.event(0, ChoiceDelta(["Hel"], ending=STOP))

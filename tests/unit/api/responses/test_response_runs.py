@@ -348,3 +348,12 @@ async def test_a_stream_whose_prompt_is_too_long_counts_as_refused() -> None:
     assert [event["type"] for event in front_end.events] == ["response.created", "response.failed"]
     assert front_end.tally.requests["responses", "refused_400"] == 1
     assert front_end.tally.limits_reached["context_length",] == 1
+
+
+@pytest.mark.parametrize("field", ["user", "safety_identifier"])
+async def test_what_every_response_repeats_is_limited(field: str) -> None:
+    front_end = FrontEnd(says("hi"))
+    for length, status in ((4096, 200), (4097, 400)):
+        await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": "x", field: "u" * length}).encode())
+        assert front_end.status == status
+    assert front_end.json["error"]["param"] == field
