@@ -18,6 +18,9 @@ from penstock.wire.errors import RequestError
 MAX_WAIT_SECONDS = 10.0
 """For the memory of an answer."""
 
+TOKEN_BYTES = 40
+"""What a token of a prompt takes in memory."""
+
 MAX_OVERDRAFT = 4
 """A request may alone need this many times the memory of all answers. One that needs more never gets it."""
 
@@ -102,21 +105,28 @@ class Admission:
         self.idle.clear()
         return ticket
 
-    async def reserve(self, ticket: Ticket, tenant: Tenant, size: int) -> None:
-        """Waits until there is memory for the answer to an admitted request.
+    async def reserve(self, ticket: Ticket, tenant: Tenant, size: int, prompt_tokens: int) -> None:
+        """Waits until there is memory for the answer to an admitted request. Meanwhile its prompt takes room as a body does.
 
-        Raises RequestError: 503 when that takes too long, 400 when it needs too much: a tenant with nothing under way does not wait.
+        Raises RequestError: 503 when that takes too long or too many wait, 400 when it needs too much: a tenant with nothing under way
+        does not wait.
         """
         most = MAX_OVERDRAFT * self.answers.total
         if size > most:
             message = f"the logprobs of the prompts of all choices take about {size:,} bytes: expected at most {most:,} (--answer-memory)"
             raise RequestError(message, param="n", code="too_long", limit="answer_memory")
         ticket.share = share = Share(tenant.lane, tenant.weight)
+        if self.answers.take(share, size):
+            return
+        waiting = Share(tenant.lane, tenant.weight)
+        if not self.bodies.take(waiting, prompt_tokens * TOKEN_BYTES):
+            raise self._no_memory()
         try:
-            if not self.answers.take(share, size):
-                await self.answers.wait(share, size, MAX_WAIT_SECONDS)
+            await self.answers.wait(share, size, MAX_WAIT_SECONDS)
         except TimeoutError as error:
             raise self._no_memory() from error
+        finally:
+            self.bodies.release(waiting)
 
     def _no_memory(self) -> RequestError:
         message = f"answers that are not read take all of their memory, {self.answers.total:,} bytes (--answer-memory)"

@@ -100,7 +100,7 @@ class Runner:
             run = None
             try:
                 if plan.submits[0].prompt_logprobs:
-                    await self.admission.reserve(ticket, tenant, plan.prompt_logprob_bytes)
+                    await self.admission.reserve(ticket, tenant, plan.prompt_logprob_bytes, plan.prompt_tokens)
                 on_admitted()
                 turn = Turn(self.sessions, tenant.owner, plan.hints)
                 loop_turn = partial(self.admission.loop_turns.take, tenant.lane, tenant.weight)

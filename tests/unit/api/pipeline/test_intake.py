@@ -453,6 +453,33 @@ async def test_answers_that_repeat_long_prompts_with_logprobs_wait_for_memory(mo
     answers.check_integrity()
 
 
+async def test_prompts_that_wait_for_the_memory_of_their_answers_are_bounded() -> None:
+    """They take room as bodies do, by what they take when they are tokenized."""
+
+    async def never_ends(_: Submit, mailbox: Mailbox) -> None:
+        mailbox.put(Delta(0, tuple(b"abc")))
+        await asyncio.Event().wait()
+
+    body = json.dumps({"model": "m", "prompt": [65] * 50, "echo": True, "logprobs": 1, "stream": True}).encode()
+    front_end = FrontEnd(never_ends, Limits(answer_memory=10_000, body_memory=5 * 50 * admission.TOKEN_BYTES))
+    await front_end.models.prepare(front_end.model)
+    clients = [Client(front_end, "", body) for _ in range(10)]
+    for client in clients:
+        await client.send(body)
+    await settled()
+    answers, bodies = front_end.admission.answers, front_end.admission.bodies
+    refused = [client for client in clients if client.task.done()]
+    assert (answers.waiting, len(refused)) == (5, 4)
+    assert bodies.used == 5 * 50 * admission.TOKEN_BYTES
+    status, text = await refused[0].answer()
+    assert (status, "--answer-memory" in text.decode()) == (503, True)
+    for client in clients:
+        client.disconnect()
+        await client.task
+    assert (answers.used, bodies.used) == (0, 0)
+    bodies.check_integrity()
+
+
 async def test_one_answer_that_takes_many_times_the_memory_is_refused() -> None:
     front_end = FrontEnd(says("x"), Limits(answer_memory=100_000))
     fields: dict[str, Any] = {"prompt": "word " * 100, "echo": True, "logprobs": 5}
