@@ -57,7 +57,7 @@ def any_of(contents: Iterable[str]) -> re.Pattern[str]:
 SLICE = 16_384
 """Minimum characters per slice: some milliseconds of work."""
 
-MAX_SLICE = 16 * SLICE
+MAX_SLICE = 4 * SLICE
 """A text without the end of a word for so long is cut anyway: it takes a hundred times its length in memory, and cannot be interrupted.
 The text stays the same, but two tokens at the cut may differ from those of the whole."""
 
@@ -96,10 +96,16 @@ def slices(text: str) -> Iterator[str]:
         if found is None and position - start < MAX_SLICE:
             position += SLICE - 2
             continue
-        end = position if found is None else found.end()
+        end = _forced_cut(text, position) if found is None else found.end()
         yield text[start:end]
         start, position = end, end + SLICE
     yield text[start:]
+
+
+def _forced_cut(text: str, position: int) -> int:
+    """Before the last line or space that is near, so that few words are cut."""
+    near = position - SLICE + 2
+    return next((cut for mark in ("\n", " ") if (cut := text.rfind(mark, near, position)) > 0), position)
 
 
 def can_slice(described: Mapping[str, Any], encode: Callable[[str], Sequence[int]]) -> bool:
