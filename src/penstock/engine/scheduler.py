@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from penstock.fairness import RESERVED_PART, FairQueue, cost_of
 from penstock.kv.cache import KVCache
@@ -63,7 +63,8 @@ class Sequence:
     followers: LazyHeap[Sequence, int] | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.token_ids)
+        # The choices of a request share their prompt until they start: copying 128 long prompts at once takes long.
+        self.tokens = cast("list[int]", self.request.token_ids)
 
     @property
     def to_compute(self) -> int:
@@ -352,6 +353,7 @@ class Scheduler(Generic[S]):
         sequence.computed = len(path) * self.cache.page_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
+            sequence.tokens = list(sequence.request.token_ids)
         generation = sequence.request.id
         del self._waiting[generation]
         self._running[generation] = self.prefilling[generation] = sequence
@@ -425,7 +427,8 @@ class Scheduler(Generic[S]):
         sequence.leader = leader
         if leader.followers is None:
             leader.followers = LazyHeap()
-        leader.followers.put(sequence, _shared_blocks(sequence.tokens, leader.tokens, self.cache.page_size, known))
+        shared = _shared_blocks(sequence.request.token_ids, leader.request.token_ids, self.cache.page_size, known)
+        leader.followers.put(sequence, shared)
 
     def _wake_followers(self, leader: S, computed_blocks: int) -> None:
         while leader.followers is not None and (follower := leader.followers.pop_due(computed_blocks)) is not None:
