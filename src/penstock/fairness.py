@@ -17,6 +17,7 @@ RESERVED_PART = 8
 
 MAX_ANSWER_COST = 512
 
+REST = 3
 MAX_REST_SECONDS = 0.1
 """After a piece of long work. A piece never takes this long, but the process may be stopped meanwhile."""
 
@@ -375,7 +376,7 @@ class LoopTurns:
     """Long work on one event loop: one piece at a time, of one tenant after the other.
 
     A piece holds the loop for some milliseconds. The pieces of a hundred requests would hold it for a second if all were run at once. So
-    each waits for its turn, and after a piece the loop is left to everything else for as long as the piece took.
+    each waits for its turn, and after a piece the loop is left to everything else for REST times as long.
     """
 
     def __init__(self) -> None:
@@ -405,8 +406,8 @@ class LoopTurns:
         self._began = time.monotonic()
 
     def _end(self) -> None:
-        took = min(time.monotonic() - self._began, MAX_REST_SECONDS)
-        asyncio.get_running_loop().call_later(took, self._serve)
+        rest = min(REST * (time.monotonic() - self._began), MAX_REST_SECONDS)
+        asyncio.get_running_loop().call_later(rest, self._serve)
 
     def _serve(self) -> None:
         turn = self._waiting.first()

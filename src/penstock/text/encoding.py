@@ -34,7 +34,7 @@ TURN_SECONDS = 0.02
 # the GIL, others need them more: then it sleeps PATIENCE times as long as it waited, at most MAX_REST_SECONDS.
 WORK_SECONDS = 0.001
 REST_SECONDS = 0.000_05
-PATIENCE = 2
+PATIENCE = 4
 MAX_REST_SECONDS = 0.02
 
 # The cost of rendering, and of each text, in characters that could be tokenized in that time.
