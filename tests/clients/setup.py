@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import venv
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,12 +128,24 @@ def main() -> None:
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
     # Ends pip and npm, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted"))
+    if len(names) > 1:
+        sys.exit(set_up_all(names))
     try:
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            for name, path in zip(names, pool.map(set_up, names), strict=True):
-                print(name, path)
+        print(names[0], set_up(names[0]), flush=True)
     except subprocess.CalledProcessError as error:
-        sys.exit(f"setting up clients failed: {error}")
+        sys.exit(f"setting up {names[0]} failed: {error}")
+
+
+def set_up_all(names: Sequence[str]) -> int:
+    """At once, each in a process of its own: a thread could not end the pip that it waits for. Returns an exit status."""
+    processes = [subprocess.Popen([sys.executable, __file__, name]) for name in names]
+    try:
+        return max(map(abs, [process.wait() for process in processes]))
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
 
 
 if __name__ == "__main__":

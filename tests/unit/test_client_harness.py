@@ -6,20 +6,25 @@ import gzip
 import http.client
 import http.server
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from chat_model import make_tokenizer
 from clients.prefixes import ANSWER, shared_tokens, turns
 from clients.recorder import Outside, Recorder
-from clients.setup import RECIPES, Recipe, cache_folder
+from clients.setup import HERE, RECIPES, Recipe, cache_folder
 from clients.table import table
 from clients.upstream import InTurn, Prompt, Refused, Upstream, tool_call
+from e2e.harness import wait_until
 from penstock.text.tokenizers.source import pack_tokenizer
 
 
@@ -183,3 +188,25 @@ def test_locks_are_complete() -> None:
         assert RECIPES[name].version(package)[0].isdigit()
         lock = RECIPES[name].files[-1].read_text()
         assert "sha512-" in lock or "--hash=sha256:" in lock
+        assert "://" not in lock, "the index is the machine's affair"
+
+
+def test_a_set_up_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
+    """And nothing that passes for complete."""
+    for name, script in (("npm", "echo $$ >began; exec sleep 300"), ("node", "")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "PENSTOCK_CLIENTS": str(cache), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen([sys.executable, HERE / "setup.py", "codex", "claude"], env=environment)
+
+    def begun() -> list[int]:
+        return [int(path.read_text()) for path in cache.glob("*/began") if path.read_text().endswith("\n")]
+
+    try:
+        wait_until(lambda: len(begun()) == 2, timeout=30)
+    finally:
+        process.terminate()
+    assert process.wait(timeout=30) != 0
+    assert not any(map(psutil.pid_exists, begun()))
+    assert not list(cache.glob("*/.complete"))
