@@ -51,7 +51,8 @@ def turns(prompts: Sequence[Prompt], conversation: Callable[[Prompt], Hashable] 
     """Every prompt but the first of each conversation, compared with the turn before it.
 
     `conversation` names the conversation of a prompt, such as an agent's. Without it, a prompt with earlier answers continues the
-    conversation whose last turn it shares the largest part with, if that is at least MIN_SHARE.
+    conversation whose last turn it shares the largest part with, if that is at least MIN_SHARE. A turn that is longer than the prompt is
+    not its last: the same chat over another API went further.
     """
     found: list[Turn] = []
     last: dict[Hashable, Prompt] = {}
@@ -61,7 +62,8 @@ def turns(prompts: Sequence[Prompt], conversation: Callable[[Prompt], Hashable] 
             key = conversation(prompt)
             turn = candidates.get(key)
         else:
-            key = max(candidates, key=lambda one: candidates[one].share, default=number)
+            shorter = [key for key, before in last.items() if len(before.known_ids) <= len(prompt.token_ids)]
+            key = max(shorter, key=lambda one: candidates[one].share, default=number)
             turn = candidates.get(key)
             if turn is not None and (turn.share < MIN_SHARE or prompt.text.count(ANSWER) == 1):
                 key, turn = number, None

@@ -25,6 +25,7 @@ def test_openai_agents(play: Play) -> None:
     done = scene.run(set_up("libraries"), PROGRAMS / "openai_agents.py")
     assert done.stdout.splitlines() == [WELCOME, "structured", f"Clerk {SUNNY}"] * 2
     turns = scene.turns()
+    assert len(turns) == 4 * 2
     assert {turn.share for turn in turns} == {1.0}, list(map(str, turns))
 
 
@@ -33,6 +34,7 @@ def test_pydantic_ai(play: Play) -> None:
     done = scene.run(set_up("libraries"), PROGRAMS / "pydantic_agent.py")
     assert done.stdout.splitlines() == [WELCOME, "structured"] * 3
     turns = scene.turns()
+    assert len(turns) == 4 * 3
     assert {turn.share for turn in turns} == {1.0}, list(map(str, turns))
 
 
@@ -50,6 +52,7 @@ def test_instructor(play: Play) -> None:
     done = scene.run(set_up("libraries"), PROGRAMS / "instructor_modes.py")
     assert done.stdout.splitlines() == ["tool_call", "json_mode", "json_schema_mode", "anthropic_tools"]
     turns = scene.turns()
+    assert len(turns) == 4
     assert {turn.share for turn in turns} == {1.0}, list(map(str, turns))
 
 
@@ -58,6 +61,7 @@ def test_langchain(play: Play) -> None:
     done = scene.run(set_up("libraries"), PROGRAMS / "langchain_agent.py")
     assert done.stdout.splitlines()[:3] == [WELCOME] * 3
     turns = scene.turns()
+    assert len(turns) == 4 * 3
     assert {turn.share for turn in turns} == {1.0}, list(map(str, turns))
 
 

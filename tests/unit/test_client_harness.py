@@ -136,6 +136,11 @@ def test_turns_are_compared_with_the_turn_before() -> None:
     assert [turn.share for turn in named] == [1.0, 0.0]
     assert "system" in str(named[1])
     assert turns([first, first]) == [], "without an answer in it, a prompt begins a conversation"
+    again, broken = prompt("system one. question", "yes"), prompt("sYstem one. question", "yes")
+    third = prompt(f"system one. question{ANSWER}yes. thanks{ANSWER}x. again")
+    once = [first, second, third]
+    assert [turn.share for turn in turns([*once, again, second, third])] == [1.0] * 4
+    assert turns([*once, broken, second]) == turns(once), "a turn is not compared with the same chat over another API, which went on"
     assert (shared_tokens([1, 2], [1, 2, 3]), shared_tokens([], [1]), shared_tokens([1, 2], [1, 3])) == (2, 0, 1)
 
 
