@@ -23,7 +23,9 @@ short:
 **Environments** (`setup.py`): `set_up(name)` returns a program (`codex`, `claude`, `opencode`) or the python of an environment
 (`litellm`, `libraries`); it makes what is missing, in `~/.cache/penstock/clients`, keyed by the lock. Locks are
 `npm/NAME/package-lock.json` and `requirements/client-NAME.lock`. OpenAI's and Anthropic's own libraries are in the development
-environment: `sys.executable`. Programs in Python that a test runs are in `programs/`.
+environment: `sys.executable`. Programs in Python that a test runs are in `programs/`. For a new version of a program, change its
+`package.json` and run `npm install --package-lock-only --ignore-scripts --omit-lockfile-registry-resolved` beside it. `make lock` is for
+libraries.
 
 **`play(client, version, script, *flags_of_penstock_serve, template="", context_length=200_000, model="test-model")`** begins a `Scene`.
 Servers are started once per set of options and shared by tests, so use few sets. `template` replaces the chat template.
@@ -38,7 +40,9 @@ environment has an empty home, a made-up key, telemetry and updates off, and a p
 machine (`scene.outside.asked`). Recorded are `scene.exchanges` (method, path, headers, body, `json`, status, `answer`, `answer_json`,
 `events`, `answer_headers`; `scene.posts(path)` are some of them) and `scene.prompts` (what the engine got and answered).
 
-**Errors**: at the end of the test every answer of 4xx or 5xx must have been announced with `scene.expect(status=, path=, text=)`.
+**Errors**: at the end of the test every answer of 4xx or 5xx, and every error in an event of a stream (status 200), must have been
+announced with `scene.expect(status=, path=, text=)`, and what was announced must have happened. Other machines must not have been asked
+for anything that is not in `scene.may_ask`.
 
 **Prefixes** (`prefixes.py`): `scene.turns()` compares each prompt with the turn before it in the same conversation: `reusable` tokens,
 `shared` tokens, `share`. Conversations are told apart by what they share; for agents with similar prompts pass

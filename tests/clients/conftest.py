@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,19 @@ from clients.upstream import Script
 
 Play = Callable[..., Scene]
 
+MAX_SECONDS = 400
+
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     """They need environments that only `make test-clients` sets up."""
     return None if config.getoption("clients") else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every program that a test runs has a limit of its own. The test's limit ends all of pytest, and leaves processes behind."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(MAX_SECONDS))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import gzip
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -42,9 +42,17 @@ class Exchange:
 
     @cached_property
     def events(self) -> list[Any]:
-        """The data of the answer's events, decoded, without `[DONE]`."""
-        data = [line.removeprefix("data:").strip() for line in self.answer.decode().splitlines() if line.startswith("data:")]
+        """The data of the answer's whole events, decoded, without `[DONE]`."""
+        lines = self.answer.decode(errors="replace").split("\n")[:-1]
+        data = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
         return [json.loads(line) for line in data if line != "[DONE]"]
+
+    @property
+    def is_refused(self) -> bool:
+        """A status of 4xx or 5xx, or an error in an event of a stream: clients try again after both, so the test may pass nevertheless."""
+        if self.status >= 400 or not self.answer_headers.get("content-type", "").startswith("text/event-stream"):
+            return self.status >= 400
+        return any(event.get("error") or event.get("type") in ("error", "response.failed") for event in self.events)
 
     def __str__(self) -> str:
         return f"{self.method} {self.path} -> {self.status} {self.answer[:300].decode(errors='replace')}"
@@ -244,6 +252,3 @@ class Outside:
             if data := client.recv(CHUNK_BYTES):
                 self.asked.append(" ".join(data.split(b"\r\n", 1)[0].decode("latin-1").split(" ")[:2]))
                 client.sendall(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-
-
-Expected = Callable[[Exchange], bool]

@@ -14,7 +14,7 @@ from typing import Any
 
 from chat_model import make_tokenizer
 from clients.prefixes import Turn, turns
-from clients.recorder import Exchange, Expected, Outside, Recorder
+from clients.recorder import Exchange, Outside, Recorder
 from clients.upstream import Prompt, Script, Upstream
 from e2e.harness import Server
 from penstock.text.tokenizers.source import pack_tokenizer
@@ -68,6 +68,19 @@ def running_stack(*arguments: str, template: str = "", context_length: int = CON
                 server.stop()
 
 
+@dataclass(frozen=True)
+class Expected:
+    """A refusal that a test announces: a status of 4xx or 5xx, or 200 for an error in an event of a stream."""
+
+    status: int
+    path: str
+    text: str
+
+    def fits(self, one: Exchange) -> bool:
+        is_it = one.status == self.status and self.path in ("", one.path.split("?")[0])
+        return one.is_refused and is_it and self.text in one.answer.decode(errors="replace")
+
+
 @dataclass
 class Scene:
     """A client's view of the server, and what was recorded. `url` is the recorder's: give it to the client as the base URL, with `/v1`
@@ -82,6 +95,8 @@ class Scene:
     home: Path
     work: Path
     expected: list[Expected] = field(default_factory=list)
+    may_ask: set[str] = field(default_factory=set)
+    """What it may ask of other machines, in vain."""
     counted: list[Turn] | None = None
 
     @property
@@ -102,20 +117,26 @@ class Scene:
         """Every prompt that the engine got, in order."""
         return self.stack.upstream.prompts
 
+    @property
+    def sessions(self) -> set[str]:
+        """The sessions of the client's key, those of earlier scenes, too."""
+        key = {name: value for name, value in self.exchanges[-1].headers.items() if name in ("authorization", "x-api-key")}
+        _, _, listed = self.stack.server.request("GET", "/v1/sessions?limit=1000", headers=key)
+        return {session["id"] for session in listed["data"]}
+
     def posts(self, path: str) -> list[Exchange]:
         return [one for one in self.exchanges if one.method == "POST" and one.path.split("?")[0] == path]
 
     def expect(self, *, status: int, path: str = "", text: str = "") -> None:
-        """Requests to this path may be answered with this status (4xx or 5xx) if the answer has this text. All others fail the test."""
-        self.expected.append(
-            lambda one: one.status == status and path in ("", one.path.split("?")[0]) and text in one.answer.decode(errors="replace")
-        )
+        """At least one request to this path is refused with this status and this text, and more may be: 4xx or 5xx, or 200 for an error in
+        an event of a stream. Every other refusal fails the test."""
+        self.expected.append(Expected(status, path, text))
 
     @property
     def refusals(self) -> tuple[list[Exchange], list[Exchange]]:
-        """Answers of 4xx and 5xx: those that the test expects, and the others."""
-        refused = [one for one in self.exchanges if one.status >= 400]
-        expected = [one for one in refused if any(is_expected(one) for is_expected in self.expected)]
+        """Answers of 4xx and 5xx, and errors in streams: those that the test expects, and the others."""
+        refused = [one for one in self.exchanges if one.is_refused]
+        expected = [one for one in refused if any(each.fits(one) for each in self.expected)]
         return expected, [one for one in refused if one not in expected]
 
     def turns(self, conversation: Callable[[Prompt], Hashable] | None = None, prompts: list[Prompt] | None = None) -> list[Turn]:
@@ -182,9 +203,12 @@ class Scene:
         }
 
     def check(self) -> None:
-        """After each test: nothing was refused that the test does not expect, and the script did not fail."""
+        """After each test: what was refused is what the test expects, no other machine was asked, and the script did not fail."""
         assert not self.stack.upstream.problems, self.stack.upstream.problems
-        _, others = self.refusals
+        expected, others = self.refusals
+        missing = [each for each in self.expected if not any(map(each.fits, expected))]
+        assert not missing, f"not refused: {missing}"
+        assert set(self.outside.asked) <= self.may_ask, self.outside.asked
         assert not others, "\n".join(["unexpected errors:", *map(str, others), "the server's log:", *self.stack.server.log[-40:]])
 
 

@@ -13,7 +13,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line per client and version: `rows` are those of `Scene.row`, one per test.
 
     "shared prefix" is the share of the tokens that the engine had of the turn before and that the next prompt begins with.
-    "outside" counts attempts to reach another machine, all refused.
+    "4xx" counts all refusals, those in an event of a stream, too. "outside" counts attempts to reach another machine, all refused.
     """
 
     def key(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
+
+import pytest
 
 from clients.conftest import Play
-from clients.weather import weather
+from clients.upstream import Prompt, Refused
+from clients.weather import WELCOME, weather
 
 PROGRAM = """
 import json, os, urllib.error, urllib.request
@@ -36,4 +40,34 @@ def test_what_was_not_expected_is_found(play: Play) -> None:
     assert [len(some) for some in scene.refusals] == [0, 1]
     scene.expect(status=400, path="/v1/chat/completions", text="unknown field `messages[0].mood`")
     assert [len(some) for some in scene.refusals] == [1, 0]
-    assert scene.prompts[0].answer == "You are welcome."
+    assert scene.prompts[0].answer == WELCOME
+    with pytest.raises(AssertionError, match=r"not refused.*some other error"):
+        scene.check()
+    scene.expected.pop(0)
+    with pytest.raises(AssertionError, match="telemetry"):
+        scene.check()
+    scene.may_ask = {"GET http://telemetry.example/"}
+
+
+STREAM = """
+import json, os, urllib.request
+messages = [{"role": "user", "content": "Hello"}]
+body = json.dumps({"model": os.environ["MODEL"], "max_tokens": 9, "stream": True, "messages": messages}).encode()
+for path in ("/v1/chat/completions", "/v1/messages"):
+    request = urllib.request.Request(os.environ["PENSTOCK_URL"] + path, body, {"content-type": "application/json"})
+    urllib.request.urlopen(request).read()
+"""
+
+
+def test_an_error_in_a_stream_is_a_refusal(play: Play) -> None:
+    def late(_: Prompt) -> str:
+        time.sleep(2.5)
+        raise Refused(400, "not today")
+
+    scene = play("the harness", "-", late)
+    scene.run(sys.executable, "-c", STREAM)
+    assert [one.status for one in scene.exchanges] == [200, 200]
+    assert [len(some) for some in scene.refusals] == [0, 2]
+    scene.expect(status=200, path="/v1/chat/completions", text="not today")
+    assert [len(some) for some in scene.refusals] == [1, 1]
+    scene.expect(status=200, path="/v1/messages", text="not today")

@@ -70,6 +70,7 @@ def test_a_prompt_that_is_too_long(play: Play) -> None:
     scene = play("langchain", RECIPE.version("langchain"), weather, context_length=20_000)
     for path in ("/v1/chat/completions", "/v1/responses"):
         scene.expect(status=400, path=path, text="context_length_exceeded")
+    scene.expect(status=200, path="/v1/responses", text="context_length_exceeded")
     scene.expect(status=400, path="/v1/messages", text="prompt is too long")
     done = scene.run(set_up("libraries"), PROGRAMS / "langchain_overflow.py")
     of_openai, of_anthropic = "OpenAIContextOverflowError", "AnthropicContextOverflowError"
