@@ -76,7 +76,6 @@ def test_a_command(play: Play) -> None:
     assert "<tool_response>\n42" in scene.prompts[1].text
     [turn] = scene.turns(agent_of)
     assert turn.share == 1.0, turn
-    assert not scene.outside.asked
 
 
 def test_tools_that_are_searched_for(play: Play) -> None:
@@ -141,19 +140,23 @@ def test_what_fills_the_context(play: Play) -> None:
 
 
 def test_the_settings_as_a_file(play: Play) -> None:
-    scene = begin(play, InTurn(bash("echo $((40 + 2))"), "It said 42."))
+    fetch = tool_call("WebFetch", url="https://penstock.example/", prompt="What is it?")
+    scene = begin(play, InTurn(bash("echo $((40 + 2))"), search("select:WebFetch"), fetch, "It said 42."))
+    # Nothing of Anthropic's is asked before that.
+    scene.may_ask = {"CONNECT penstock.example:443"}
     replaced = {"http://localhost:8000": scene.url, "MODEL": scene.model}
     (scene.home / ".claude").mkdir()
     settings = re.sub(r"(?<=\")(http://localhost:8000|MODEL)(?=\")", lambda found: replaced[found[0]], JSON_SETTINGS)
     (scene.home / ".claude" / "settings.json").write_text(settings)
-    flags = ("-p", "Run it.", "--output-format", "json", "--allowedTools", "Bash")
+    flags = ("-p", "Run it.", "--output-format", "json", "--allowedTools", "Bash,WebFetch")
     # What the harness sets is not there: only the file counts.
     unset = [f"-u{name}" for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC")]
     done = json.loads(scene.run("env", *unset, set_up("claude"), *flags).stdout)
     assert done["result"] == "It said 42."
     assert "WebSearch" not in scene.prompts[0].text
     assert "CronList" in scene.prompts[0].text
-    assert [turn.share for turn in scene.turns(agent_of)] == [1.0]
+    assert set(scene.outside.asked) == scene.may_ask
+    assert [turn.share for turn in scene.turns(agent_of)] == [1.0] * 3
 
 
 def test_a_subagent(play: Play) -> None:
@@ -164,7 +167,10 @@ def test_a_subagent(play: Play) -> None:
     turns = scene.turns(agent_of)
     assert [turn.share for turn in turns] == [1.0] * 2, list(map(str, turns))
     assert "There is one file." in scene.prompts[-1].text
-    assert len({one.headers.get("x-claude-code-agent-id") for one in scene.posts("/v1/messages")}) == 2
+    names = [(one.headers["x-claude-code-session-id"], one.headers.get("x-claude-code-agent-id")) for one in scene.posts("/v1/messages")]
+    sessions = {f"{session}/{agent}" if agent else session for session, agent in names}
+    assert len(sessions) == 2
+    assert sessions <= scene.sessions
 
 
 def compacts(prompt: Prompt) -> bool:
