@@ -66,6 +66,11 @@ def calls(count: int) -> list[dict[str, Any]]:
     return [message for _ in range(count) for message in ({"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]})]
 
 
+def tagged_last(size: int = MAX_BODY - 256) -> dict[str, Any]:
+    """A message with long text, and the type of each object after what it holds."""
+    return {"content": [{"text": "word " * (size // 5), "type": "text"}], "role": "user"}
+
+
 IDS = list(range(1000, 41_000))
 CASES: dict[str, Callable[[], Case]] = {
     "200,000 token ids": lambda: completion(IDS * 5),
@@ -98,6 +103,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "16,384 messages, Anthropic": lambda: chat(messages(16_383), "/v1/messages"),
     "16,384 items, Responses": lambda: Case("/v1/responses", json.dumps({"model": "m", "input": messages(16_384)}).encode()),
     "a wrong field after 16,384 messages": lambda: chat(messages(16_384), n="x")._replace(statuses=(400,)),
+    "types after 32 MiB of text": lambda: chat([tagged_last()])._replace(statuses=(400,)),
+    "types after 32 MiB of text, Anthropic": lambda: chat([tagged_last()], "/v1/messages")._replace(statuses=(400,)),
     "2,000 tool calls": lambda: chat(calls(2000)),
     "1,024 tools": lambda: chat(
         [{"role": "user", "content": "x"}],

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from front_end import FrontEnd, Turns, says
-from penstock.api.openai.schema import CompletionRequest
+from penstock.api.anthropic.schema import MessagesRequest
+from penstock.api.openai.schema import ChatRequest, CompletionRequest
 from penstock.api.pipeline.json_cost import MAX_COST, MIN_BYTES, PIECE_BYTES, is_slow, piece_costs
-from penstock.api.pipeline.request import decode_body
+from penstock.api.pipeline.request import MAX_TYPED_BYTES, decode_body
 from penstock.wire.errors import RequestError
 
 MIB = 2**20
@@ -66,6 +67,52 @@ async def test_others_go_on_while_a_long_body_is_looked_at() -> None:
     async with Turns() as turns:
         await decode_body(body, COMPLETION, frozenset())
         assert turns.count >= len(body) // PIECE_BYTES
+
+
+CHAT, MESSAGES = msgspec.json.Decoder(ChatRequest), msgspec.json.Decoder(MessagesRequest)
+LONG = "word " * (MAX_TYPED_BYTES // 5)
+
+
+def last(text: str) -> dict[str, Any]:
+    """A message with the tag of each object at its end."""
+    inner = {"source": {"content": [{"text": text, "type": "text"}], "type": "content"}, "type": "document"}
+    return {"content": [{"content": [inner], "tool_use_id": "a", "type": "tool_result"}], "role": "user"}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (CHAT, {"content": [{"text": LONG, "type": "text"}], "role": "user"}),
+        (CHAT, {"role": "user", "content": LONG}),
+        (MESSAGES, last(LONG)),
+    ],
+    ids=["tags last", "tags first", "nested"],
+)
+async def test_a_long_body_is_read_once(decoder: Any, message: dict[str, Any]) -> None:
+    """The typed decoder is not asked: wherever tags stand, plain values come first, and then their types, each in its own turn."""
+    body = json.dumps({"model": "m", "max_tokens": 1, "messages": [message]}).encode()
+
+    class Untouched:
+        type = decoder.type
+
+    taken = []
+
+    async def turn() -> None:
+        taken.append(1)
+
+    found: Any = await decode_body(body, Untouched(), frozenset(), turn=turn)  # type: ignore[arg-type]
+    assert found == decoder.decode(body)
+    assert len(taken) >= len(body) // PIECE_BYTES + 2
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [({"content": LONG, "role": "robot"}, "messages[0].role"), ({"content": LONG, "x": 1, "role": "user"}, "messages[0].x")],
+)
+async def test_what_is_wrong_in_a_long_body_is_named(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await decode_body(json.dumps({"model": "m", "messages": [message]}).encode(), CHAT, frozenset())
+    assert caught.value.param == param
 
 
 async def test_others_go_on_while_an_error_is_explained() -> None:
