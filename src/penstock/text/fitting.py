@@ -40,11 +40,16 @@ Render = Callable[[Messages, Sequence[Rewrite], bool], str]
 
 
 class Shape(NamedTuple):
-    """Chats that some templates do not render as they are, and the ways to try then: rewrites that are done in this order."""
+    """Chats that some templates do not render as they are, and the ways to try then: rewrites that are done in this order.
+
+    `in_order`: a way that keeps the order of the messages comes first. Some templates move later instructions to the head; then nothing
+    of the turns before is found in the KV cache.
+    """
 
     name: str
     chats: Sequence[Messages]
     ways: Sequence[Sequence[Rewrite]] = ()
+    in_order: bool = False
 
 
 def shapes() -> Iterator[Shape]:
@@ -58,7 +63,7 @@ def shapes() -> Iterator[Shape]:
     yield Shape("a system message", [[system, asked], [system, asked, answered, again], [system, asked, answered]], [[to.system_in_user]])
     yield Shape("nothing but a system message", [[system]], [[to.user_first]])
     in_between = [[asked, answered, later, again], [system, asked, answered, again, later], [system, asked, later, answered]]
-    yield Shape("a system message after the start", in_between, [[to.as_reminders], [to.as_reminders, to.merged]])
+    yield Shape("a system message after the start", in_between, [[to.as_reminders], [to.as_reminders, to.merged]], in_order=True)
     in_a_row = [[asked, again], [asked, answered, again, _say("user", "last")], [asked, answered, note, again]]
     yield Shape("consecutive messages of one role", in_a_row, [[to.merged]])
     yield Shape("an assistant message at the start", [[answered, again], [system, answered, again]], [[to.user_first]])
@@ -82,7 +87,11 @@ def fit(render: Render) -> tuple[list[Rewrite], list[str]]:
     chosen: list[Rewrite] = []
     for shape in shapes():
         ways = [chosen, *([*chosen, *way] for way in shape.ways)]
-        chosen = next((way for way in ways if _loss(render, shape, way) is None), chosen)
+        lossless: Iterator[list[Rewrite]] = (way for way in ways if _loss(render, shape, way) is None)
+        if shape.in_order:
+            found = list(lossless)
+            lossless = iter([way for way in found if _is_in_order(render, shape, way)] or found)
+        chosen = next(lossless, chosen)
         if not shape.ways and (loss := _loss(render, shape, chosen)) is not None:
             return chosen, [loss]
     return chosen, [loss for shape in shapes() if (loss := _loss(render, shape, chosen)) is not None]
@@ -118,7 +127,8 @@ def _search(text: str, rendered: str, position: int) -> tuple[str, int]:
 
 def marked(messages: Messages, places: Iterable[int]) -> list[ChatMessage]:
     """The messages with a mark after each text of those at these places."""
-    changed = list(messages)
+    # Results get their names before these are marked: a mark in a result's name does not show that its call is rendered.
+    changed = list(to.named_results(messages))
     for place in places:
         message = changed[place] = ChatMessage({**changed[place]})
         if message["content"].strip():
@@ -144,6 +154,16 @@ def _loss(render: Render, shape: Shape, rewrites: Sequence[Rewrite]) -> str | No
         if not all(text in rendered for message in chat for text in (*_texts(message), *_argument_texts(message))):
             return f"{shape.name}: left out of the prompt"
     return None
+
+
+def _is_in_order(render: Render, shape: Shape, rewrites: Sequence[Rewrite]) -> bool:
+    """Whether the prompts of these chats, which have all texts, have them in the order of the messages."""
+    for chat in shape.chats:
+        rendered = render(chat, rewrites, False)
+        places = [rendered.find(message["content"]) for message in chat]
+        if places != sorted(places):
+            return False
+    return True
 
 
 def _texts(message: ChatMessage) -> list[str]:

@@ -93,13 +93,14 @@ class ChatTemplate:
         self.source = source
         self._named_tokens = named_tokens
         self.renders_tools = any(name.name == "tools" and name.ctx == "load" for name in syntax.find_all(jinja2.nodes.Name))
-        self._no_tools: list[Any] | None = None
+        self._lists_no_tools = False
         self._rewrites, self.losses = self._fitted()
 
     def render(self, prompt: ChatPrompt) -> str:
         """Raises MessageError if the template refuses a message or leaves out its text."""
         rendered = self._render(prompt, self._rewrites)
-        if suspects := unseen(prompt.messages, rendered):
+        # A short text may be found in another message. That is enough only if the template has rendered all trials.
+        if suspects := range(len(prompt.messages)) if self.losses else unseen(prompt.messages, rendered):
             again = self._render(structs.replace(prompt, messages=marked(prompt.messages, suspects)), self._rewrites)
             for place in unmarked(prompt.messages, suspects, again):
                 raise MessageError(place, f"the model's chat template leaves out text of this {prompt.messages[place]['role']} message")
@@ -115,18 +116,18 @@ class ChatTemplate:
         rewrites, losses = fit(render)
         if losses:
             # A template for chats with tools may need a list of them.
-            self._no_tools = []
+            self._lists_no_tools = True
             others, remaining = fit(render)
             if not remaining:
                 return others, remaining
-            self._no_tools = None
+            self._lists_no_tools = False
         return rewrites, losses
 
     def _render(self, prompt: ChatPrompt, rewrites: Sequence[Rewrite], read: list[int] | None = None) -> str:
         """`read` gets the place of the message that the template read last. It is empty if that was a tool."""
         try:
             messages = self._rewritten(prompt if read is None else _placed(prompt), rewrites)
-            shown = [_with_thinking(message) for message in messages]
+            shown: list[_Shown] = [_Shown(_with_thinking(message)) for message in messages]
             tools: Sequence[Mapping[str, Any]] = prompt.tools
             if read is not None:
                 shown, tools = [_Watched(message, read) for message in shown], [_Watched(tool, read) for tool in tools]
@@ -151,12 +152,13 @@ class ChatTemplate:
             messages = rewrite(messages)
         return messages
 
-    def _filled_in(self, prompt: ChatPrompt, messages: list[Mapping[str, Any]], tools: list[Mapping[str, Any]]) -> str:
+    def _filled_in(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]], tools: list[Mapping[str, Any]]) -> str:
         values = {
             **prompt.arguments,
             **self._named_tokens,
-            "messages": messages,
-            "tools": tools or self._no_tools,
+            "messages": list(messages),
+            # A new list each time: templates may append to it.
+            "tools": tools or ([] if self._lists_no_tools else None),
             "documents": list(prompt.documents) or None,
             "add_generation_prompt": prompt.begins_answer,
             "continue_final_message": prompt.continues,
@@ -179,6 +181,8 @@ def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
     if not prompt.messages:
         raise RequestError(f"`{field}` is set, but `messages` is empty", param=field)
     *before, last = prompt.messages
+    if last.get("tool_calls"):
+        raise RequestError(f"`{field}` is set, but the last message ends with tool calls: expected one that ends with text", param=field)
     marked = ChatMessage({**last, "content": last["content"] + _MARK_AND_SPACE})
     rendered = template.render(structs.replace(prompt, messages=[*before, marked]))
     end = rendered.rfind(_MARK)
@@ -199,7 +203,17 @@ def _placed(prompt: ChatPrompt) -> ChatPrompt:
     return structs.replace(prompt, messages=placed)
 
 
-class _Watched(dict[str, Any]):
+class _Shown(dict[str, Any]):
+    """A message in a template. It equals only itself: Mistral's templates put the tools before each message that equals the user's last."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
+class _Watched(_Shown):
     """A message or a tool that notes its place when it is read, if it has one."""
 
     def __init__(self, message: Mapping[str, Any], read: list[int]) -> None:

@@ -67,6 +67,23 @@ def test_later_instructions_stay_where_they_are() -> None:
     assert "<|tool|>two\n\n<system-reminder>\nthree\n</system-reminder><|end|><|assistant|>" in told
 
 
+def test_later_instructions_do_not_move_to_the_head() -> None:
+    """DeepSeek's templates collect all system messages there. Then no turn would find the KV of the one before it."""
+    head = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    template = head + "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    chat = [say("system", "zero"), say("user", "one"), say("assistant", "two")]
+    before = render(template, chat)
+    told = render(template, [*chat, say("developer", "three"), say("user", "four")])
+    assert told == before + "<|user|><system-reminder>\nthree\n</system-reminder><|user|>four"
+
+
+def test_tools_are_in_the_prompt_once_though_messages_are_equal() -> None:
+    """A template compares messages to find the user's last one. Those that fill gaps are equal, and so may be the user's own."""
+    turn = [calling("plan", "look"), result("look", "red"), say("assistant", "ok"), say("user", "go on")]
+    rendered = render(TEMPLATES["mistral"], [say("user", "go on"), *turn, *turn], tools=[TOOL])
+    assert rendered.count("[AVAILABLE_TOOLS]") == 1
+
+
 def test_results_have_the_names_of_their_tools() -> None:
     template = "{% for m in messages %}<{{ m.role }} {{ m.name }}>{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}"
     own = ChatMessage({**result("look", "blue"), "name": "own"})
@@ -105,6 +122,26 @@ def test_what_is_lost_or_refused_is_named(template: str, place: int, reason: str
         render(template, ALTERNATING)
     assert (caught.value.place, caught.value.param, caught.value.status) == (place, f"messages[{place}]", 400)
     assert caught.value.named("input[7]").message.startswith("`input[7]`: the model's chat template ")
+
+
+def test_a_text_that_another_message_repeats_is_not_taken_for_the_message() -> None:
+    template = "{% for m in messages %}{% if loop.index0 != 1 %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(MessageError, match=r"`messages\[1\]`: .* leaves out text of this assistant message"):
+        render(template, [say("user", "Shall I look?"), say("assistant", "look"), say("user", "I look again.")])
+
+
+def test_the_name_of_a_result_does_not_stand_for_its_call() -> None:
+    refuses_plain_chats = "{% if messages | length == 3 and messages[2].role == 'user' %}{{ raise_exception('no') }}{% endif %}"
+    template = "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}" + refuses_plain_chats
+    with pytest.raises(MessageError, match=r"`messages\[1\]`: .* leaves out text of this assistant message"):
+        render(template, [say("user", "?"), calling("", "look"), result("look", "red")])
+
+
+def test_a_template_that_adds_tools_to_its_list_adds_them_once() -> None:
+    template = "{% for tool in tools %}{{ tool }}{% endfor %}{% set _ = tools.append('added') %}" + PLAIN
+    templates = ChatTemplates({"default": template}, NAMED)
+    first, second = (templates.render(ChatPrompt([say("user", "a")])) for _ in range(2))
+    assert first == second
 
 
 def test_tools_that_are_left_out_are_named() -> None:

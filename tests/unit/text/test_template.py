@@ -186,6 +186,7 @@ def test_repeated_content_is_cut_after_its_last_occurrence() -> None:
     [
         (PLAIN, ChatPrompt(ANSWERED, continues=True)),
         (PLAIN, ChatPrompt([], begins_answer=False, continues=True)),
+        (HERMES, ChatPrompt(CALLED[:3], begins_answer=False, continues=True)),
         (
             "{% for m in messages %}{{ m.content | replace('rains', '') }}{% endfor %}",
             ChatPrompt(ANSWERED, begins_answer=False, continues=True),
