@@ -291,7 +291,7 @@ async def test_sessions_of_one_name_are_remembered_apart_for_every_key() -> None
             assert tenant is not None
             asked = structs.replace(incoming, headers=[(b"x-session-id", b"s")], tenant=tenant)
             await parse(asked, library)
-            assert len(library.transcripts) == count
+            assert len(library.transcripts) == (0 if parse is count_message_tokens else count), "counting leaves a session as it is"
 
 
 async def test_no_key_holds_all_generations_while_another_waits() -> None:
