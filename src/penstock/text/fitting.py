@@ -21,6 +21,9 @@ from penstock.wire.errors import RequestError
 MAX_MISSES = 8
 """After this many messages that are not found, later ones are not searched for: they are looked for with marks."""
 
+MAX_SEARCHED = 64 * 1024
+"""Longer texts that are not found at once are looked for with marks: searching for megabytes keeps the GIL for a tenth of a second."""
+
 NEAR, HEAD = 4096, 64
 
 PROBE_TOOLS = [
@@ -117,7 +120,9 @@ def unseen(messages: Messages, rendered: str) -> list[int]:
 
 
 def _search(text: str, rendered: str, position: int) -> tuple[str, int]:
-    """The text as it is, or in JSON, and where it is in the prompt after this position. -1: it is not there."""
+    """The text as it is, or in JSON, and where it is in the prompt after this position. -1: it is not there, or it is too long."""
+    if len(text) > MAX_SEARCHED:
+        return text, -1
     near = position + 2 * len(text) + NEAR
     for written in (text, json.dumps(text, ensure_ascii=False)[1:-1]):
         if (found := rendered.find(written, position, near)) >= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from chat_templates import DROPPING, HERMES, PLAIN, PUBLISHED, REFUSING, TEMPLATES
-from penstock.text.fitting import shapes
+from penstock.text.fitting import MAX_SEARCHED, shapes, unseen
 from penstock.text.rewrites import Messages, Rewrite, known_roles, named_results
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizers.cache import TokenizerCache
@@ -157,6 +158,15 @@ def test_text_that_a_template_changes_is_not_lost(content: str, shown: str) -> N
     rendered = render(template, [say("user", content), say("assistant", content), say("user", "end")])
     assert rendered.count("<user>") == 2
     assert "\ud804" not in rendered
+
+
+def test_a_long_changed_text_is_not_searched_for() -> None:
+    content = '"' * (MAX_SEARCHED + 1)
+    shown = json.dumps(content)
+    assert unseen([say("user", content[1:])], shown) == []
+    assert unseen([say("user", content)], shown) == [0]
+    assert unseen([say("user", content)], content) == []
+    assert render("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", [say("user", content)]) == shown
 
 
 def test_many_changed_texts_are_found_in_two_renderings() -> None:
