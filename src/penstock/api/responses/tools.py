@@ -143,6 +143,8 @@ def _read_choice(choice: str | dict[str, Any] | None, index: _Index) -> tuple[To
             expected = f"expected one of {', '.join(_TOOL_CHOICES)}, or an object that names a tool"
             raise RequestError(f"`tool_choice` is {choice[:80]!r}: {expected}", param="tool_choice")
         return ToolChoice(cast(Any, choice)), None
+    # The answer repeats it.
+    check_depth("tool_choice", choice)
     kind = choice.get("type")
     if kind == "allowed_tools":
         return _allowed(read_struct("tool_choice", choice, AllowedTools), index)

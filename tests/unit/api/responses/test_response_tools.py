@@ -153,6 +153,14 @@ def test_two_tools_never_share_a_name() -> None:
     assert history(tools, ("a", "b__c"), ("a__b", "c"), (None, "a__b__c")) == names(tools)
 
 
+def test_a_choice_that_is_nested_too_deeply_to_be_repeated_is_refused() -> None:
+    extra: list[Any] = []
+    for _ in range(64):
+        extra = [extra]
+    with pytest.raises(RequestError, match="`tool_choice` is nested more than 64 levels deep"):
+        read_tools([LOOK], {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look", "extra": extra}]})
+
+
 def test_long_names_that_clash_are_numbered_in_one_pass() -> None:
     """All begin alike, so that each number is taken already by another name."""
     long = ["x" * (MAX_NAME_CHARACTERS - 6) + f"{number:03}" for number in range(500)]
