@@ -105,10 +105,11 @@ class FairQueue(Generic[Item]):
         least = None if found is None else found.items.least()
         return None if least is None else least[1]
 
-    def first_among(self, lanes: Iterable[str]) -> Item | None:
-        """The item whose turn it is among those of these lanes that are not urgent; None when there are none."""
-        waiting = [lane for lane in lanes if lane in self._turns]
-        return self.first_of(min(waiting, key=self._turns.priority)) if waiting else None
+    def first_of_each(self, lanes: Iterable[str]) -> Iterator[Item]:
+        """The first item of each of these lanes that has one, in the order of their turns."""
+        for lane in sorted([lane for lane in lanes if lane in self._turns], key=self._turns.priority):
+            if (first := self.first_of(lane)) is not None:
+                yield first
 
     def serve(self, item: Item, cost: float) -> None:
         """Removes an item and charges its lane."""

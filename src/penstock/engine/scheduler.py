@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, cast
@@ -201,7 +201,9 @@ class Scheduler(Generic[S]):
                 break
             budget -= _add_share(work, sequence, budget, shares)
         matched = 0
-        while budget and len(self._running) < self._max_batch and (first := self._next_to_start(shares)) is not None:
+        # Nothing is looked up before the first is asked for.
+        others = self._ready.first_of_each(lane for lane, share in shares.items() if share)
+        while budget and len(self._running) < self._max_batch and (first := self._next_to_start(shares, others)) is not None:
             if matched > MAX_BLOCKS_MATCHED:
                 break
             sequence = first
@@ -240,12 +242,12 @@ class Scheduler(Generic[S]):
         total = sum(weights.values())
         return {lane: math.ceil(budget * max(weight / total, 1 / MAX_SHARES)) for lane, weight in weights.items()}
 
-    def _next_to_start(self, shares: dict[str, int]) -> S | None:
-        """Whose turn it is. Tenants that have used up their share are passed over, unless another has just made way for them."""
+    def _next_to_start(self, shares: dict[str, int], others: Iterator[S]) -> S | None:
+        """Whose turn it is. If that tenant has used up its share, one of each of the `others` is next, unless they made way for it."""
         first = self._ready.first()
         if first is None or first.is_urgent or shares.get(first.request.lane) != 0 or self._ready.is_hurried(first.request.lane):
             return first
-        return self._ready.first_among([lane for lane, share in shares.items() if share])
+        return next(others, None)
 
     def make_way(self) -> None:
         """Call it first in a step. Frees one place of a full batch for a tenant that waits and has too few.
