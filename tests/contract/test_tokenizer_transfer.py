@@ -50,7 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"eos_token": "<|im_end|>", "chat_template": CHAT_ML, "padding": "x" * 100}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "additional_chat_templates").mkdir()
-    long = "{# " + "long " * TOKENIZER_PIECE_BYTES + "#}"
+    long = (
+        "{# " + "long " * TOKENIZER_PIECE_BYTES + "#}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    )
     (directory / "additional_chat_templates" / "long.jinja").write_text(long)
     return directory
 
@@ -91,7 +93,7 @@ async def test_the_tokenizer_comes_over_the_link_and_is_cached(tmp_path: Path, m
             await machine.until_ready()
             served = machine.models.find("simulator")
             assert encode_chat(served.tokenizer, PROMPT) == encode_chat(packed.load(), PROMPT)
-            assert served.tokenizer.render_chat(ChatPrompt(PROMPT.messages, template="long")) == ""
+            assert served.tokenizer.render_chat(ChatPrompt(PROMPT.messages, template="long")) == "user: the water flows\n"
         assert [file.name for file in cache.iterdir()] == [packed.fingerprint]
         assert (cache / packed.fingerprint).read_bytes() == packed.data
         # The next front end has it.

@@ -228,7 +228,7 @@ async def test_a_death_in_mid_answer_is_a_fault_that_others_can_mend(serve: Serv
 
 async def test_an_over_long_prompt_is_refused_in_the_upstreams_words(simulator: Server, tokenizer: Tokenizer) -> None:
     async with running_engine(simulator, tokenizer) as engine:
-        with pytest.raises(EngineRefused, match="does not fit the model's context") as caught:
+        with pytest.raises(EngineRefused, match="maximum context length is 2000 tokens") as caught:
             await read_all(engine, request(tokenizer, token_ids=(300,) * 3000))
         assert not caught.value.fault.retryable
 

@@ -24,7 +24,10 @@ torch.set_num_threads(1)
 
 
 def one(seed: int = 0, sampling: Sampling = GREEDY, prompt: Sequence[int] = (0,), **fields: Any) -> Generation:
-    return Generation(Submit(bytes(16), tuple(prompt), 1000, seed, sampling=sampling, **fields))
+    """A generation that has started."""
+    generation = Generation(Submit(bytes(16), tuple(prompt), 1000, seed, sampling=sampling, **fields))
+    generation.tokens = list(prompt)
+    return generation
 
 
 def sample(logits: Tensor, rows: Sequence[Generation], end_ids: Iterable[int] = ()) -> Sampled:
