@@ -324,10 +324,11 @@ async def test_leaving_ends_it_there_begun_or_not(running: Running) -> None:
 
 async def test_refusals_are_in_the_engines_words(running: Running) -> None:
     async with running_engine(running) as (engine, _):
-        for wrong in (ask(token_ids=random_prompt(2, 3000)), ask(sampling=Sampling(presence_penalty=5.0))):
+        overlong, wrong = ask(token_ids=random_prompt(2, 3000)), ask(sampling=Sampling(presence_penalty=5.0))
+        for refused, code in ((overlong, "context_length_exceeded"), (wrong, "engine_refused")):
             with pytest.raises(EngineRefused) as caught:
-                await read_all(engine, wrong)
-            assert caught.value.fault.code == "engine_refused"
+                await read_all(engine, refused)
+            assert caught.value.fault.code == code
             assert not caught.value.fault.retryable
         assert len(tokens(await read_all(engine, ask(max_tokens=3, ignore_eos=True)))) == 3
 
