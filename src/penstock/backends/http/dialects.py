@@ -20,7 +20,9 @@ from penstock.wire.messages import Fault
 
 MAX_MESSAGE_CHARACTERS = 500
 # What vLLM, SGLang, llama.cpp and OpenAI say of a prompt that does not fit.
-_OVERFLOW = re.compile(r"(?i)maximum context length|maximum model length|model's context length|available context size|context window|context_length_exceeded")
+_OVERFLOW = re.compile(
+    r"(?i)maximum context length|maximum model length|model's context length|available context size|context window|context_length_exceeded"
+)
 
 Body = dict[str, Any]
 
