@@ -80,7 +80,7 @@ def test_a_worker_says_it_in_the_same_words() -> None:
             "prompt is too long: 110 tokens > 100 maximum",
         ),
         ("The input (110 tokens) is longer than the model's context length (100 tokens).", "prompt is too long: the engine answered 400: "),
-        ("The decoder prompt (length 110) is longer than the maximum model length of 100.", "prompt is too long: the engine answered 400: "),
+        ("The decoder prompt (length 110) is longer than the maximum model length of 99.", "prompt is too long: the engine answered 400: "),
         ("the request exceeds the available context size (100 tokens), try increasing it", "prompt is too long: the engine answered 400: "),
     ],
     ids=["vLLM", "vLLM, newer", "SGLang", "vLLM, by tokens", "llama.cpp"],
