@@ -18,8 +18,10 @@ RESERVED_PART = 8
 MAX_ANSWER_COST = 512
 
 REST = 3
+"""After a piece of long work, the event loop is left to all others for so many times as long as the piece took."""
+
 MAX_REST_SECONDS = 0.1
-"""After a piece of long work. A piece never takes this long, but the process may be stopped meanwhile."""
+"""The longest rest. A piece takes some milliseconds, but the process may be stopped meanwhile."""
 
 Item = TypeVar("Item", bound=Hashable)
 

@@ -32,6 +32,8 @@ from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, Wo
 from penstock.worker.backend import total_length
 
 MAX_SHARES = 8
+"""So many tenants have a share of a step's prompt tokens, if their weights are equal. More would make the pieces too small."""
+
 MAX_BLOCKS_MATCHED = 16_384
 """In one step. More cached prompts start in the next ones: matching 10,000 blocks takes some milliseconds."""
 

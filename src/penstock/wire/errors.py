@@ -83,8 +83,8 @@ def _cut(text: str, most: int) -> str:
 
 
 def context_exceeded(context_length: int, what: str, tokens: int, max_tokens: int = 0, *, is_cut: bool = False) -> str:
-    """What every API says of a prompt that does not fit. These are OpenAI's words, old and new, without commas in the numbers: clients
-    look for them, and then shorten what they send. `is_cut`: the prompt has at least so many tokens."""
+    """What every API says of a prompt that does not fit. Clients look for these words of OpenAI, with plain numbers, and then shorten
+    what they send. `is_cut`: counting stopped early, so the prompt has at least this many tokens."""
     least = "at least " if is_cut else ""
     if max_tokens:
         asked = f"you requested {least}{tokens + max_tokens} tokens ({tokens} in the {what}, {max_tokens} in the completion)"

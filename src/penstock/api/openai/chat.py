@@ -160,7 +160,7 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _for_template(index: int, message: Message, is_last: bool) -> ChatMessage:
-    # Clients keep a message that was refused, and send it again before the next one. Then a placeholder stands for what is not text.
+    # Only the last message is refused. Clients keep a refused message in their history: there a placeholder stands for the image.
     if is_last and isinstance(message.content, list) and message.role not in ("tool", "function"):
         _refuse_media(f"messages[{index}].content", message.content)
     rendered = ChatMessage(role=message.role, content=prompt_text(message))

@@ -61,7 +61,7 @@ class Sink(Protocol):
         """Sends these events in one write. The caller awaits it, then resets `sending_since`."""
 
     def send_idle(self, content: bytes) -> Awaitable[None]:
-        """Sends what is no event of the answer, such as a comment, to a client that waits for one. Awaited as `send_events`."""
+        """Sends a keep-alive, such as a comment, to a client that waits. Awaited as `send_events`."""
 
     async def send_blank(self) -> None:
         """Sends white space before a whole answer. From now on the status is 200."""
@@ -241,7 +241,7 @@ class EventWriter:
         self._await(waiting, outcome)
 
     def send_idle(self, content: bytes) -> None:
-        """Sends what is no part of the answer, unless the client has not taken what was sent before."""
+        """Sends a keep-alive, unless the client has not taken what was sent before."""
         if self._sending is not None or self._finished.done():
             return
         self.has_spoken = True

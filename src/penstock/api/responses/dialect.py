@@ -81,8 +81,8 @@ class ResponseDialect(Dialect):
     def keep_alive(self) -> bytes:
         """The last event again, `response.in_progress`, without what may be long. After any output, a comment.
 
-        Codex gives up after minutes without an event, and comments are none. No other event is known to all clients. The same number
-        makes it a repetition: whoever resumes the stream misses nothing and gets nothing twice.
+        Codex gives up after minutes without an event, and comments are none. No other event is known to all clients. It has
+        the number of the event that it repeats, so a client that resumes the stream misses nothing.
         """
         if self.output or not self._has_begun:
             return KEEP_ALIVE

@@ -99,7 +99,7 @@ def marked_parts(given: str | Sequence[dict[str, Any]] | None) -> list[ContentPa
     """The parts that are marked for the cache, of items that have been read."""
     if given is None or isinstance(given, str):
         return []
-    # Nothing else of an item is looked at: what is not known there was ignored, and may be anything.
+    # Only these members were checked when the item was read. The others may be anything.
     contents = [item[_PARTS[kind]] for item in given if (kind := _kind(item)) in _PARTS]
     marks = [part.get(MARK) for content in contents if isinstance(content, list) for part in content]
     return [msgspec.convert({"type": "text", "text": "", MARK: mark}, ContentPart) for mark in marks if mark]

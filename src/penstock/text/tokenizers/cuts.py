@@ -58,8 +58,8 @@ SLICE = 16_384
 """Minimum characters per slice: some milliseconds of work."""
 
 MAX_SLICE = 4 * SLICE
-"""A text without the end of a word for so long is cut anyway: it takes a hundred times its length in memory, and cannot be interrupted.
-The text stays the same, but two tokens at the cut may differ from those of the whole."""
+"""A slice is cut here even if no word ends. Tokenizing takes a hundred times the slice in memory and cannot be interrupted. The text stays
+the same, but the two tokens at such a cut may differ from those of the whole text."""
 
 _LETTERS = "A-Za-z\u0430-\u044f\u0410-\u042f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
 CUT = re.compile(rf"[{_LETTERS}](?= [{_LETTERS}]|[0-9,.;:!?\u3002\uff0c\u3001\uff1b\uff1a\uff01\uff1f])")
