@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 GENERATION_ID_BYTES = 16
 DEFAULT_SESSION_SECONDS = 300.0
 MAX_TOKENIZER_BYTES = 64 * 2**20
@@ -80,17 +80,23 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     terminal: Terminal | None = None
 
 
-class BlocksStored(Struct, frozen=True, tag="stored", gc=False):
+Tier = Literal["device", "host", "disk"]
+"""Where a worker keeps KV, the fastest first."""
+
+
+class BlocksStored(Struct, frozen=True, tag="stored", omit_defaults=True, gc=False):
     """KV blocks that can be reused now. They form a chain; the first one follows `parent`."""
 
     parent: bytes
     blocks: tuple[bytes, ...]
+    tier: Tier = "device"
 
 
-class BlocksRemoved(Struct, frozen=True, tag="removed", gc=False):
-    """KV blocks that are gone."""
+class BlocksRemoved(Struct, frozen=True, tag="removed", omit_defaults=True, gc=False):
+    """KV blocks that are gone from this tier. They may still be in another one."""
 
     blocks: tuple[bytes, ...]
+    tier: Tier = "device"
 
 
 class BlocksCleared(Struct, frozen=True, tag="cleared", gc=False):
@@ -108,7 +114,11 @@ class KvEvents(Struct, frozen=True, array_like=True, gc=False):
 
 
 class WorkerStats(Struct, frozen=True, array_like=True):
-    """What a worker holds at the moment of sending. The fields after `sessions` count from its start."""
+    """What a worker holds at the moment of sending. The fields from `kv_blocks_evicted` to `sessions_evicted` count from its start.
+
+    Rates are measured, 0 until they are: prompt tokens computed per second while nothing else runs, and bytes pulled per second from
+    other workers. `tokens_to_compute` are those of prompts that run or wait.
+    """
 
     running: int = 0
     queued: int = 0
@@ -124,6 +134,15 @@ class WorkerStats(Struct, frozen=True, array_like=True):
     memory_failures: int = 0
     sessions_evicted: int = 0
     other_front_ends: int = 0
+    prefill_rate: float = 0.0
+    pull_rate: float = 0.0
+    tokens_to_compute: int = 0
+    exports: int = 0
+    imports: int = 0
+    kv_host_blocks: int = 0
+    kv_host_total: int = 0
+    kv_disk_blocks: int = 0
+    kv_disk_total: int = 0
 
 
 Role = Literal["aggregated", "prefill", "decode"]
@@ -136,7 +155,8 @@ class ModelInfo(Struct, frozen=True):
     `tokenizer` is `words` for the built-in tokenizer, else the fingerprint of the tokenizer's files. The front end looks for these on
     its own machine, else fetches them with TokenizerRequest. `max_batch` is how many generations the worker computes at once; 0: unknown.
     `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning; None: no known format. A worker with the capability
-    `isolation` shares no KV between roots.
+    `isolation` shares no KV between roots. Workers with the same `kv_fingerprint` can use each other's KV, which is pulled from
+    `kv_address`; a block has `kv_block_bytes`. Without a fingerprint its KV does not move.
     """
 
     name: str
@@ -151,6 +171,9 @@ class ModelInfo(Struct, frozen=True):
     capabilities: tuple[Capability, ...] = ()
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    kv_fingerprint: bytes = b""
+    kv_address: str = ""
+    kv_block_bytes: int = 0
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -196,6 +219,29 @@ class Bootstrap(Struct, frozen=True, gc=False):
     room: int
 
 
+TRANSFER_ID_BYTES = 16
+
+
+class KvSource(Struct, frozen=True, omit_defaults=True, gc=False):
+    """Where a worker pulls blocks that it lacks: from another worker, under the id of this transfer.
+
+    `waits`: the source computes them at this moment, under a Submit with an Export of the same id. `ticket` is what an engine of others
+    needs to find them.
+    """
+
+    transfer: bytes
+    address: str
+    waits: bool = False
+    ticket: bytes = b""
+
+
+class Export(Struct, frozen=True, gc=False):
+    """On a Submit: another worker pulls its blocks, while they are computed and for `lease_seconds` after its end."""
+
+    transfer: bytes
+    lease_seconds: float
+
+
 class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     """Front end to worker: begin a generation.
 
@@ -205,7 +251,8 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     `is_seed_drawn`: no client asked for this `seed`, so an engine may use its own randomness. KV is shared only with generations of
     the same `root`; empty: one that all tenants share. Generations that wait are served in turn by `lane`, in proportion to `weight`;
     without tenants the lane is "". `prompt` names a prompt that several generations share: on a link it travels once, as a Prompt, and
-    `token_ids` then has only the last `offset` ids.
+    `token_ids` then has only the last `offset` ids. `export`: another worker pulls its blocks. `source`: it begins when the blocks that
+    are missing here were pulled from there, or that has failed.
     """
 
     id: bytes
@@ -230,6 +277,8 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     lane: str = ""
     weight: int = 1
     prompt: bytes = b""
+    export: Export | None = None
+    source: KvSource | None = None
 
 
 class Prompt(Struct, frozen=True, tag="prompt", gc=False):
@@ -243,6 +292,45 @@ class DropPrompt(Struct, frozen=True, tag="drop_prompt", gc=False):
     """Front end to worker: no Submit will name this prompt any more."""
 
     name: bytes
+
+
+class Fetch(Struct, frozen=True, tag="fetch", omit_defaults=True):
+    """Front end to worker: pull the blocks of this prompt now. A Submit whose source has the same id comes later, or an EndTransfer.
+
+    The pulled blocks are kept from eviction for `lease_seconds` after the last came. `root`, `lane` and `prompt` are those of a Submit.
+    """
+
+    source: KvSource
+    token_ids: tuple[int, ...]
+    lease_seconds: float
+    root: bytes = b""
+    lane: str = ""
+    prompt: bytes = b""
+
+
+class EndTransfer(Struct, frozen=True, tag="end_transfer"):
+    """Front end to worker, to the source or the target: these transfers are over. What they hold is freed; unknown ones are ignored."""
+
+    ids: tuple[bytes, ...]
+
+
+TransferOutcome = Literal["done", "failed", "expired"]
+
+
+class TransferReport(Struct, frozen=True, array_like=True, gc=False):
+    """Worker to front end: a transfer has ended at this worker. `seconds` is from its first request to its end.
+
+    From the target: `done` or `failed`, for this `reason`; `blocks` of `size` bytes in all were pulled either way and can be used. From
+    the source: `expired`, when nobody has ended it within its lease; or, before the end, a `ticket` for the target.
+    """
+
+    id: bytes
+    outcome: TransferOutcome | None = None
+    blocks: int = 0
+    size: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    ticket: bytes = b""
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
@@ -303,6 +391,7 @@ class Step(Struct, frozen=True, tag="step"):
     segments: list[Segment]
     stats: WorkerStats
     events: KvEvents | None = None
+    transfers: tuple[TransferReport, ...] = ()
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -379,6 +468,8 @@ Message = (
     Submit
     | Prompt
     | DropPrompt
+    | Fetch
+    | EndTransfer
     | Cancel
     | CloseSession
     | SessionQuery
