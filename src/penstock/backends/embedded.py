@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from penstock.engine.engine import Engine
-from penstock.wire.messages import Fault, KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, WorkerStats
-from penstock.worker.backend import PROGRESS_SECONDS, Emit
+from penstock.wire.messages import Fault, Fetch, KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, WorkerStats
+from penstock.worker.backend import PROGRESS_SECONDS, Emit, moves_no_kv
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,12 @@ class EmbeddedBackend:
     def cancel(self, generation: bytes) -> None:
         self._open.discard(generation)
         self.ask(lambda engine: engine.cancel(generation))
+
+    def fetch(self, request: Fetch) -> None:
+        self._emit((), None, (moves_no_kv(request),))
+
+    def end_transfer(self, transfer: bytes) -> None:
+        pass
 
     def close_session(self, session_id: str, epoch: int) -> None:
         self.ask(lambda engine: engine.close_session(session_id, epoch))
@@ -160,7 +166,7 @@ class EmbeddedBackend:
         now = time.monotonic()
         if now - self._spoke_at >= PROGRESS_SECONDS and not self._stopping:
             self._spoke_at = now
-            self._loop.call_soon_threadsafe(self._emit, (), None)
+            self._loop.call_soon_threadsafe(self._emit, (), None, ())
 
     def _deliver(self, segments: list[Segment], events: KvEvents | None, stats: WorkerStats) -> None:
         self._stats = stats

@@ -26,6 +26,7 @@ from penstock.wire.codec import PACKED_ENTRIES, pack_logprobs
 from penstock.wire.messages import (
     Delta,
     Fault,
+    Fetch,
     Finish,
     FinishReason,
     ModelInfo,
@@ -38,7 +39,7 @@ from penstock.wire.messages import (
     TokenLogprob,
     WorkerStats,
 )
-from penstock.worker.backend import PROGRESS_SECONDS, Emit, validate_submit
+from penstock.worker.backend import PROGRESS_SECONDS, Emit, moves_no_kv, validate_submit
 
 # A real engine computes while its process is busy sending. So steps that start late are made up for, if they are late by more than a
 # timer's inaccuracy, and by at most MAX_BEHIND seconds.
@@ -175,6 +176,7 @@ class Simulator:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, emit: Emit) -> None:
+        self._emit = emit
         self._task = asyncio.create_task(self._steps(emit), name="simulator steps")
 
     async def close(self) -> None:
@@ -199,6 +201,12 @@ class Simulator:
         self._refused = [segment for segment in self._refused if segment.id != generation]
         if self._scheduler.cancel(generation, self._clock()):
             self._asked.set()
+
+    def fetch(self, request: Fetch) -> None:
+        self._emit((), None, (moves_no_kv(request),))
+
+    def end_transfer(self, transfer: bytes) -> None:
+        pass
 
     def close_session(self, session_id: str, epoch: int) -> None:
         if self._sessions.close(session_id, epoch):

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.wire.errors import context_exceeded
-from penstock.wire.messages import Fault, KvEvents, ModelInfo, Sampling, Segment, SessionReport, Snapshot, Submit, WorkerStats
+from penstock.wire.messages import (
+    Fault,
+    Fetch,
+    KvEvents,
+    ModelInfo,
+    Sampling,
+    Segment,
+    SessionReport,
+    Snapshot,
+    Submit,
+    TransferReport,
+    WorkerStats,
+)
 
-Emit = Callable[[Sequence[Segment], KvEvents | None], None]
-"""Takes the segments of one engine step, for all generations, and the KV events. Called on the event loop after every step, also when
-nothing is new, and every PROGRESS_SECONDS during a longer step, by the engine itself: one that is stuck is silent. Never blocks."""
 
-PROGRESS_SECONDS = 0.5
+class Emit(Protocol):
+    """Takes the segments of one engine step, for all generations, the KV events, and the reports on transfers of KV. Called on the event
+    loop after every step, also when nothing is new, and every PROGRESS_SECONDS during a longer step, by the engine itself: one that is
+    stuck is silent. Never blocks."""
+
+    def __call__(self, segments: Sequence[Segment], events: KvEvents | None, transfers: Sequence[TransferReport] = (), /) -> None: ...
+
+
+PROGRESS_SECONDS = 0.25
 """Half of the runtime's BEACON_SECONDS."""
 
 # Logits are divided by the repetition penalty, and overflow when it is much smaller.
@@ -49,6 +66,12 @@ class Backend(Protocol):
     def cancel(self, generation: bytes) -> None:
         """Stops a generation, queued or running, and frees what it held at once. An unknown or ended one is ignored."""
 
+    def fetch(self, request: Fetch) -> None:
+        """Pulls KV from another worker. It is reported through `emit`, at once by an engine that cannot: see `moves_no_kv`."""
+
+    def end_transfer(self, transfer: bytes) -> None:
+        """Frees what this transfer holds, begun by a Fetch or a Submit, as the source or the target. An unknown one is ignored."""
+
     def close_session(self, session_id: str, epoch: int) -> None:
         """Ends a session now or when its last active turn ends. An unknown one, or one of another epoch, is ignored."""
 
@@ -62,6 +85,11 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Stops and awaits everything that it started."""
+
+
+def moves_no_kv(request: Fetch) -> TransferReport:
+    """The answer of an engine that cannot pull KV. A Submit with a source then computes everything."""
+    return TransferReport(request.source.transfer, "failed", reason="this engine moves no KV")
 
 
 class _PromptRange:

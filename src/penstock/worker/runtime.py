@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 from msgspec import structs
 
@@ -13,12 +13,15 @@ from penstock.stream.outbox import Outbox, Outgoing
 from penstock.wire.errors import FrameMalformed, StreamError
 from penstock.wire.messages import (
     GENERATION_ID_BYTES,
+    TRANSFER_ID_BYTES,
     BlocksCleared,
     Cancel,
     CloseSession,
     Draining,
     DropPrompt,
+    EndTransfer,
     Fault,
+    Fetch,
     KvEvent,
     KvEvents,
     Message,
@@ -31,6 +34,7 @@ from penstock.wire.messages import (
     SnapshotRequest,
     Step,
     Submit,
+    TransferReport,
     WorkerStats,
 )
 from penstock.worker.backend import Backend
@@ -42,7 +46,7 @@ Send = Callable[[Message], bool]
 
 # A front end with open generations gets a step at least this often, even without new tokens: so it can tell a slow engine from a stalled
 # one.
-BEACON_SECONDS = 1.0
+BEACON_SECONDS = 0.5
 
 # Block names that may wait for one front end.
 MAX_WAITING_BLOCKS = 65_536
@@ -124,6 +128,8 @@ class FrontEndPort:
         self.events = WaitingEvents()
         self.prompts: dict[bytes, tuple[int, ...]] = {}
         """The prompts that its generations share, by name."""
+        self.transfers: list[TransferReport] = []
+        """Reports that wait for the next step."""
         self.open_generations = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self.writable = True
@@ -139,7 +145,7 @@ class FrontEndPort:
 
     def flush(self, stats: WorkerStats) -> None:
         """Sends what waits, if the front end takes a step now."""
-        if self.takes_step and (self.outbox.waiting or self.events or stats != self._sent_stats):
+        if self.takes_step and (self.outbox.waiting or self.events or self.transfers or stats != self._sent_stats):
             self._send_step(stats)
 
     def flush_step(self, stats: WorkerStats) -> None:
@@ -161,14 +167,16 @@ class FrontEndPort:
         self._sent_stats = stats
         self._last_step = self._clock()
         self.ready = False
-        self.writable = self._send(Step(self.outbox.drain(), stats, self.events.take()))
+        transfers, self.transfers = self.transfers, []
+        self.writable = self._send(Step(self.outbox.drain(), stats, self.events.take(), tuple(transfers)))
 
 
 class WorkerRuntime:
     """Routes submissions to the backend and each step's results to the front ends that own them.
 
-    When a front end leaves, its generations are cancelled at once; its sessions stay until they expire here. A generation that breaks
-    the stream's contract ends in a fault. Questions that the engine takes time to answer are answered by tasks and block nothing.
+    When a front end leaves, its generations are cancelled and its transfers of KV are ended at once; its sessions stay until they expire
+    here. A generation that breaks the stream's contract ends in a fault. Questions that the engine takes time to answer are answered by
+    tasks and block nothing.
     """
 
     def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
@@ -177,6 +185,9 @@ class WorkerRuntime:
         self.ports: list[FrontEndPort] = []
         """The connected front ends."""
         self._open: dict[bytes, tuple[FrontEndPort, Outgoing]] = {}
+        self._transfers: dict[bytes, FrontEndPort] = {}
+        # Generations that others continue: their KV may be pulled from here, under their ids.
+        self._handed_over: set[bytes] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self.late_segments = 0
@@ -189,6 +200,11 @@ class WorkerRuntime:
     def is_idle(self) -> bool:
         """Whether no generation runs and nothing waits to be sent."""
         return not self._open and not any(port.outbox.waiting for port in self.ports)
+
+    @property
+    def owes_kv(self) -> bool:
+        """Whether other workers pull KV from here, or may still do so for a generation that was handed over."""
+        return bool(self._handed_over) or self._backend.stats().exports > 0
 
     async def start(self) -> None:
         await self._backend.start(self._on_step)
@@ -219,6 +235,7 @@ class WorkerRuntime:
         for generation in [generation for generation, (owner, _) in self._open.items() if owner is port]:
             self._forget(generation)
             self._backend.cancel(generation)
+        self._end_transfers(port, [transfer for transfer, owner in self._transfers.items() if owner is port])
         self.flush()
 
     def resume(self, port: FrontEndPort) -> None:
@@ -233,12 +250,16 @@ class WorkerRuntime:
             port.announce(Draining())
 
     def hand_over(self) -> None:
-        """Ends running generations with a retryable fault, so that front ends continue them elsewhere. Their tokens are delivered first."""
+        """Ends running generations with a retryable fault, so that front ends continue them elsewhere. Their tokens are delivered first.
+        Their KV can be pulled in transfers with their ids. Each is over when the front end ends it."""
         fault = Fault("draining", "the worker is shutting down and hands its work over", retryable=True)
-        for generation, (_, slot) in list(self._open.items()):
+        for generation, (port, slot) in list(self._open.items()):
             self._forget(generation)
             self._backend.cancel(generation)
             slot.end(fault)
+            if self.model.kv_fingerprint:
+                self._transfers[generation] = port
+                self._handed_over.add(generation)
         self.flush()
 
     def handle(self, port: FrontEndPort, message: Message) -> None:
@@ -248,9 +269,12 @@ class WorkerRuntime:
                 self._submit(port, message)
             case Prompt() | DropPrompt():
                 port.keep_prompt(message)
+            case Fetch():
+                self._fetch(port, message)
+            case EndTransfer():
+                self._end_transfers(port, message.ids)
             case Cancel():
-                for generation in message.ids:
-                    self._cancel(port, generation)
+                self._cancel(port, message.ids)
             case Ready():
                 port.ready = True
             case CloseSession():
@@ -258,10 +282,7 @@ class WorkerRuntime:
             case SessionQuery():
                 self._begin(port, self._describe_sessions(port, message))
             case SnapshotRequest():
-                # A snapshot that is being made answers this request as well.
-                if not port.events.is_held:
-                    port.events.is_held = True
-                    self._begin(port, self._send_snapshot(port))
+                self._begin_snapshot(port)
             case _:
                 raise FrameMalformed(f"a front end must not send {type(message).__name__}")
 
@@ -278,29 +299,54 @@ class WorkerRuntime:
         if len(request.id) != GENERATION_ID_BYTES or request.id in self._open:
             raise FrameMalformed(f"generation id {request.id.hex()} is not {GENERATION_ID_BYTES} bytes, or is in use")
         if request.prompt:
-            request = self._with_prompt(port, request)
+            request = structs.replace(request, token_ids=self._whole_prompt(port, request))
         slot = port.outbox.open(request.id, request.offset)
         if self._draining:
             slot.end(Fault("draining", "the worker is shutting down", retryable=True))
             return
         self._open[request.id] = port, slot
         port.open_generations += 1
+        if request.export is not None:
+            self._own_transfer(port, request.export.transfer)
+        if request.source is not None:
+            self._own_transfer(port, request.source.transfer)
         self._backend.submit(request)
 
-    def _with_prompt(self, port: FrontEndPort, request: Submit) -> Submit:
-        """The request with the prompt that it shares: one tuple for all of its generations."""
+    def _whole_prompt(self, port: FrontEndPort, request: Submit | Fetch) -> tuple[int, ...]:
+        """The tokens with those of the shared prompt before them. Without tokens of its own: the one tuple that all share."""
         prompt = port.prompts.get(request.prompt)
         if prompt is None:
-            raise FrameMalformed(f"generation {request.id.hex()} shares the prompt {request.prompt.hex()}, which was not sent")
-        return structs.replace(request, token_ids=(*prompt, *request.token_ids) if request.token_ids else prompt)
+            raise FrameMalformed(f"a {type(request).__name__} shares the prompt {request.prompt.hex()}, which was not sent")
+        return (*prompt, *request.token_ids) if request.token_ids else prompt
 
-    def _cancel(self, port: FrontEndPort, generation: bytes) -> None:
-        # It may have ended while the cancel was under way; then its terminal is under way as well.
-        owner, slot = self._open.get(generation, (None, None))
-        if slot is not None and owner is port:
-            self._forget(generation)
-            self._backend.cancel(generation)
-            slot.cancel()
+    def _fetch(self, port: FrontEndPort, request: Fetch) -> None:
+        if self._draining:
+            port.transfers.append(TransferReport(request.source.transfer, "failed", reason="the worker is shutting down"))
+            return
+        self._own_transfer(port, request.source.transfer)
+        if request.prompt:
+            request = structs.replace(request, token_ids=self._whole_prompt(port, request))
+        self._backend.fetch(request)
+
+    def _own_transfer(self, port: FrontEndPort, transfer: bytes) -> None:
+        if len(transfer) != TRANSFER_ID_BYTES or self._transfers.setdefault(transfer, port) is not port:
+            raise FrameMalformed(f"transfer id {transfer.hex()} is not {TRANSFER_ID_BYTES} bytes, or belongs to another front end")
+
+    def _end_transfers(self, port: FrontEndPort, ids: Iterable[bytes]) -> None:
+        for transfer in ids:
+            if self._transfers.get(transfer) is port:
+                del self._transfers[transfer]
+                self._handed_over.discard(transfer)
+                self._backend.end_transfer(transfer)
+
+    def _cancel(self, port: FrontEndPort, ids: Iterable[bytes]) -> None:
+        for generation in ids:
+            # It may have ended while the cancel was under way; then its terminal is under way as well.
+            owner, slot = self._open.get(generation, (None, None))
+            if slot is not None and owner is port:
+                self._forget(generation)
+                self._backend.cancel(generation)
+                slot.cancel()
 
     def _forget(self, generation: bytes) -> None:
         owner, _ = self._open.pop(generation)
@@ -316,6 +362,12 @@ class WorkerRuntime:
         reports = await self._backend.describe_sessions(query.ids)
         port.announce(SessionReports(query.number, tuple(reports)))
 
+    def _begin_snapshot(self, port: FrontEndPort) -> None:
+        # A snapshot that is being made answers this request as well.
+        if not port.events.is_held:
+            port.events.is_held = True
+            self._begin(port, self._send_snapshot(port))
+
     async def _send_snapshot(self, port: FrontEndPort) -> None:
         try:
             snapshot = await self._backend.snapshot()
@@ -326,7 +378,7 @@ class WorkerRuntime:
             port.events.is_held = False
         port.flush(self._stats())
 
-    def _on_step(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
+    def _on_step(self, segments: Sequence[Segment], events: KvEvents | None, transfers: Sequence[TransferReport] = ()) -> None:
         open_generations = self._open
         for segment in segments:
             owned = open_generations.get(segment.id)
@@ -342,6 +394,7 @@ class WorkerRuntime:
                     self._forget(segment.id)
             except StreamError as error:
                 self._breach(slot, error)
+        self._note_transfers(transfers)
         if events is not None:
             blocks = count_blocks(events.events)
             for port in self.ports:
@@ -349,6 +402,12 @@ class WorkerRuntime:
         stats = self._stats()
         for port in self.ports:
             port.flush_step(stats)
+
+    def _note_transfers(self, reports: Sequence[TransferReport]) -> None:
+        for report in reports:
+            # One that its front end has ended meanwhile has nobody to report to.
+            if (owner := self._transfers.get(report.id)) is not None:
+                owner.transfers.append(report)
 
     def _breach(self, slot: Outgoing, error: StreamError) -> None:
         log.error("the engine broke the stream of generation %s: %s", slot.generation.hex(), error)

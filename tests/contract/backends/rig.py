@@ -22,6 +22,7 @@ from penstock.wire.errors import StreamError
 from penstock.wire.messages import (
     Delta,
     Fault,
+    Fetch,
     Finish,
     KvEvents,
     ModelInfo,
@@ -35,6 +36,7 @@ from penstock.wire.messages import (
     Submit,
     Terminal,
     TokenLogprob,
+    TransferReport,
     WorkerStats,
 )
 from penstock.worker.backend import Backend, Emit
@@ -164,13 +166,13 @@ class Tap:
         return self.backend.model
 
     async def start(self, emit: Emit) -> None:
-        def tapped(segments: Sequence[Segment], events: KvEvents | None) -> None:
+        def tapped(segments: Sequence[Segment], events: KvEvents | None, transfers: Sequence[TransferReport] = ()) -> None:
             try:
                 self._note(segments, events)
             except (AssertionError, StreamError) as error:
                 # It is the engine's own task that calls: the test is told when it looks.
                 self.broken.append(error)
-            emit([segment for segment in segments if segment.id not in self.generations], events)
+            emit([segment for segment in segments if segment.id not in self.generations], events, transfers)
 
         await self.backend.start(tapped)
         self.replay.begin(await self.backend.snapshot())
@@ -195,6 +197,12 @@ class Tap:
 
     def cancel(self, generation: bytes) -> None:
         self.backend.cancel(generation)
+
+    def fetch(self, request: Fetch) -> None:
+        self.backend.fetch(request)
+
+    def end_transfer(self, transfer: bytes) -> None:
+        self.backend.end_transfer(transfer)
 
     def close_session(self, session_id: str, epoch: int) -> None:
         self.backend.close_session(session_id, epoch)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from msgspec import structs
 
 from penstock.wire.errors import FrameMalformed
 from penstock.wire.messages import (
@@ -16,11 +17,16 @@ from penstock.wire.messages import (
     CloseSession,
     Delta,
     Draining,
+    EndTransfer,
+    Export,
     Fault,
+    Fetch,
     Finish,
     KvEvents,
+    KvSource,
     Message,
     ModelInfo,
+    Prompt,
     Ready,
     Segment,
     SessionQuery,
@@ -31,6 +37,7 @@ from penstock.wire.messages import (
     Step,
     Submit,
     TokenLogprob,
+    TransferReport,
     Welcome,
     WorkerStats,
 )
@@ -51,6 +58,9 @@ class HandDriven:
         self.closed_sessions: list[tuple[str, int]] = []
         self.questions: list[asyncio.Future[object]] = []
         self.emit: Emit | None = None
+        self.fetches: list[Fetch] = []
+        self.ended_transfers: list[bytes] = []
+        self.exports = 0
 
     async def start(self, emit: Emit) -> None:
         self.emit = emit
@@ -61,6 +71,12 @@ class HandDriven:
     def cancel(self, generation: bytes) -> None:
         if self.active.pop(generation, None) is not None:
             self.cancelled.append(generation)
+
+    def fetch(self, request: Fetch) -> None:
+        self.fetches.append(request)
+
+    def end_transfer(self, transfer: bytes) -> None:
+        self.ended_transfers.append(transfer)
 
     def close_session(self, session_id: str, epoch: int) -> None:
         self.closed_sessions.append((session_id, epoch))
@@ -81,17 +97,17 @@ class HandDriven:
         return await self.questions[-1]
 
     def stats(self) -> WorkerStats:
-        return WorkerStats(running=len(self.active))
+        return WorkerStats(running=len(self.active), exports=self.exports)
 
     async def close(self) -> None:
         pass
 
-    def step(self, *segments: Segment, events: KvEvents | None = None) -> None:
+    def step(self, *segments: Segment, events: KvEvents | None = None, transfers: Sequence[TransferReport] = ()) -> None:
         assert self.emit is not None
         for segment in segments:
             if segment.terminal is not None:
                 self.active.pop(segment.id, None)
-        self.emit(segments, events)
+        self.emit(segments, events, transfers)
 
 
 class Wire:
@@ -459,3 +475,86 @@ async def test_what_is_handed_over_can_go_on_elsewhere() -> None:
     backend.step(Segment(FIRST, Delta(3, (8,))))
     assert runtime.late_segments == 1
     assert port.open_generations == 0
+
+
+TRANSFER, OTHER_TRANSFER = b"t" * 16, b"o" * 16
+
+
+def fetch(transfer: bytes = TRANSFER, token_ids: tuple[int, ...] = (1, 2, 3), prompt: bytes = b"") -> Fetch:
+    return Fetch(KvSource(transfer, "unix:/other.kv"), token_ids, 5.0, prompt=prompt)
+
+
+def reports(wire: Wire) -> list[TransferReport]:
+    return [report for message in wire.sent if isinstance(message, Step) for report in message.transfers]
+
+
+async def test_a_fetch_has_the_tokens_of_the_prompt_that_it_shares() -> None:
+    runtime, backend, _, port = await make()
+    say(runtime, port, Prompt(b"shared", (1, 2, 3)), fetch(token_ids=(), prompt=b"shared"), fetch(OTHER_TRANSFER, (4,), b"shared"))
+    assert [request.token_ids for request in backend.fetches] == [(1, 2, 3), (1, 2, 3, 4)]
+    with pytest.raises(FrameMalformed, match="was not sent"):
+        say(runtime, port, fetch(b"x" * 16, (), b"unknown"))
+
+
+async def test_the_owner_of_a_transfer_gets_its_report_with_the_next_step() -> None:
+    runtime, backend, wire, port = await make()
+    other = Wire()
+    runtime.attach("another", other)
+    say(runtime, port, fetch())
+    done = TransferReport(TRANSFER, "done", 3, 300, 0.1)
+    backend.step(transfers=[done])
+    assert (reports(wire), reports(other)) == ([], []), "it has not said that it takes a step"
+    say(runtime, port, Ready())
+    assert (reports(wire), reports(other)) == ([done], [])
+    say(runtime, port, Ready(), EndTransfer((TRANSFER,)))
+    backend.step(transfers=[done])
+    assert reports(wire) == [done], "nobody waits for it any more"
+
+
+async def test_a_transfer_is_ended_by_its_owner_only_and_when_its_owner_leaves() -> None:
+    runtime, backend, _, port = await make()
+    other = runtime.attach("another", Wire())
+    exporting = Submit(FIRST, (1, 2, 3), 1, 7, export=Export(TRANSFER, 5.0))
+    importing = Submit(SECOND, (1, 2, 3), 1, 7, source=KvSource(OTHER_TRANSFER, "unix:/other.kv"))
+    say(runtime, port, exporting, importing, fetch(b"f" * 16))
+    say(runtime, other, EndTransfer((TRANSFER, OTHER_TRANSFER, b"f" * 16)))
+    assert backend.ended_transfers == []
+    say(runtime, port, EndTransfer((OTHER_TRANSFER, b"unknown")))
+    assert backend.ended_transfers == [OTHER_TRANSFER]
+    runtime.detach(port)
+    assert sorted(backend.ended_transfers) == sorted([OTHER_TRANSFER, TRANSFER, b"f" * 16])
+
+
+@pytest.mark.parametrize("transfer", [b"short", TRANSFER])
+async def test_a_transfer_id_has_one_owner(transfer: bytes) -> None:
+    runtime, _, _, port = await make()
+    say(runtime, port, fetch())
+    with pytest.raises(FrameMalformed, match="transfer id"):
+        say(runtime, runtime.attach("another", Wire()), fetch(transfer))
+
+
+async def test_a_worker_that_drains_pulls_nothing_and_says_so() -> None:
+    runtime, backend, wire, port = await make()
+    runtime.drain()
+    say(runtime, port, Ready(), fetch())
+    assert [report.outcome for report in reports(wire)] == ["failed"]
+    assert backend.fetches == []
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["ended", "its front end leaves"])
+async def test_the_kv_of_what_is_handed_over_is_owed_until_the_front_end_has_done_with_it(leaves: bool) -> None:
+    runtime, backend, _, port = await make()
+    backend.model = structs.replace(MODEL, kv_fingerprint=b"same")
+    say(runtime, port, begin(FIRST), Ready())
+    assert not runtime.owes_kv
+    runtime.drain()
+    runtime.hand_over()
+    assert runtime.owes_kv
+    if leaves:
+        runtime.detach(port)
+    else:
+        say(runtime, port, EndTransfer((FIRST,)))
+    assert not runtime.owes_kv
+    assert backend.ended_transfers == [FIRST]
+    backend.exports = 1
+    assert runtime.owes_kv, "another worker pulls from here"

@@ -24,6 +24,7 @@ from penstock.wire.messages import (
     Capability,
     Delta,
     Fault,
+    Fetch,
     Finish,
     KvEvents,
     ModelInfo,
@@ -37,7 +38,7 @@ from penstock.wire.messages import (
     TokenLogprob,
     WorkerStats,
 )
-from penstock.worker.backend import Emit, validate_submit
+from penstock.worker.backend import Emit, moves_no_kv, validate_submit
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +189,12 @@ class ExternalBackend:
         cancelled = self._forget(generation)
         if cancelled is not None and cancelled.task is not None:
             cancelled.task.cancel()
+
+    def fetch(self, request: Fetch) -> None:
+        self._emit((), None, (moves_no_kv(request),))
+
+    def end_transfer(self, transfer: bytes) -> None:
+        pass
 
     def close_session(self, session_id: str, epoch: int) -> None:
         self._sessions.close(session_id, epoch)

@@ -31,6 +31,7 @@ from penstock.wire.messages import (
     Submit,
     Terminal,
     TokenLogprob,
+    TransferReport,
     WorkerStats,
 )
 
@@ -136,7 +137,7 @@ class Rig:
     def _fail(self) -> None:
         self.failures += 1
 
-    def emit(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
+    def emit(self, segments: Sequence[Segment], events: KvEvents | None, _: Sequence[TransferReport] = ()) -> None:
         self.emits += 1
         self.segments += segments
         if events is not None:
