@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from penstock.api.anthropic.answers import AnthropicModel, AnthropicModelList
 from penstock.api.openai.answers import Model, ModelDetails, ModelList
@@ -64,7 +64,8 @@ class Models:
     def all(self) -> list[ServedModel]:
         count = Counter(info.name for info in self.live)
         unique = {info.name: info for info in self.live}
-        return [ServedModel(info, self.tokenizer(info), count[name]) for name, info in unique.items()]
+        roles = {name: tuple(dict.fromkeys(role for info in self.live if info.name == name for role in info.roles)) for name in unique}
+        return [ServedModel(structs.replace(info, roles=roles[name]), self.tokenizer(info), count[name]) for name, info in unique.items()]
 
     def find(self, name: str) -> ServedModel:
         """Raises RequestError: 404 for an unknown model, 503 when there is no worker."""

@@ -13,7 +13,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from penstock.text.tokenizers.cache import TokenizerCache, default_directory
 from penstock.text.transcript import Transcripts
 from penstock.wire.address import TcpAddress, is_loopback
 from penstock.wire.errors import ConfigError
+from penstock.wire.messages import Role
 from penstock.worker.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
@@ -368,17 +370,18 @@ def _read_cluster(
 async def run_serve(settings: ServeSettings, resolved: Resolved) -> int:
     """Workers and a front end on this machine, each a supervised process. They get the effective settings as flags."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
-        addresses = [f"unix:{Path(directory) / f'worker-{index}.sock'}" for index in range(settings.workers)]
+        names = worker_names(settings.roles)
+        addresses = [f"unix:{Path(directory) / name}.sock" for name in names]
         base = [sys.executable, "-m", "penstock"]
         arguments = worker_arguments(settings, resolved)
         environment = resolved.environment_for(WorkerSettings, os.environ)
         workers = [
             ChildSpec(
-                f"worker-{index}",
-                [*base, "worker", f"--name=worker-{index}", f"--listen={address}", "--exit-with-parent", *arguments],
+                name,
+                [*base, "worker", f"--name={name}", f"--role={role}", f"--listen={address}", "--exit-with-parent", *arguments],
                 environment,
             )
-            for index, address in enumerate(addresses)
+            for name, role, address in zip(names, settings.roles, addresses, strict=True)
         ]
         links = [f"--worker={address}" for address in addresses]
         command = [*base, "frontend", *links, "--exit-with-parent", *resolved.arguments_for(FrontEndSettings)]
@@ -390,11 +393,23 @@ async def run_serve(settings: ServeSettings, resolved: Resolved) -> int:
         return await supervisor.run()
 
 
+def worker_names(roles: Sequence[Role]) -> list[str]:
+    """worker-0, worker-1, …; with roles prefill-0, …, decode-0, …"""
+    seen: Counter[str] = Counter()
+    names = []
+    for role in roles:
+        kind = "worker" if role == "aggregated" else role
+        names.append(f"{kind}-{seen[kind]}")
+        seen[kind] += 1
+    return names
+
+
 def worker_arguments(settings: ServeSettings, resolved: Resolved) -> tuple[str, ...]:
     """The flags of each worker. Several workers of the embedded engine share the cores that one alone would use."""
     arguments = resolved.arguments_for(WorkerSettings)
-    if settings.workers > 1 and settings.worker.engine == "embedded" and settings.worker.embedded.threads is None:
-        arguments += (f"--threads={max(1, (os.cpu_count() or 1) // settings.workers)}",)
+    workers = len(settings.roles)
+    if workers > 1 and settings.worker.engine == "embedded" and settings.worker.embedded.threads is None:
+        arguments += (f"--threads={max(1, (os.cpu_count() or 1) // workers)}",)
     return arguments
 
 

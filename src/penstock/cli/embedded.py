@@ -71,6 +71,7 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
         context_length=context_length,
         block_size=PAGE_SIZE,
         max_batch=settings.embedded.max_batch,
+        roles=(settings.role,),
         capabilities=(
             "kv_events",
             "sessions",

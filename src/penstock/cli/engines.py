@@ -77,6 +77,7 @@ def _make_simulator(settings: WorkerSettings) -> tuple[Backend, PackedTokenizer]
         context_length=settings.context_length or SIMULATED_CONTEXT,
         block_size=settings.simulator.block_size,
         max_batch=settings.simulator.max_batch,
+        roles=(settings.role,),
         capabilities=("kv_events", "sessions", "logprobs", "prompt_logprobs", "isolation"),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
@@ -105,6 +106,7 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
         vocab_size=vocab_size,
         context_length=settings.context_length or UNKNOWN,
         block_size=UNKNOWN,
+        roles=(settings.role,),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_args
 from urllib.parse import urlsplit
 
 from penstock.config.engines import EmbeddedSettings, EngineSettings, HttpEngineSettings, SimulatorConfig, context_length_setting
@@ -24,6 +24,7 @@ from penstock.config.front_end import (
 from penstock.config.setting import count, seconds, setting, without_password
 from penstock.wire.address import Address, TcpAddress, is_loopback, parse_address, parse_listener
 from penstock.wire.errors import ConfigError
+from penstock.wire.messages import Role
 
 USE_LINK_TLS = "give --link-tls-cert, --link-tls-key and --link-tls-ca, or keep them on a network that you trust"
 ENGINES = ("embedded", "simulator", "vllm", "sglang", "http")
@@ -273,6 +274,14 @@ class WorkerSettings(ProcessSettings):
         unset="--listen",
         group="cluster",
     )
+    role: Role = setting(
+        "aggregated",
+        "what the worker is for. prefill: it computes prompts, for others; decode: it continues them, with the KV of the prompt; "
+        "aggregated: both. Each can do both, and does where no worker of the other kind is left",
+        choices=get_args(Role),
+        is_forwarded=False,
+        group="cluster",
+    )
     store: str | None = setting(
         None,
         "Redis database where front ends find this worker, redis://host:port/db",
@@ -317,10 +326,34 @@ class ServeSettings:
 
     front_end: FrontEndSettings
     worker: WorkerSettings
-    workers: int = count(1, "worker processes to start", minimum=1, group="server")
+    workers: int | None = count(None, "worker processes to start", minimum=1, unset="1", group="server")
+    prefill_workers: int | None = count(
+        None,
+        "worker processes that compute prompts, for those of --decode-workers; both instead of --workers",
+        minimum=1,
+        unset="none",
+        group="server",
+    )
+    decode_workers: int | None = count(
+        None, "worker processes that continue what --prefill-workers have computed", minimum=1, unset="none", group="server"
+    )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The role of each worker process."""
+        if self.prefill_workers is None or self.decode_workers is None:
+            return ("aggregated",) * (self.workers or 1)
+        return (*["prefill"] * self.prefill_workers, *["decode"] * self.decode_workers)
 
     def check(self) -> None:
         """Raises ConfigError for settings that do not fit together."""
+        by_role = {"--prefill-workers": self.prefill_workers, "--decode-workers": self.decode_workers}
+        given = [f"{flag} {count}" for flag, count in by_role.items() if count is not None]
+        if given and self.workers is not None:
+            raise ConfigError(f"--workers {self.workers} and {given[0]}: give --workers alone, or --prefill-workers and --decode-workers")
+        if len(given) == 1:
+            missing = next(flag for flag, count in by_role.items() if count is None)
+            raise ConfigError(f"{given[0]} needs {missing} as well: one computes prompts for the other")
         self.front_end.keys.check()
         self.front_end.link_tls.check()
         self.worker.check_engine()

@@ -15,7 +15,7 @@ import torch
 
 from chat_model import chat_model
 from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
-from penstock.cli.compose import worker_arguments
+from penstock.cli.compose import worker_arguments, worker_names
 from penstock.cli.doctor import REPORTS, describe
 from penstock.cli.embedded import kv_memory_left, load_engine
 from penstock.cli.engines import equal_rounding, find_model, make_backend, make_external, make_feed, model_name
@@ -60,6 +60,16 @@ def test_the_cores_are_divided_among_the_workers_of_our_own_engine_alone() -> No
         worker(*given)
     assert worker(*given_to_workers("--workers=2", "--threads=7")).embedded.threads == 7
     assert worker(*given_to_workers("--workers=1")).embedded.threads is None
+
+
+def test_serve_starts_workers_of_each_role() -> None:
+    settings = load(["serve", "--engine=simulator", "--prefill-workers=1", "--decode-workers=2"], {}).settings
+    assert settings.roles == ("prefill", "decode", "decode")
+    assert worker_names(settings.roles) == ["prefill-0", "decode-0", "decode-1"]
+    assert worker_names(load(["serve", "--workers=2"], {}).settings.roles) == ["worker-0", "worker-1"]
+    assert load(["serve"], {}).settings.roles == ("aggregated",)
+    backend, _ = make_backend(worker("--engine=simulator", "--role=decode"), lambda: None)
+    assert backend.model.roles == ("decode",)
 
 
 @pytest.mark.parametrize(

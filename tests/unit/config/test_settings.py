@@ -264,6 +264,13 @@ def test_the_name_is_that_of_the_place(tmp_path: Path) -> None:
             [*WORKER, "--link-tls-key=k.pem"],
             "--link-tls-key k.pem needs --link-tls-cert and --link-tls-ca: both ends of a link show a certificate and check the other's",
         ),
+        ([*SERVE, "--prefill-workers=2"], "--prefill-workers 2 needs --decode-workers as well: one computes prompts for the other"),
+        ([*SERVE, "--decode-workers=1"], "--decode-workers 1 needs --prefill-workers as well: one computes prompts for the other"),
+        (
+            [*SERVE, "--workers=2", "--decode-workers=1", "--prefill-workers=1"],
+            "--workers 2 and --prefill-workers 1: give --workers alone, or --prefill-workers and --decode-workers",
+        ),
+        ([*WORKER, "--role=decod"], "--role is 'decod': expected one of aggregated, prefill, decode"),
     ],
 )
 def test_words_that_are_no_settings(words: list[str], says: str) -> None:
