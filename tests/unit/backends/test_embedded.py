@@ -24,6 +24,7 @@ from penstock.wire.messages import (
     SessionTurn,
     Snapshot,
     Terminal,
+    TransferReport,
 )
 from replayed_events import apply_events
 from tiny_models import generation_id, make_engine, make_submit, random_prompt, reference_tokens
@@ -43,7 +44,7 @@ class Receiver:
         self.history = {0: frozenset[bytes]()}
         self._news = asyncio.Event()
 
-    def __call__(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
+    def __call__(self, segments: Sequence[Segment], events: KvEvents | None, _: Sequence[TransferReport] = ()) -> None:
         self.calls += 1
         if events is not None:
             assert events.first == self.next_number, "a gap"

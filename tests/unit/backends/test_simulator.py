@@ -29,6 +29,7 @@ from penstock.wire.messages import (
     SessionTurn,
     Submit,
     Terminal,
+    TransferReport,
 )
 from replayed_events import apply_events
 
@@ -49,7 +50,7 @@ class Collector:
         self.history = {0: frozenset[bytes]()}
         self._changed = asyncio.Event()
 
-    def __call__(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
+    def __call__(self, segments: Sequence[Segment], events: KvEvents | None, _: Sequence[TransferReport] = ()) -> None:
         if events is not None:
             assert events.first == self.next_number, "a gap"
             for event in events.events:
