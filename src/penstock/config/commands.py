@@ -341,9 +341,10 @@ class ServeSettings:
     @property
     def roles(self) -> tuple[Role, ...]:
         """The role of each worker process."""
-        if self.prefill_workers is None or self.decode_workers is None:
-            return ("aggregated",) * (self.workers or 1)
-        return (*["prefill"] * self.prefill_workers, *["decode"] * self.decode_workers)
+        counts: dict[Role, int | None] = {"prefill": self.prefill_workers, "decode": self.decode_workers}
+        if self.prefill_workers is None:
+            counts = {"aggregated": self.workers or 1}
+        return tuple([role for role, count in counts.items() for _ in range(count or 0)])
 
     def check(self) -> None:
         """Raises ConfigError for settings that do not fit together."""
