@@ -130,9 +130,8 @@ async def frame(reader: asyncio.StreamReader) -> bytes:
 @pytest.mark.parametrize("changed", ["worker_nonce", "front_end_nonce", "front_end", "address", "reached", "worker_certificate", "version"])
 def test_a_proof_covers_both_nonces_and_both_ends(changed: str) -> None:
     said = Handshake(b"w" * 32, b"f" * 32, "front", "tcp://a:1", "tcp://10.0.0.1:1", b"c", b"d")
-    other = Handshake(
-        **{**{name: getattr(said, name) for name in said.__struct_fields__}, changed: 5 if changed == "version" else b"other"}
-    )
+    value = said.version + 1 if changed == "version" else b"other"
+    other = Handshake(**{**{name: getattr(said, name) for name in said.__struct_fields__}, changed: value})
     said.check(said.proof(SECRET, "worker", "a"), SECRET, "worker", "a")
     for wrong in (
         other.proof(SECRET, "worker", "a"),

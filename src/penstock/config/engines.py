@@ -33,6 +33,53 @@ def check_event_address(text: str) -> str:
     return text
 
 
+TransferFault = Literal["drop", "stall", "corrupt", "kill"]
+
+
+@dataclass(frozen=True)
+class TransferFaults:
+    """With which probability a source spoils a transfer: ends it, says nothing more, sends wrong bytes, or kills its worker."""
+
+    drop: float = 0.0
+    stall: float = 0.0
+    corrupt: float = 0.0
+    kill: float = 0.0
+    seed: int = 0
+
+    def by_kind(self) -> tuple[tuple[TransferFault, float], ...]:
+        return ("drop", self.drop), ("stall", self.stall), ("corrupt", self.corrupt), ("kill", self.kill)
+
+    def __str__(self) -> str:
+        chances = [f"{kind}={chance:.12g}" for kind, chance in self.by_kind() if chance]
+        return "transfer:" + ",".join([*chances, f"seed={self.seed}"])
+
+
+def parse_fault(text: str) -> TransferFaults:
+    """`transfer:KIND=CHANCE,…`, and `seed=N`. Raises ValueError for other texts."""
+    place, _, rest = text.partition(":")
+    kinds = get_args(TransferFault)
+    if place != "transfer" or not rest:
+        raise ValueError("expected transfer:KIND=CHANCE,…, such as transfer:drop=0.05,stall=0.05")
+    given: dict[str, float] = {}
+    seed = 0
+    for each in rest.split(","):
+        kind, _, value = each.partition("=")
+        if kind not in (*kinds, "seed") or kind in given:
+            raise ValueError(f"{each!r} is not one of {', '.join(kinds)}, seed, or comes twice")
+        try:
+            if kind == "seed":
+                seed = int(value)
+            else:
+                given[kind] = float(value)
+        except ValueError:
+            raise ValueError(f"{each!r} is not a number: expected {kind}={1 if kind == 'seed' else 0.05}") from None
+        if kind != "seed" and not 0 <= given[kind] <= 1:
+            raise ValueError(f"{each!r} is not a probability: expected 0 to 1")
+    if sum(given.values()) > 1:
+        raise ValueError(f"the probabilities are {sum(given.values()):g} together: expected at most 1")
+    return TransferFaults(**given, seed=seed)
+
+
 # Settings that several engines have, each with its own default.
 context_length_setting = partial(
     setting,
@@ -148,6 +195,14 @@ class SimulatorConfig(SessionSettings):
     block_size: int = _block_size(PAGE_SIZE)
     fatal_seed: int | None = setting(None, "fault injection: a generation with this seed kills its worker", unit="SEED")
     fatal_tokens: int = count(0, "how many tokens that generation makes on each worker before it kills it")
+    fault: TransferFaults | None = setting(
+        None,
+        "fault injection: with which probability a transfer of KV from this worker is spoiled, such as "
+        "transfer:drop=0.05,stall=0.05,corrupt=0.05,kill=0.01; seed=N to repeat it",
+        unit="FAULTS",
+        parse=parse_fault,
+        unset="none",
+    )
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class LinkProtocol(asyncio.Protocol):
         # Nothing waits in the transport: while the socket is busy, tokens wait in the outbox, where they are merged. With TLS, a limit
         # of 0 would also pause when nothing waits.
         transport.set_write_buffer_limits(high=0 if self.tls is None else 1, low=0)
-        _tune(transport.get_extra_info("socket"))
+        tune(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         self.has_heard = True
@@ -99,18 +99,10 @@ class LinkProtocol(asyncio.Protocol):
         self._reader.limit = MAX_FRAME_BYTES
 
     def is_host_gone(self) -> bool:
-        """Whether the kernel has sent something again and again, and nothing came back for DEAD_HOST_SECONDS.
-
-        Not TCP_USER_TIMEOUT: that also ends links to a process that is busy, when its buffers are full and its kernel says so.
-        """
+        """See the function of this name."""
         if self._transport is None or self._transport.is_closing():
             return False
-        connection = self._transport.get_extra_info("socket")
-        if sys.platform != "linux" or not _is_tcp(connection):
-            return False
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        retransmits, unacked, sent, acknowledged = _TCP_INFO.unpack(info)
-        return bool(unacked and retransmits >= MIN_RETRANSMITS and acknowledged >= DEAD_HOST_SECONDS * 1000 and sent < acknowledged)
+        return is_host_gone(self._transport.get_extra_info("socket"))
 
     @abstractmethod
     def messages_received(self, messages: list[Message]) -> None:
@@ -119,6 +111,18 @@ class LinkProtocol(asyncio.Protocol):
     @abstractmethod
     def link_lost(self, reason: LinkError) -> None:
         """Called once, when the connection has ended."""
+
+
+def is_host_gone(connection: socket.socket | None) -> bool:
+    """Whether the kernel has sent something again and again, and nothing came back for DEAD_HOST_SECONDS.
+
+    Not TCP_USER_TIMEOUT: that also ends links to a process that is busy, when its buffers are full and its kernel says so.
+    """
+    if sys.platform != "linux" or not _is_tcp(connection):
+        return False
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    retransmits, unacked, sent, acknowledged = _TCP_INFO.unpack(info)
+    return bool(unacked and retransmits >= MIN_RETRANSMITS and acknowledged >= DEAD_HOST_SECONDS * 1000 and sent < acknowledged)
 
 
 def check_version(version: int) -> None:
@@ -138,7 +142,8 @@ def _is_tcp(connection: socket.socket | None) -> TypeGuard[socket.socket]:
     return connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6)
 
 
-def _tune(connection: socket.socket | None) -> None:
+def tune(connection: socket.socket | None) -> None:
+    """Sends small frames at once, and notices a host that is gone."""
     if _is_tcp(connection):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -21,7 +21,8 @@ from penstock.wire.address import Address, TcpAddress, UnixAddress
 from penstock.wire.errors import ConfigError, HandshakeRefused
 from penstock.wire.messages import PROTOCOL_VERSION, Hello
 
-Side = Literal["frontend", "worker"]
+Side = Literal["frontend", "worker", "puller", "source"]
+"""A link has a front end and a worker. A connection for KV has two workers: one pulls from the other."""
 
 
 class Handshake(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +105,7 @@ class LinkTls:
         settings.check()
         if settings.cert is None or settings.key is None or settings.ca is None:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == "worker" else ssl.PROTOCOL_TLS_CLIENT)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side in ("worker", "source") else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         try:

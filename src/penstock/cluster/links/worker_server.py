@@ -80,7 +80,7 @@ class WorkerServer:
         loop = asyncio.get_running_loop()
         try:
             if isinstance(self._address, UnixAddress):
-                self._server = await loop.create_unix_server(lambda: FrontEndLink(self), sock=_bind_unix(self._address.path))
+                self._server = await loop.create_unix_server(lambda: FrontEndLink(self), sock=bind_unix(self._address.path))
             else:
                 self._server = await loop.create_server(self._accept, self._address.host, self._address.port)
         except OSError as error:
@@ -154,7 +154,7 @@ class _Accepted(asyncio.Protocol):
         transport.abort()
 
 
-def _bind_unix(path: str) -> socket.socket:
+def bind_unix(path: str) -> socket.socket:
     """A socket that only this user can connect to. Removes a socket that an earlier worker left at this path."""
     if Path(path).is_socket():
         Path(path).unlink()
