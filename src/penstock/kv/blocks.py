@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
-from penstock.wire.messages import BlocksRemoved, BlocksStored, KvEvent, KvEvents
+from penstock.wire.messages import BlocksRemoved, BlocksStored, KvEvent, KvEvents, Tier
 
 ROOT = b""
 """The parent of the first block of a sequence that all tenants share. Other sequences have a root of their own."""
@@ -63,12 +63,12 @@ class KvEventLog:
         self._max_waiting = max_waiting
         self._waiting: list[KvEvent] = []
 
-    def stored(self, parent: bytes, blocks: Sequence[bytes]) -> None:
-        """A chain of new blocks behind `parent`."""
-        self._add(BlocksStored(parent, tuple(blocks)))
+    def stored(self, parent: bytes, blocks: Sequence[bytes], tier: Tier = "device") -> None:
+        """A chain of new blocks behind `parent`, in this tier."""
+        self._add(BlocksStored(parent, tuple(blocks), tier))
 
-    def removed(self, blocks: Sequence[bytes]) -> None:
-        self._add(BlocksRemoved(tuple(blocks)))
+    def removed(self, blocks: Sequence[bytes], tier: Tier = "device") -> None:
+        self._add(BlocksRemoved(tuple(blocks), tier))
 
     def take(self) -> KvEvents | None:
         """The events since the last call; None when there are none."""

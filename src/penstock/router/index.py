@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
-from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot, Tier
+
+TIERS: tuple[Tier, ...] = get_args(Tier)
 
 MAX_BLOCKS = 1_000_000
 # Predictions that one lookup ends: a few milliseconds. There may be a million.
@@ -18,13 +21,18 @@ MAX_KEPT_EVENTS = 4096
 
 @dataclass(slots=True, eq=False)
 class _Holding:
-    """What one worker holds. A block is known or predicted, never both. Predictions are ordered by their end."""
+    """What one worker holds. On its device a block is known or predicted, never both. Predictions are ordered by their end. `below` has
+    the blocks in its slower tiers; many are on the device, too."""
 
     name: str
     bit: int
     prediction_seconds: float
     known: set[bytes] = field(default_factory=set)
     predicted: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    below: dict[Tier, set[bytes]] = field(default_factory=lambda: {tier: set() for tier in TIERS[1:]})
+
+    def in_tier(self, tier: Tier) -> set[bytes]:
+        return self.known if tier == "device" else self.below[tier]
 
 
 class PrefixIndex:
@@ -36,14 +44,16 @@ class PrefixIndex:
     Besides the blocks that workers report there are predictions: a request was sent there, so its blocks are expected. A prediction
     ends after the worker's `prediction_seconds`, or when the worker reports the block as stored or removed.
 
-    Per worker at most `max_blocks` known and `max_blocks` predicted blocks are kept. More known blocks are ignored and counted in
+    Each tier has a table of its own. Only the device's has predictions: what is sent to a worker is computed there.
+
+    Per worker and tier at most `max_blocks` known and `max_blocks` predicted blocks are kept. More known blocks are ignored and counted in
     `dropped`: the worker is underrated until its next snapshot, which costs a prefill at worst. More predicted blocks replace the oldest.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.dropped = 0
         self._max_blocks = max_blocks
-        self._masks: dict[bytes, int] = {}
+        self._masks: dict[Tier, dict[bytes, int]] = {tier: {} for tier in TIERS}
         self._holdings: dict[str, _Holding] = {}
         self._by_slot: list[_Holding | None] = []
         self._free_slots: list[int] = []
@@ -71,10 +81,11 @@ class PrefixIndex:
         self._free_slots.append(slot)
         self._everyone ^= holding.bit
 
-    def stored(self, worker: str, names: Iterable[bytes]) -> None:
-        """The worker has these blocks now."""
+    def stored(self, worker: str, names: Iterable[bytes], tier: Tier = "device") -> None:
+        """The worker has these blocks in this tier now."""
         holding = self._holdings[worker]
-        known, predicted, masks = holding.known, holding.predicted, self._masks
+        known, masks = holding.in_tier(tier), self._masks[tier]
+        predicted = holding.predicted if tier == "device" else None
         for name in names:
             if name in known:
                 continue
@@ -86,33 +97,33 @@ class PrefixIndex:
                 predicted.pop(name, None)
             masks[name] = masks.get(name, 0) | holding.bit
 
-    def removed(self, worker: str, names: Iterable[bytes]) -> None:
-        """The worker no longer has these blocks, known or predicted."""
+    def removed(self, worker: str, names: Iterable[bytes], tier: Tier = "device") -> None:
+        """The worker no longer has these blocks in this tier, known or predicted."""
         holding = self._holdings[worker]
+        known, masks = holding.in_tier(tier), self._masks[tier]
         for name in names:
-            if name in holding.known:
-                holding.known.remove(name)
-            elif holding.predicted.pop(name, None) is None:
+            if name in known:
+                known.remove(name)
+            elif tier != "device" or holding.predicted.pop(name, None) is None:
                 continue
-            self._unset(name, holding.bit)
+            _unset(masks, name, holding.bit)
 
     def cleared(self, worker: str) -> None:
-        """The worker has no blocks any more."""
+        """The worker has no blocks any more, in no tier."""
         holding = self._holdings[worker]
-        for names in (holding.known, holding.predicted):
-            for name in names:
-                self._unset(name, holding.bit)
-            names.clear()
+        for tier in TIERS:
+            self.removed(worker, list(holding.in_tier(tier)), tier)
+        self.removed(worker, list(holding.predicted))
 
-    def replaced(self, worker: str, names: Collection[bytes]) -> None:
-        """The worker has exactly these blocks. Predictions of other blocks stay: it may not have begun them yet."""
-        self.removed(worker, self._holdings[worker].known.difference(names))
-        self.stored(worker, names)
+    def replaced(self, worker: str, names: Collection[bytes], tier: Tier = "device") -> None:
+        """The worker has exactly these blocks in this tier. Predictions of other blocks stay: it may not have begun them yet."""
+        self.removed(worker, self._holdings[worker].in_tier(tier).difference(names), tier)
+        self.stored(worker, names, tier)
 
     def predict(self, worker: str, names: Sequence[bytes], now: float) -> None:
         """Expects the worker to have this chain of blocks for the next `prediction_seconds`."""
         holding = self._holdings[worker]
-        known, predicted, masks = holding.known, holding.predicted, self._masks
+        known, predicted, masks = holding.known, holding.predicted, self._masks["device"]
         end = now + holding.prediction_seconds
         # The end of the chain first: when the oldest prediction must go, no other block depends on it.
         for name in reversed(names):
@@ -125,10 +136,10 @@ class PrefixIndex:
             predicted[name] = end
         self._next_end = min(self._next_end, end)
         while len(predicted) > self._max_blocks:
-            self._unset(predicted.popitem(last=False)[0], holding.bit)
+            _unset(masks, predicted.popitem(last=False)[0], holding.bit)
 
-    def overlaps(self, names: Sequence[bytes], now: float) -> dict[str, int]:
-        """How many leading blocks of this chain each worker has. Workers without the first block are left out.
+    def overlaps(self, names: Sequence[bytes], now: float, tier: Tier = "device") -> dict[str, int]:
+        """How many leading blocks of this chain each worker has, in this tier or a faster one. Workers without the first are left out.
 
         Caches evict the end of a chain first. So a worker that has a block has all blocks before it, and a binary search finds the last
         one in a few lookups; a linear search would take milliseconds for a long prompt. If a cache has a hole, blocks behind the hole
@@ -139,7 +150,7 @@ class PrefixIndex:
         found: dict[str, int] = {}
         if not names:
             return found
-        mask_of = self._masks.get
+        mask_of = self._masks_down_to(tier)
         # (workers, low, high): these workers have block low - 1 and lack block high, or high is the end.
         searches = [(self._everyone & mask_of(names[0], 0), 1, len(names))]
         while searches:
@@ -162,21 +173,34 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless masks and holdings agree and every bound is kept."""
-        masks: dict[bytes, int] = {}
+        masks: dict[Tier, dict[bytes, int]] = {tier: {} for tier in TIERS}
         for worker, holding in self._holdings.items():
             assert self._by_slot[holding.bit.bit_length() - 1] is holding, worker
             assert holding.name == worker
             assert not holding.known & holding.predicted.keys(), worker
-            assert max(len(holding.known), len(holding.predicted)) <= self._max_blocks, worker
+            assert max(len(holding.predicted), *[len(holding.in_tier(tier)) for tier in TIERS]) <= self._max_blocks, worker
             ends = list(holding.predicted.values())
             assert ends == sorted(ends), f"the predictions of {worker} are out of order"
             assert not ends or ends[0] >= self._next_end, worker
-            for name in (*holding.known, *holding.predicted):
-                masks[name] = masks.get(name, 0) | holding.bit
+            for tier in TIERS:
+                for name in (*holding.in_tier(tier), *(holding.predicted if tier == "device" else ())):
+                    masks[tier][name] = masks[tier].get(name, 0) | holding.bit
         assert masks == self._masks
         assert self._everyone == sum(holding.bit for holding in self._holdings.values())
         free = [slot for slot, holding in enumerate(self._by_slot) if holding is None]
         assert sorted(self._free_slots) == free
+
+    def _masks_down_to(self, tier: Tier) -> Callable[[bytes, int], int]:
+        """Who has a block in this tier or a faster one."""
+        tables = [self._masks[each] for each in TIERS[: TIERS.index(tier) + 1]]
+        first, *others = [table for table in tables if table] or tables[:1]
+        if not others:
+            return first.get
+        if len(others) == 1:
+            (second,) = others
+            return lambda name, nobody: first.get(name, nobody) | second.get(name, nobody)
+        second, third = others
+        return lambda name, nobody: first.get(name, nobody) | second.get(name, nobody) | third.get(name, nobody)
 
     def _note(self, found: dict[str, int], mask: int, length: int) -> None:
         while mask:
@@ -202,14 +226,15 @@ class PrefixIndex:
                     self._next_end = min(self._next_end, end)
                     break
                 del predicted[name]
-                self._unset(name, holding.bit)
+                _unset(self._masks["device"], name, holding.bit)
 
-    def _unset(self, name: bytes, bit: int) -> None:
-        mask = self._masks[name] ^ bit
-        if mask:
-            self._masks[name] = mask
-        else:
-            del self._masks[name]
+
+def _unset(masks: dict[bytes, int], name: bytes, bit: int) -> None:
+    mask = masks[name] ^ bit
+    if mask:
+        masks[name] = mask
+    else:
+        del masks[name]
 
 
 class KvFeed:
@@ -252,7 +277,8 @@ class KvFeed:
         """
         if not self._is_waiting and snapshot.next_number < self._next_number:
             return
-        self._index.replaced(self._worker, _names(snapshot.events))
+        for tier, names in _names(snapshot.events).items():
+            self._index.replaced(self._worker, names, tier)
         self._next_number = snapshot.next_number
         first = self._kept_until - len(self._kept)
         self._is_waiting = bool(self._kept) and first > snapshot.next_number
@@ -266,9 +292,9 @@ class KvFeed:
         for event in events:
             match event:
                 case BlocksStored():
-                    index.stored(worker, event.blocks)
+                    index.stored(worker, event.blocks, event.tier)
                 case BlocksRemoved():
-                    index.removed(worker, event.blocks)
+                    index.removed(worker, event.blocks, event.tier)
                 case BlocksCleared():
                     index.cleared(worker)
         self._next_number += len(events)
@@ -287,16 +313,17 @@ class KvFeed:
             del self._kept[: len(self._kept) - MAX_KEPT_EVENTS]
 
 
-def _names(events: Sequence[KvEvent]) -> dict[bytes, None]:
-    """The blocks after these events, starting from nothing. In order, so that a bound cuts off the ends of chains."""
-    names: dict[bytes, None] = {}
+def _names(events: Sequence[KvEvent]) -> dict[Tier, dict[bytes, None]]:
+    """The blocks of each tier after these events, starting from nothing. In order, so that a bound cuts off the ends of chains."""
+    tiers: dict[Tier, dict[bytes, None]] = {tier: {} for tier in TIERS}
     for event in events:
         match event:
             case BlocksStored():
-                names.update(dict.fromkeys(event.blocks))
+                tiers[event.tier].update(dict.fromkeys(event.blocks))
             case BlocksRemoved():
                 for name in event.blocks:
-                    names.pop(name, None)
+                    tiers[event.tier].pop(name, None)
             case BlocksCleared():
-                names.clear()
-    return names
+                for names in tiers.values():
+                    names.clear()
+    return tiers

@@ -76,6 +76,19 @@ def test_events_in_order_are_applied(index: PrefixIndex, feed: KvFeed) -> None:
     assert not known(index)
 
 
+def test_tiers_are_kept_apart(index: PrefixIndex, feed: KvFeed) -> None:
+    feed.receive(KvEvents(10, (*stored(1), BlocksStored(b"", (NAMES[1], NAMES[2]), "host"), BlocksRemoved((NAMES[1],)))))
+    assert known(index) == {NAMES[0]}
+    assert index.overlaps(NAMES[1:3], 0.0, "host") == {"w": 2}
+    feed.load(Snapshot(20, (*stored(3), BlocksStored(b"", (NAMES[4],), "host"), BlocksStored(b"", (NAMES[5],), "disk"))))
+    assert known(index) == {NAMES[3]}
+    assert index.overlaps(NAMES[1:3], 0.0, "disk") == {}
+    assert index.overlaps(NAMES[3:6], 0.0, "host") == {"w": 2}
+    assert index.overlaps(NAMES[3:6], 0.0, "disk") == {"w": 3}
+    feed.receive(KvEvents(20, (BlocksCleared(),)))
+    assert index.overlaps(NAMES[3:6], 0.0, "disk") == {}
+
+
 def test_old_events_are_skipped_whole_and_in_part(index: PrefixIndex, feed: KvFeed) -> None:
     assert not feed.receive(KvEvents(5, stored(5, 6)))
     assert known(index) == {NAMES[0]}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.index import MAX_ENDED, PrefixIndex
+from penstock.router.index import MAX_ENDED, TIERS, PrefixIndex
+from penstock.wire.messages import Tier
 
 WORKERS = ["a", "b", "c"]
 SECONDS = {"a": 5.0, "b": 5.0, "c": 20.0}
@@ -117,6 +118,27 @@ def test_it_is_exact_for_caches_that_evict_ends_first(steps: list[tuple[str, str
         for number, blocks in enumerate(prompts):
             expected = {name: counts[number] for name, counts in has.items() if counts[number]}
             assert index.overlaps(blocks, 0.0) == expected
+
+
+@given(st.lists(st.tuples(workers, st.sampled_from(TIERS), st.integers(0, 12)), max_size=40))
+def test_a_block_counts_in_its_tier_and_in_slower_ones(steps: list[tuple[str, Tier, int]]) -> None:
+    """Each worker has the start of one chain in each tier, of different lengths."""
+    index = PrefixIndex()
+    has = {worker: dict.fromkeys(TIERS, 0) for worker in WORKERS}
+    for worker in WORKERS:
+        index.join(worker, 5.0)
+    for worker, tier, length in steps:
+        index.stored(worker, NAMES[:length], tier)
+        index.removed(worker, NAMES[length:], tier)
+        has[worker][tier] = length
+        index.check_integrity()
+        for number, each in enumerate(TIERS, 1):
+            longest = {name: max(lengths[other] for other in TIERS[:number]) for name, lengths in has.items()}
+            assert index.overlaps(NAMES, 0.0, each) == {name: length for name, length in longest.items() if length}
+    index.cleared("a")
+    assert "a" not in index.overlaps(NAMES, 0.0, "disk")
+    index.leave("b")
+    index.check_integrity()
 
 
 @pytest.fixture
@@ -243,7 +265,7 @@ def test_leaving_takes_one_operation_per_block() -> None:
     index.stored("large", [number.to_bytes(8) for number in range(20_000)])
     index.stored("small", [number.to_bytes(8) for number in range(19_990, 20_010)])
     index.predict("small", [number.to_bytes(8) for number in range(30_000, 30_010)], 0.0)
-    counting = index._masks = CountingDict(index._masks)
+    counting = index._masks["device"] = CountingDict(index._masks["device"])
     index.leave("small")
     assert 0 < counting.operations <= 2 * 30
     index.check_integrity()
