@@ -12,12 +12,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from penstock.config.engines import SessionSettings
 from penstock.kv.blocks import KvEventLog, block_hash
 from penstock.kv.radix import Key, Lease, Node, RadixTree, Root
 from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import BlocksStored, Snapshot
+
+
+class Below(Protocol):
+    """The tiers below the device: `kv.tiers.Tiers`."""
+
+    def demote(self, nodes: Sequence[Node]) -> None:
+        """These nodes are evicted. Their pages still have their KV, and their `leases` say who held them."""
+
+    def drop(self, nodes: Sequence[Node]) -> None:
+        """These nodes are freed for good."""
+
+    def end_lease(self, lease: Lease, *, free_exclusive: bool) -> None: ...
+
+    def pause(self, path: Sequence[Node]) -> None:
+        """These nodes will be needed again soon."""
+
+    def stored_events(self) -> list[BlocksStored]: ...
 
 
 class KVCache:
@@ -27,6 +45,7 @@ class KVCache:
         self.pages = pages
         self.page_size = page_size
         self.events = KvEventLog()
+        self.below: Below | None = None
         self.evicted_pages = 0
         self._max_leased = int(pages * lease_share)
         self._tree = RadixTree(page_size)
@@ -182,6 +201,9 @@ class KVCache:
                 self._offer(node)
         if gone:
             self.events.removed([node.name for node in gone])
+        if self.below is not None:
+            self.below.drop(gone)
+            self.below.end_lease(lease, free_exclusive=free_exclusive)
         return len(gone)
 
     def snapshot(self) -> Snapshot:
@@ -190,6 +212,8 @@ class KVCache:
         for chain in self._tree.chains():
             assert chain[0].parent is not None
             stored.append(BlocksStored(chain[0].parent.name, tuple([node.name for node in chain])))
+        if self.below is not None:
+            stored += self.below.stored_events()
         return Snapshot(self.events.next_number, tuple(stored))
 
     def check_counts(self) -> None:
@@ -284,6 +308,8 @@ class KVCache:
             gone.append(node)
         self.evicted_pages += count
         self.events.removed([node.name for node in gone])
+        if self.below is not None:
+            self.below.demote(gone)
 
     def _evict_branch(self, node: Node, count: int, gone: list[Node]) -> None:
         """Evicts the oldest leaf, then its parents for as long as they are the oldest. They mostly are: they were used together."""
@@ -300,9 +326,12 @@ class KVCache:
         self._offer(parent)
 
     def _evict_leaf(self, node: Node) -> None:
-        for lease in list(node.leases or ()):
+        leases = set(node.leases or ())
+        for lease in leases:
             self._drop_lease(node, lease)
         self._remove(node)
+        # Out of the tree it is only a record, for the tier below.
+        node.leases = leases
 
     def _least_leased(self, now: float) -> Node:
         """The leased leaf of the least weight. Weights fall with time, so all leaves are weighed anew at every new `now`."""

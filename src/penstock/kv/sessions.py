@@ -164,6 +164,7 @@ class Sessions:
             # Most have lost their nodes to other leases or to eviction: at most one per page has any.
             for empty in [lease for lease in self._retained if not lease.nodes]:
                 self._retained.discard(empty)
+                self._end_lease(empty, free_exclusive=False)
 
     def expire(self, now: float) -> None:
         """Ends what has run out. Retained KV becomes unleased; KV that only an ended session held is freed, as by a close."""

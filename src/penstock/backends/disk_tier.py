@@ -1,0 +1,257 @@
+"""KV blocks on disk: a file of equal slots and an index of what is in them, read and written in a thread of its own.
+
+All blocks of a model have the same size. So a file of slots has a bound by itself, needs no compaction, and a block costs one write of its
+data and one of its record in the index. After a restart one read of the index finds all blocks. (A file per block would take a directory
+entry and an inode each; files that grow would have to be rewritten for the blocks that are left.)
+
+Nothing is synced. A record has the checksum of its block, and its own. What a crash has left half-written is found when it is read, and
+is dropped; then the block is computed. Written data that only the system's memory had is lost with the machine, never with the process.
+
+The files hold users' text in the form of KV. Only the user of this process can read them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+from penstock.kv.tiers import Done
+from penstock.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_STORES = 64
+"""Workers on one machine that share a directory: each has a store of its own."""
+FULL_SECONDS = 10.0
+"""After the disk was full, nothing is written for this long."""
+ALIGNMENT = 4096
+
+_HEADER = struct.Struct("<16sQ32s")
+_MAGIC = b"penstock KV 1\0\0\0"
+# The checksum of the rest, name and parent, the parent's length, the checksum of the data, and the order of writing.
+_RECORD = struct.Struct("<I16s16sIIQ")
+_RECORD_BYTES = 64
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class _Record(NamedTuple):
+    name: bytes
+    parent: bytes
+    checksum: int
+    order: int
+
+    def pack(self) -> bytes:
+        body = _RECORD.pack(0, self.name, self.parent, len(self.parent), self.checksum, self.order)[4:]
+        return (struct.pack("<I", crc32(body)) + body).ljust(_RECORD_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Record | None:
+        """None if these bytes are not a record."""
+        checksum, name, parent, length, data_checksum, order = _RECORD.unpack_from(data)
+        is_sound = crc32(data[4 : _RECORD.size]) == checksum
+        return cls(name, parent[:length], data_checksum, order) if is_sound else None
+
+
+class DiskTier:
+    """A `kv.tiers.BlockFiles`. `on_done` is called in the thread, when something can be taken. `seconds_per_block`: what a block takes at
+    least, for the simulator.
+
+    A write that fails drops its block, as does a read that finds other bytes than were written. Reads go before writes.
+    """
+
+    def __init__(self, directory: Path, fingerprint: bytes, slot_bytes: int, size: int, seconds_per_block: float = 0.0) -> None:
+        """At most `size` bytes. Raises ConfigError if the directory cannot be used."""
+        self._slot_bytes = slot_bytes
+        self._stride = slot_bytes if slot_bytes < ALIGNMENT else -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self._seconds_per_block = seconds_per_block
+        self.slots = size // (self._stride + _RECORD_BYTES)
+        if not self.slots:
+            raise ConfigError(f"--kv-disk-size is {size} bytes: expected at least {self._stride + _RECORD_BYTES}, the size of a KV block")
+        self.on_done: Callable[[], None] = lambda: None
+        self.dropped = 0
+        """Records of an earlier process that could not be used."""
+        try:
+            self._store, self._lock = _lock_store(directory / fingerprint.hex())
+            self._index = os.open(self._store / "index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._blocks = os.open(self._store / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._records = self._read_index(fingerprint)
+        except OSError as error:
+            raise ConfigError(f"--kv-disk {directory} cannot be used: {error.strerror or error}") from error
+        self._order = max([record.order for record in self._records.values()], default=0)
+        self._full_until = 0.0
+        self._changed = threading.Condition()
+        self._reads: deque[Callable[[], None]] = deque()
+        self._writes: deque[Callable[[], None]] = deque()
+        self._done: list[Done] = []
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="KV on disk", daemon=True)
+        self._thread.start()
+
+    def recovered(self) -> Sequence[tuple[int, bytes, bytes]]:
+        ordered = sorted(self._records.items(), key=lambda item: item[1].order)
+        return [(slot, record.name, record.parent) for slot, record in ordered]
+
+    def write(self, number: int, slot: int, name: bytes, parent: bytes, data: memoryview) -> None:
+        self._ask(self._writes, lambda: self._write(number, slot, name, parent, data))
+
+    def read(self, number: int, slot: int, name: bytes, data: memoryview) -> None:
+        self._ask(self._reads, lambda: self._read(number, slot, name, data))
+
+    def forget(self, slot: int) -> None:
+        self._ask(self._writes, lambda: self._forget(slot))
+
+    def take_done(self) -> list[Done]:
+        with self._changed:
+            done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Writes what was asked for, then ends the thread and frees the directory for others."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+        for file in (self._index, self._blocks, self._lock):
+            os.close(file)
+
+    # The rest runs in the thread, except for what the constructor calls.
+
+    def _ask(self, queue: deque[Callable[[], None]], what: Callable[[], None]) -> None:
+        with self._changed:
+            queue.append(what)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._reads or self._writes or self._is_closing)
+                queue = self._reads or self._writes
+                if not queue:
+                    return
+                what = queue.popleft()
+            what()
+
+    def _write(self, number: int, slot: int, name: bytes, parent: bytes, data: memoryview) -> None:
+        began, failure = time.monotonic(), ""
+        record = _Record(name, parent, crc32(data, crc32(name)), self._order + 1)
+        # Until the new record is written, the old one stands for the new data, in the file only. Its checksum does not fit.
+        self._records.pop(slot, None)
+        try:
+            if began >= self._full_until:
+                _write_all(self._blocks, data, slot * self._stride)
+                _write_all(self._index, memoryview(record.pack()), (slot + 1) * _RECORD_BYTES)
+                self._order, self._records[slot] = record.order, record
+            else:
+                failure = "full"
+        except OSError as error:
+            failure = self._failed("written", error)
+        self._finish(number, failure, began)
+
+    def _read(self, number: int, slot: int, name: bytes, data: memoryview) -> None:
+        began, failure = time.monotonic(), ""
+        record = self._records.get(slot)
+        try:
+            length = os.preadv(self._blocks, [data], slot * self._stride)
+        except OSError as error:
+            failure = self._failed("read", error)
+        else:
+            if record is None or length < len(data) or record.name != name or crc32(data, crc32(name)) != record.checksum:
+                failure = "corrupt"
+        if failure:
+            self._forget(slot)
+        self._finish(number, failure, began)
+
+    def _forget(self, slot: int) -> None:
+        """The old record would come back after a restart; its checksum keeps it from doing harm if this fails."""
+        self._records.pop(slot, None)
+        try:
+            _write_all(self._index, memoryview(bytes(_RECORD_BYTES)), (slot + 1) * _RECORD_BYTES)
+        except OSError as error:
+            self._failed("written", error)
+
+    def _failed(self, what: str, error: OSError) -> str:
+        if error.errno in _FULL:
+            if time.monotonic() >= self._full_until:
+                log.warning("the disk of --kv-disk is full: no KV is written to it for %g s", FULL_SECONDS)
+                self._full_until = time.monotonic() + FULL_SECONDS
+            return "full"
+        log.warning("a KV block could not be %s: %s", what, error.strerror or error)
+        return "error"
+
+    def _finish(self, number: int, failure: str, began: float) -> None:
+        rest = self._seconds_per_block - (time.monotonic() - began)
+        if rest > 0:
+            time.sleep(rest)
+        with self._changed:
+            self._done.append(Done(number, failure, time.monotonic() - began))
+        self.on_done()
+
+    def _read_index(self, fingerprint: bytes) -> dict[int, _Record]:
+        """The records of an earlier process, by slot. If its file is of another kind, it is begun anew."""
+        header = _HEADER.pack(_MAGIC, self._slot_bytes, fingerprint[:32]).ljust(_RECORD_BYTES, b"\0")
+        size = os.fstat(self._index).st_size
+        if os.pread(self._index, _RECORD_BYTES, 0) != header:
+            if size:
+                log.warning("%s is of another version or broken, and is begun anew", self._store)
+                self.dropped += max(0, size // _RECORD_BYTES - 1)
+            os.ftruncate(self._index, 0)
+            os.ftruncate(self._blocks, 0)
+            _write_all(self._index, memoryview(header), 0)
+            return {}
+        # A smaller size than before: what is behind it is given back.
+        os.ftruncate(self._index, min(size, (self.slots + 1) * _RECORD_BYTES))
+        os.ftruncate(self._blocks, min(os.fstat(self._blocks).st_size, self.slots * self._stride))
+        with os.fdopen(os.dup(self._index), "rb") as file:
+            file.seek(_RECORD_BYTES)
+            return self._sound_records(file.read())
+
+    def _sound_records(self, data: bytes) -> dict[int, _Record]:
+        slots: dict[bytes, int] = {}
+        records: dict[int, _Record] = {}
+        for slot, start in enumerate(range(0, len(data), _RECORD_BYTES)):
+            packed = data[start : start + _RECORD_BYTES]
+            if not any(packed):
+                continue
+            record = _Record.unpack(packed) if len(packed) == _RECORD_BYTES else None
+            earlier = None if record is None else slots.get(record.name)
+            if record is None or (earlier is not None and records[earlier].order > record.order):
+                self.dropped += 1
+                continue
+            if earlier is not None:
+                self.dropped += 1
+                del records[earlier]
+            slots[record.name] = slot
+            records[slot] = record
+        return records
+
+
+def _lock_store(directory: Path) -> tuple[Path, int]:
+    """The first store in this directory that no other process uses, and its lock."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for number in range(MAX_STORES):
+        store = directory / str(number)
+        store.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(store / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        return store, lock
+    raise OSError(errno.EBUSY, f"{MAX_STORES} other processes use it")
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwritev(file, [data], offset)
+        data, offset = data[written:], offset + written
