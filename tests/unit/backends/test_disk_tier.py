@@ -1,0 +1,259 @@
+"""KV on disk: what is read is what was written, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.backends.disk_tier import DiskTier
+from penstock.kv.tiers import Done
+from penstock.wire.errors import ConfigError
+
+BYTES = 4096
+SLOTS = 8
+SIZE = SLOTS * (BYTES + 64)
+MODEL = bytes(range(16))
+
+
+class Disk:
+    """A disk tier whose answers are awaited."""
+
+    def __init__(self, directory: Path, fingerprint: bytes = MODEL, size: int = SIZE) -> None:
+        self.tier = DiskTier(directory, fingerprint, BYTES, size)
+        self.changed = threading.Event()
+        self.tier.on_done = self.changed.set
+        self.number = 0
+
+    def done(self) -> Done:
+        while not (done := self.tier.take_done()):
+            assert self.changed.wait(10)
+            self.changed.clear()
+        assert [each.number for each in done] == [self.number]
+        return done[0]
+
+    def write(self, slot: int, text: bytes) -> str:
+        self.number += 1
+        self.tier.write(self.number, slot, name(text), b"p" * 16, memoryview(text.ljust(BYTES, text)))
+        return self.done().failure
+
+    def read(self, slot: int, text: bytes) -> str:
+        """The failure, if it is not this text."""
+        self.number += 1
+        data = bytearray(BYTES)
+        self.tier.read(self.number, slot, name(text), memoryview(data))
+        done = self.done()
+        assert done.failure or data == text.ljust(BYTES, text)
+        assert done.seconds > 0
+        return done.failure
+
+
+def name(text: bytes) -> bytes:
+    return text.ljust(16, b".")
+
+
+@contextmanager
+def opened(directory: Path, fingerprint: bytes = MODEL, size: int = SIZE) -> Iterator[Disk]:
+    disk = Disk(directory, fingerprint, size)
+    try:
+        yield disk
+    finally:
+        disk.tier.close()
+
+
+def store(directory: Path) -> Path:
+    return directory / MODEL.hex() / "0"
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A directory in which three blocks were written."""
+    with opened(tmp_path) as disk:
+        assert [disk.write(slot, text) for slot, text in ((0, b"a"), (5, b"b"), (3, b"c"))] == ["", "", ""]
+    return tmp_path
+
+
+def test_a_restart_finds_what_was_written_the_oldest_first(filled: Path) -> None:
+    with opened(filled) as disk:
+        assert disk.tier.recovered() == [(0, name(b"a"), b"p" * 16), (5, name(b"b"), b"p" * 16), (3, name(b"c"), b"p" * 16)]
+        assert [disk.read(slot, text) for slot, text in ((0, b"a"), (5, b"b"), (3, b"c"))] == ["", "", ""]
+        assert disk.write(5, b"d") == ""
+        assert disk.read(5, b"b") == "corrupt", "another block is there now"
+    with opened(filled) as disk:
+        assert [slot for slot, _, _ in disk.tier.recovered()] == [0, 3], "what was asked for under a wrong name is not trusted"
+
+
+def test_only_its_user_can_read_it(filled: Path) -> None:
+    for path in (filled / MODEL.hex(), store(filled)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for path in store(filled).iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.parametrize("offset", [0, 1000, BYTES - 1])
+def test_a_flipped_bit_is_found(filled: Path, offset: int) -> None:
+    flip(store(filled) / "blocks", 5 * BYTES + offset)
+    with opened(filled) as disk:
+        assert disk.read(5, b"b") == "corrupt"
+        assert disk.read(3, b"c") == ""
+    with opened(filled) as disk:
+        assert [slot for slot, _, _ in disk.tier.recovered()] == [0, 3], "it is not found again"
+
+
+@pytest.mark.parametrize("offset", range(0, 52, 7))
+def test_a_record_with_a_flipped_bit_is_dropped(filled: Path, offset: int) -> None:
+    flip(store(filled) / "index", 6 * 64 + offset)
+    with opened(filled) as disk:
+        assert [slot for slot, _, _ in disk.tier.recovered()] == [0, 3]
+        assert disk.tier.dropped == 1
+
+
+def test_a_torn_block_is_found(filled: Path) -> None:
+    """The record was written, and only half of the data."""
+    os.truncate(store(filled) / "blocks", 5 * BYTES + 100)
+    with opened(filled) as disk:
+        assert [disk.read(0, b"a"), disk.read(3, b"c"), disk.read(5, b"b")] == ["", "", "corrupt"]
+
+
+def test_a_block_whose_data_was_replaced_before_a_crash_is_found(filled: Path) -> None:
+    """The data of the next block was written, and not its record."""
+    with (store(filled) / "blocks").open("r+b") as file:
+        file.seek(3 * BYTES)
+        file.write(b"x" * BYTES)
+    with opened(filled) as disk:
+        assert disk.read(3, b"c") == "corrupt"
+
+
+def test_a_torn_index_keeps_what_is_whole(filled: Path) -> None:
+    os.truncate(store(filled) / "index", 64 + 3 * 64 + 20)
+    with opened(filled) as disk:
+        assert [slot for slot, _, _ in disk.tier.recovered()] == [0]
+        assert disk.tier.dropped == 1
+
+
+def test_a_broken_header_begins_anew(filled: Path) -> None:
+    flip(store(filled) / "index", 3)
+    with opened(filled) as disk:
+        assert disk.tier.recovered() == []
+        assert disk.tier.dropped == 6
+        assert disk.write(0, b"e") == ""
+    with opened(filled) as disk:
+        assert len(disk.tier.recovered()) == 1
+
+
+def test_two_models_share_a_directory_and_nothing_else(filled: Path) -> None:
+    with opened(filled, bytes(16)) as other:
+        assert other.tier.recovered() == []
+    with opened(filled) as disk:
+        assert len(disk.tier.recovered()) == 3
+
+
+def test_a_smaller_size_drops_what_is_beyond(filled: Path) -> None:
+    with opened(filled, size=4 * (BYTES + 64)) as disk:
+        assert disk.tier.slots == 4
+        assert [slot for slot, _, _ in disk.tier.recovered()] == [0, 3]
+    assert (store(filled) / "blocks").stat().st_size <= 4 * BYTES
+    with pytest.raises(ConfigError, match="--kv-disk-size is 100 bytes: expected at least"):
+        Disk(filled, size=100)
+
+
+def test_a_block_that_was_forgotten_does_not_come_back(filled: Path) -> None:
+    with opened(filled) as disk:
+        disk.tier.forget(0)
+    with opened(filled) as disk:
+        assert [slot for slot, _, _ in disk.tier.recovered()] == [5, 3]
+
+
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_costs_the_block_and_is_left_alone_for_a_while(filled: Path) -> None:
+    with opened(filled) as disk:
+        with file_limit(6 * BYTES + 100):
+            assert disk.write(6, b"d") == "full"
+        assert disk.write(1, b"e") == "full", "not tried again at once"
+        assert disk.read(0, b"a") == ""
+        assert disk.read(6, b"d") == "corrupt"
+    with opened(filled) as disk:
+        assert [slot for slot, _, _ in disk.tier.recovered()] == [0, 5, 3]
+        assert disk.write(1, b"e") == ""
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_disk_that_fails_costs_the_block(filled: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with opened(filled) as disk:
+        for system_call in ("pwritev", "preadv"):
+            monkeypatch.setattr(os, system_call, fail)
+        assert disk.write(6, b"d") == "error"
+        assert disk.read(0, b"a") == "error"
+        monkeypatch.undo()
+        assert disk.write(6, b"d") == ""
+        assert disk.read(6, b"d") == ""
+
+
+def test_workers_that_share_a_directory_have_a_store_each(filled: Path) -> None:
+    holder = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from penstock.backends.disk_tier import DiskTier
+        tier = DiskTier(Path(sys.argv[1]), bytes(range(16)), 4096, 40_000)
+        print(len(tier.recovered()), flush=True)
+        sys.stdin.read()
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder, str(filled)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "3\n"
+        with opened(filled) as disk:
+            assert disk.tier.recovered() == [], "the other process has the first store"
+            assert disk.write(0, b"f") == ""
+        process.kill()
+    with opened(filled) as disk:
+        assert len(disk.tier.recovered()) == 3, "a lock does not outlive its process"
+
+
+def not_a_directory(path: Path) -> None:
+    path.write_text("a file")
+
+
+def not_writable(path: Path) -> None:
+    path.symlink_to("/proc/penstock")
+
+
+@pytest.mark.parametrize("spoil", [not_a_directory, not_writable])
+def test_a_directory_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    spoil(tmp_path / "kv")
+    with pytest.raises(ConfigError, match=r"--kv-disk .*kv cannot be used: "):
+        Disk(tmp_path / "kv")
