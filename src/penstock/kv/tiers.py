@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from penstock.kv.blocks import KvEventLog
+from penstock.kv.moving import SlotMemory
 from penstock.kv.radix import Lease, Node
 from penstock.kv.rates import Rate
 from penstock.kv.shelves import Shelves, Spot, TierBlock
@@ -25,39 +27,43 @@ MAX_READS = 32
 """Blocks that one load reads from the disk at a time."""
 MAX_WRITES = 8
 """Blocks on their way to the disk at a time. Each keeps its slot in host memory."""
+MAX_PIECE = 64
+"""Blocks of a load that are copied together. Each piece can be used when it has arrived."""
 PROBE_BLOCKS = 8
-"""Loaded from a tier whose rate is not known."""
+"""Read from a disk whose rate is not known."""
 PROBE_SECONDS = 1.0
 """What a load may take while nobody knows how fast prompts are computed."""
 STALE_SECONDS = 60.0
-"""A tier that was slower than computing is measured again after this time."""
+"""A disk that was slower than computing is measured again after this time."""
 DISK_PATIENCE = 2.0
 """A load that waits for the disk this long is given up, and the rest is computed."""
 
 
-class Copy(Protocol):
-    """A copy that was begun."""
-
-    def poll(self) -> float | None:
-        """How many seconds it took; None while it goes on."""
-
-
 class PageCopies(Protocol):
-    """Copies between pages of the device and slots in host memory. Called in the engine's thread.
+    """Copies between pages of the device and slots in host memory: `engine.page_copies`. Called in the engine's thread.
 
-    A save reads its pages before any later step or load changes them. A load has filled its pages when its `poll` says so. `piece` is how
-    many blocks one call may copy without holding up the engine for long.
+    Each call queues copies; `on_end` is called when all of them have ended. Copies of one kind end in the order of their calls.
     """
 
-    slots: int
-    piece: int
+    @property
+    def load_rate(self) -> float:
+        """Bytes per second, as measured."""
 
-    def save(self, pages: Sequence[int], slots: Sequence[int]) -> Copy: ...
+    def save(self, pages: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> None: ...
 
-    def load(self, slots: Sequence[int], pages: Sequence[int]) -> Copy: ...
+    def load(self, slots: Sequence[int], pages: Sequence[int], on_end: Callable[[], None]) -> None: ...
 
-    def view(self, slot: int) -> memoryview:
-        """The bytes of a slot. The disk reads and writes them in a thread of its own."""
+    def protect(self, pages: Iterable[int]) -> None:
+        """These pages will be written anew: saves that read them come first."""
+
+
+class HostTier(NamedTuple):
+    """Host memory: its slots, their bytes, and the copies. At most `max_copying` blocks are queued for either direction at a time, so that
+    a step is not held up; what is evicted is saved at once, however much it is."""
+
+    copies: PageCopies
+    memory: SlotMemory
+    max_copying: int
 
 
 class Done(NamedTuple):
@@ -113,14 +119,15 @@ class Load:
         self.requested = 0
         self.started = 0
         self.arrived = 0
-        self.copy: Copy | None = None
 
     @property
     def can_go_on(self) -> bool:
         """Whether it waits for nothing but the next `poll`."""
-        if self.copy is not None or self.arrived >= self.end or self.requested < min(self.end, self.arrived + MAX_READS):
+        if self.arrived < self.started:
+            return False
+        if self.arrived >= self.end or self.requested < min(self.end, self.arrived + MAX_READS):
             return True
-        spot = self.spots[self.started] if self.started < self.end else None
+        spot = self.spots[self.started]
         return spot is not None and spot.is_ready
 
 
@@ -133,7 +140,7 @@ class Tiers:
 
     def __init__(
         self,
-        copies: PageCopies,
+        host: HostTier,
         files: BlockFiles | None,
         events: KvEventLog,
         prefill: Rate,
@@ -142,19 +149,19 @@ class Tiers:
         clock: Callable[[], float],
     ) -> None:
         self.listener: PullListener | None = None
-        self.rates = {"host": Rate(), "disk": Rate()}
-        self._copies = copies
+        self.disk_rate = Rate()
+        self._copies, self._memory, self._max_copying = host
         self._files = files
         self._prefill = prefill
         self._page_size = page_size
         self._block_bytes = block_bytes
         self._clock = clock
-        self._shelves = Shelves(copies.slots, 0 if files is None else files.slots, events)
+        self._shelves = Shelves(host.memory.layout.slots, 0 if files is None else files.slots, events)
         self._host, self._disk, self.counts = self._shelves.host, self._shelves.disk, self._shelves.counts
         # Nodes of paused sessions that are to be saved, with the time of the pause; blocks to be written to the disk. The oldest first.
         self._to_save: OrderedDict[bytes, tuple[Node, int]] = OrderedDict()
         self._to_write: OrderedDict[bytes, TierBlock] = OrderedDict()
-        self._saves: list[tuple[Copy, list[Spot]]] = []
+        self._saving: set[Spot] = set()
         self._loads: dict[bytes, Load] = {}
         # By their number: the slots in host memory and on disk.
         self._writes: dict[int, tuple[Spot, Spot]] = {}
@@ -181,8 +188,8 @@ class Tiers:
 
     @property
     def has_work(self) -> bool:
-        """Whether `poll` has something to do now. When it waits for the disk, the disk says so."""
-        return bool(self._to_save or self._saves) or any(load.can_go_on for load in self._loads.values())
+        """Whether `poll` has something to do now. It may also wait for copies or for the disk."""
+        return bool(self._to_save and len(self._saving) < self._max_copying) or any(load.can_go_on for load in self._loads.values())
 
     @property
     def next_expiry(self) -> float:
@@ -191,15 +198,13 @@ class Tiers:
 
     def poll(self) -> None:
         """Continues what was begun. Call it in every step, and when the disk has done something."""
-        if self._saves:
-            self._end_saves()
         if self._reads or self._writes:
             self._take_done()
         for load in list(self._loads.values()):
             self._advance(load)
-        if self._to_save:
-            some = [self._to_save.popitem(last=False)[1] for _ in range(min(self._copies.piece, len(self._to_save)))]
-            self._save(some)
+        room = self._max_copying - len(self._saving)
+        if self._to_save and room > 0:
+            self._save([self._to_save.popitem(last=False)[1] for _ in range(min(room, len(self._to_save)))])
         if self._to_write:
             self._write_behind()
         self._shelves.report_left()
@@ -270,23 +275,11 @@ class Tiers:
             spots.append(spot)
             pages.append(node.page)
         if spots:
-            self._saves.append((self._copies.save(pages, [spot.slot for spot in spots]), spots))
-            self._end_saves()
-
-    def _end_saves(self) -> None:
-        going: list[tuple[Copy, list[Spot]]] = []
-        for copy, spots in self._saves:
-            seconds = copy.poll()
-            if seconds is None:
-                going.append((copy, spots))
-                continue
-            if self.rates["host"].measured_at == -math.inf:
-                # The best guess until the first load.
-                self.rates["host"].measure(len(spots) * self._block_bytes, seconds, -math.inf)
-            self._saved(spots)
-        self._saves = going
+            self._saving.update(spots)
+            self._copies.save(pages, [spot.slot for spot in spots], lambda: self._saved(spots))
 
     def _saved(self, spots: Sequence[Spot]) -> None:
+        self._saving.difference_update(spots)
         for spot in spots:
             spot.is_ready = True
             self._shelves.unpin(self._host, spot)
@@ -312,17 +305,17 @@ class Tiers:
             self._host.pin(block.host)
             self._last_number += 1
             self._writes[self._last_number] = block.host, spot
-            self._files.write(self._last_number, slot, block.name, block.parent, self._copies.view(block.host.slot))
+            self._files.write(self._last_number, slot, block.name, block.parent, self._memory.views(block.host.slot)[0])
 
     # Up.
 
     def plan(self, names: Iterable[bytes]) -> int:
         """How many of the first blocks of this chain are worth loading: as many as are there and come sooner than they are computed.
 
-        A rate that is not known, or was measured long ago, is measured with a few blocks.
+        If nobody knows how fast the disk is, or it was too slow a while ago, it is measured with a few blocks.
         """
         compute = self._compute_seconds()
-        probes = {tier: PROBE_BLOCKS if self._needs_probe(tier) else 0 for tier in self.rates}
+        probes = PROBE_BLOCKS if self._needs_probe() else 0
         count = best = 0
         seconds = gain = best_gain = 0.0
         for name in names:
@@ -331,8 +324,8 @@ class Tiers:
             if tier is None:
                 break
             count += 1
-            is_probe = probes[tier] > 0
-            probes[tier] -= is_probe
+            is_probe = tier == "disk" and probes > 0
+            probes -= is_probe
             load = 0.0 if is_probe else self._load_seconds(tier)
             seconds, gain = seconds + load, gain + compute - load
             if compute == math.inf:
@@ -352,6 +345,7 @@ class Tiers:
                 break
             blocks.append(block)
         load = self._loads[source.transfer] = Load(source.transfer, blocks, slots, self._clock())
+        self._copies.protect(slots)
         load.failure = "" if len(blocks) == len(names) else "a block has left its tier"
         # What is in host memory stays there until it is loaded.
         for index, block in enumerate(blocks):
@@ -366,19 +360,17 @@ class Tiers:
             self._give_up(load, load.started, "stopped")
 
     def _advance(self, load: Load) -> None:
-        if load.copy is not None and (seconds := load.copy.poll()) is not None:
-            self._end_copy(load, seconds)
         while load.requested < min(load.end, load.arrived + MAX_READS):
             if load.spots[load.requested] is None and not self._request(load, load.requested):
                 break
             load.requested += 1
-        if load.copy is None and load.arrived < load.end:
-            self._begin_copy(load)
-        if not load.can_go_on and self._clock() >= load.patient_until:
+        while load.started < min(load.end, load.arrived + self._max_copying) and self._begin_copy(load):
+            pass
+        if not load.can_go_on and load.started == load.arrived and self._clock() >= load.patient_until:
             self.counts["disk stalled"] += 1
-            self.rates["disk"].measure(self._block_bytes, DISK_PATIENCE, self._clock())
+            self.disk_rate.measure(self._block_bytes, DISK_PATIENCE, self._clock())
             self._give_up(load, load.started, "the disk is silent")
-        if load.copy is None and load.arrived >= load.end:
+        if load.arrived >= load.end:
             self._end_load(load)
 
     def _request(self, load: Load, index: int) -> bool:
@@ -394,34 +386,33 @@ class Tiers:
             self._disk.pin(block.disk)
             self._last_number += 1
             self._reads[self._last_number] = spot, block.disk
-            self._files.read(self._last_number, block.disk.slot, block.name, self._copies.view(slot))
+            self._files.read(self._last_number, block.disk.slot, block.name, self._memory.views(slot)[0])
         assert block.host is not None
         self._host.pin(block.host)
         load.spots[index] = block.host
         load.from_disk.add(index)
         return True
 
-    def _begin_copy(self, load: Load) -> None:
+    def _begin_copy(self, load: Load) -> bool:
+        """Has the next piece copied, if it is in host memory."""
+        first = load.started
         slots: list[int] = []
-        for spot in load.spots[load.started : min(load.end, load.started + self._copies.piece)]:
+        for spot in load.spots[first : min(load.end, first + MAX_PIECE, load.arrived + self._max_copying)]:
             if spot is None or not spot.is_ready:
                 break
             slots.append(spot.slot)
         if slots:
-            load.copy = self._copies.load(slots, load.pages[load.started : load.started + len(slots)])
             load.started += len(slots)
-            if (seconds := load.copy.poll()) is not None:
-                self._end_copy(load, seconds)
+            self._copies.load(slots, load.pages[first : load.started], partial(self._copied, load, len(slots)))
+        return bool(slots)
 
-    def _end_copy(self, load: Load, seconds: float) -> None:
-        load.copy = None
-        self.rates["host"].measure((load.started - load.arrived) * self._block_bytes, seconds, self._clock())
-        for index in range(load.arrived, load.started):
+    def _copied(self, load: Load, count: int) -> None:
+        for index in range(load.arrived, load.arrived + count):
             spot, load.spots[index] = load.spots[index], None
             assert spot is not None
             self._shelves.unpin(self._host, spot)
             self.counts["disk loaded" if index in load.from_disk else "host loaded"] += 1
-        load.arrived = load.started
+        load.arrived += count
         load.patient_until = self._clock() + DISK_PATIENCE
         assert self.listener is not None
         self.listener.arrived(load.transfer, load.arrived)
@@ -472,7 +463,7 @@ class Tiers:
                 if host in load.spots:
                     self._give_up(load, load.spots.index(host), f"a block on disk is lost: {done.failure}")
         else:
-            self.rates["disk"].measure(self._block_bytes, done.seconds, self._clock())
+            self.disk_rate.measure(self._block_bytes, done.seconds, self._clock())
         self._shelves.unpin(self._disk, disk, is_broken=bool(done.failure))
         self._shelves.unpin(self._host, host, is_broken=bool(done.failure))
 
@@ -484,18 +475,17 @@ class Tiers:
 
     def _load_seconds(self, tier: str) -> float:
         """What loading a block takes; infinity while nobody knows. From the disk it goes through host memory."""
-        rates = [self.rates["host"]] if tier == "host" else list(self.rates.values())
-        return sum([self._block_bytes / rate.per_second if rate.per_second else math.inf for rate in rates])
+        rates = [self._copies.load_rate, self.disk_rate.per_second][: 1 if tier == "host" else 2]
+        return sum([self._block_bytes / rate if rate else math.inf for rate in rates])
 
-    def _needs_probe(self, tier: str) -> bool:
-        """Whether nobody knows the tier's rate, or it was too slow a while ago."""
-        rate = self.rates[tier]
-        is_slower = self._load_seconds(tier) > self._compute_seconds()
-        return not rate.per_second or (is_slower and self._clock() - rate.measured_at > STALE_SECONDS)
+    def _needs_probe(self) -> bool:
+        """Whether nobody knows how fast the disk is, or it was too slow a while ago."""
+        is_slower = self._load_seconds("disk") > self._compute_seconds() >= self._load_seconds("host")
+        return not self.disk_rate.per_second or (is_slower and self._clock() - self.disk_rate.measured_at > STALE_SECONDS)
 
     def _pays(self, tier: str) -> bool:
         """Whether blocks should go to this tier."""
-        return self._load_seconds(tier) <= self._compute_seconds() or self._needs_probe(tier)
+        return self._load_seconds(tier) <= self._compute_seconds() or (tier == "disk" and self._needs_probe())
 
     # What others ask.
 
@@ -509,8 +499,7 @@ class Tiers:
         for load in self._loads.values():
             assert load.arrived <= load.started <= load.end
             pins.update(spot for spot in load.spots if spot is not None)
-        for _, spots in self._saves:
-            pins.update(spots)
+        pins.update(self._saving)
         for pair in (*self._writes.values(), *self._reads.values()):
             pins.update(pair)
         self._shelves.check_integrity(pins, leases)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from penstock.kv.blocks import ROOT, block_hashes
 from penstock.kv.cache import KVCache
+from penstock.kv.moving import SlotLayout
 from penstock.kv.radix import Lease, Node
 from penstock.kv.rates import Rate
-from penstock.kv.tiers import DISK_PATIENCE, PROBE_BLOCKS, STALE_SECONDS, Copy, Done, Tiers
+from penstock.kv.tiers import DISK_PATIENCE, PROBE_BLOCKS, STALE_SECONDS, Done, HostTier, Tiers
 from penstock.wire.messages import BlocksRemoved, BlocksStored, KvSource
 
 SIZE = 4
@@ -26,57 +28,67 @@ class Clock:
         return self.now
 
 
-class Lap:
-    """A copy that ends after some polls. Like one of a GPU, it reads or writes at an unknown moment before that: at the last."""
+@dataclass(eq=False)
+class Queued:
+    """A copy that ends after some polls. Like one of a GPU, it happens at an unknown moment before: at the last."""
 
-    def __init__(self, polls: int, seconds: float, copy: tuple[memoryview, memoryview] | None) -> None:
-        self.polls, self.seconds, self.copy = polls, seconds, copy
+    polls: int
+    pages: Sequence[int]
+    copies: Sequence[tuple[memoryview, memoryview]]
+    on_end: Callable[[], None]
+    is_save: bool
+    is_made: bool = False
 
-    def poll(self) -> float | None:
-        if self.polls > 0:
-            self.polls -= 1
-            return None
-        if self.copy is not None:
-            self.copy[0][:], self.copy = self.copy[1], None
-        return self.seconds
-
-
-class Laps:
-    def __init__(self, laps: Sequence[Lap]) -> None:
-        self.laps = laps
-
-    def poll(self) -> float | None:
-        seconds = [lap.poll() for lap in self.laps]
-        return None if None in seconds else sum(lap.seconds for lap in self.laps)
+    def make(self) -> None:
+        if not self.is_made:
+            self.is_made = True
+            for target, source in self.copies:
+                target[:] = source
 
 
 class MemoryCopies:
-    """`kv.tiers.PageCopies` between two pieces of memory."""
+    """`kv.tiers.PageCopies` between two pieces of memory, and a `SlotMemory`."""
 
-    def __init__(self, pages: int, slots: int, polls: int = 0, piece: int = 4) -> None:
-        self.slots, self.piece, self.polls = slots, piece, polls
-        self.seconds_per_block = 0.001
+    def __init__(self, pages: int, slots: int, polls: int = 0) -> None:
+        self.layout = SlotLayout(slots, BYTES, (0,))
+        self.file = -1
+        self.polls = polls
+        self.load_rate = BYTES / 0.001
         self.pages = bytearray(pages * BYTES)
         self.host = bytearray(slots * BYTES)
         self.saved = 0
+        self.queue: list[Queued] = []
 
     def page(self, page: int) -> memoryview:
         return memoryview(self.pages)[page * BYTES : (page + 1) * BYTES]
 
-    def view(self, slot: int) -> memoryview:
-        return memoryview(self.host)[slot * BYTES : (slot + 1) * BYTES]
+    def views(self, slot: int) -> Sequence[memoryview]:
+        return (memoryview(self.host)[slot * BYTES : (slot + 1) * BYTES],)
 
-    def save(self, pages: Sequence[int], slots: Sequence[int]) -> Copy:
-        # The pages are read before anybody writes to them, here at once.
+    def checksum(self, strips: Sequence[memoryview]) -> int:
+        return hash(bytes(strips[0]))
+
+    def save(self, pages: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> None:
         self.saved += len(pages)
-        taken = [memoryview(bytes(self.page(page))) for page in pages]
-        return self.lap([(self.view(slot), data) for slot, data in zip(slots, taken, strict=True)])
+        copies = [(self.views(slot)[0], self.page(page)) for page, slot in zip(pages, slots, strict=True)]
+        self.queue.append(Queued(self.polls, pages, copies, on_end, is_save=True))
 
-    def load(self, slots: Sequence[int], pages: Sequence[int]) -> Copy:
-        return self.lap([(self.page(page), self.view(slot)) for slot, page in zip(slots, pages, strict=True)])
+    def load(self, slots: Sequence[int], pages: Sequence[int], on_end: Callable[[], None]) -> None:
+        copies = [(self.page(page), self.views(slot)[0]) for page, slot in zip(pages, slots, strict=True)]
+        self.queue.append(Queued(self.polls, pages, copies, on_end, is_save=False))
 
-    def lap(self, copies: Sequence[tuple[memoryview, memoryview]]) -> Copy:
-        return Laps([Lap(self.polls, self.seconds_per_block, copy) for copy in copies])
+    def protect(self, pages: Iterable[int]) -> None:
+        for queued in self.queue:
+            if queued.is_save and not set(pages).isdisjoint(queued.pages):
+                queued.make()
+
+    def poll(self) -> None:
+        for queued in list(self.queue):
+            queued.polls -= 1
+            if queued.polls < 0:
+                self.queue.remove(queued)
+                queued.make()
+                queued.on_end()
 
 
 class MemoryFiles:
@@ -131,7 +143,7 @@ class World:
         self.prefill = Rate()
         # A block takes 10 ms to compute.
         self.prefill.measure(SIZE, 0.010, 0.0)
-        self.tiers = Tiers(self.copies, self.files, self.cache.events, self.prefill, SIZE, BYTES, self.clock)
+        self.tiers = Tiers(HostTier(self.copies, self.copies, 4), self.files, self.cache.events, self.prefill, SIZE, BYTES, self.clock)
         self.cache.below = self.tiers
         self.tiers.listener = self
         self.pulled: dict[bytes, int] = {}
@@ -160,6 +172,8 @@ class World:
         reused = len(path)
         keys = [tuple(tokens[start : start + SIZE]) for start in range(reused * SIZE, len(tokens), SIZE)]
         pages = self.cache.allocate(len(keys), self.clock.now)
+        # As before a step of the model.
+        self.copies.protect(pages)
         new = self.cache.commit(path[-1] if path else self.cache.root(ROOT), keys, pages, lease)
         for node in new:
             self.copies.page(node.page)[:] = node.name
@@ -195,6 +209,10 @@ class World:
     def poll(self) -> None:
         if self.files is not None:
             self.files.work()
+        self.step()
+
+    def step(self) -> None:
+        self.copies.poll()
         self.tiers.poll()
 
     def settle(self) -> None:
@@ -202,6 +220,7 @@ class World:
         for _ in range(100):
             self.poll()
         assert not self.tiers.has_work
+        assert not self.copies.queue
 
     def check(self) -> None:
         self.tiers.check_integrity(self.leases)
@@ -312,6 +331,7 @@ def test_the_oldest_chain_gives_way_from_its_end() -> None:
     for number in (1, 2, 3):
         world.run(tokens(number, 6), loads=False)
         world.run(tokens(0, 16), loads=False)
+        world.settle()
     # Of the first chain nothing is left, the others were used since.
     assert world.tiers.plan(block_hashes(tokens(1, 6), SIZE)) == 0
     names = block_hashes(tokens(3, 6), SIZE)
@@ -387,11 +407,11 @@ def test_a_silent_disk_is_given_up() -> None:
     world = World(files=files)
     names = block_hashes(tokens(1, 8), SIZE)
     transfer = world.pull(names, world.cache.allocate(8, 0.0))
-    world.tiers.poll()
+    world.step()
     assert not world.tiers.has_work
     assert world.tiers.next_expiry == world.clock.now + DISK_PATIENCE
     world.clock.now += DISK_PATIENCE
-    world.tiers.poll()
+    world.step()
     assert "silent" in world.ended[transfer]
     world.check()
     assert world.tiers.plan(names) == 0, "it is slower than computing now"
@@ -401,17 +421,12 @@ def test_a_silent_disk_is_given_up() -> None:
     assert world.tiers.host_blocks == 8
 
 
-def test_a_tier_slower_than_computing_is_not_used(world: World) -> None:
-    world.copies.seconds_per_block = 0.020
+def test_host_memory_slower_than_computing_is_not_used(world: World) -> None:
     world.run(tokens(1, 8))
     world.run(tokens(2, 16), loads=False)
-    # What saving took is the best guess at first.
     names = block_hashes(tokens(1, 8), SIZE)
-    world.clock.now += 1
-    world.prefill.per_second = 0.0
-    assert world.run(tokens(1, 8)) == 8, "while nobody knows how fast prompts are computed"
-    world.run(tokens(2, 16), loads=False)
-    world.prefill.measure(SIZE, 0.010, 0.0)
+    assert world.tiers.plan(names) == 8
+    world.copies.load_rate = BYTES / 0.020
     assert world.tiers.plan(names) == 0
     assert world.tiers.counts["declined"] == 8
     saved = world.copies.saved
@@ -419,13 +434,32 @@ def test_a_tier_slower_than_computing_is_not_used(world: World) -> None:
     world.run(tokens(4, 16), world.lease(), loads=False)
     world.settle()
     assert world.copies.saved == saved, "nothing more goes there"
-    # It may be faster now.
+    world.prefill.per_second = 0.0
+    assert world.tiers.plan(names) == 8, "while nobody knows how fast prompts are computed"
+    world.copies.load_rate = BYTES / 0.300
+    assert world.tiers.plan(names) == 3, "but for no longer than a second"
+
+
+def test_a_disk_slower_than_computing_is_not_used_and_measured_again_later() -> None:
+    files = MemoryFiles(64, seconds=0.020)
+    first = World(files=files)
+    first.run(tokens(1, 12), first.lease())
+    first.settle()
+    world = World(files=files)
+    assert world.run(tokens(1, 12)) == PROBE_BLOCKS
+    world.run(tokens(2, 16), loads=False)
+    world = World(files=files)
+    world.tiers.disk_rate.measure(BYTES, 0.020, world.clock.now)
+    names = block_hashes(tokens(1, 12), SIZE)
+    assert world.tiers.plan(names) == 0
+    assert world.tiers.counts["declined"] == 12
+    written = len(files.stored)
+    world.run(tokens(3, 8), world.lease(), loads=False)
+    world.settle()
+    assert len(files.stored) == written, "nothing more goes there"
     world.clock.now += STALE_SECONDS + 1
-    world.copies.seconds_per_block = 0.001
-    assert world.run(tokens(1, 8)) == PROBE_BLOCKS
-    for number in range(8):
-        world.tiers.rates["host"].measure(BYTES, 0.001, world.clock.now + number)
-    assert world.tiers.plan(names) == 8
+    files.seconds = 0.001
+    assert world.run(tokens(1, 12)) == PROBE_BLOCKS
 
 
 def test_a_slow_disk_does_not_keep_host_memory_from_being_used() -> None:
@@ -434,7 +468,7 @@ def test_a_slow_disk_does_not_keep_host_memory_from_being_used() -> None:
     world.run(tokens(1, 12), world.lease())
     world.settle()
     world.run(tokens(2, 16), loads=False)
-    world.tiers.rates["disk"].measure(BYTES, 0.050, world.clock.now)
+    world.tiers.disk_rate.measure(BYTES, 0.050, world.clock.now)
     names = block_hashes(tokens(1, 12), SIZE)
     in_host = world.snapshot()["host"]
     leading = next(index for index, name in enumerate([*names, b""]) if name not in in_host)
@@ -446,15 +480,15 @@ def test_a_stopped_load_ends_when_its_copy_has() -> None:
     world.run(tokens(1, 8))
     world.run(tokens(2, 16), loads=False)
     for _ in range(5):
-        world.tiers.poll()
+        world.step()
     names = block_hashes(tokens(1, 8), SIZE)
     transfer = world.pull(names, world.cache.allocate(8, 0.0))
-    world.tiers.poll()
+    world.step()
     world.tiers.stop(transfer)
     assert transfer not in world.ended, "a copy is under way"
     world.check()
     for _ in range(5):
-        world.tiers.poll()
+        world.step()
     assert world.ended[transfer] == "stopped"
     assert world.pulled[transfer] == 4
     world.check()
@@ -464,7 +498,8 @@ def test_a_block_freed_while_it_is_written_is_gone_afterwards() -> None:
     world = World(disk=64)
     lease = world.lease()
     world.run(tokens(1, 4), lease)
-    world.tiers.poll()
+    world.step()
+    world.step()
     assert world.files is not None
     assert world.files.asked
     world.cache.end_lease(lease, free_exclusive=True)
@@ -487,7 +522,7 @@ def test_a_load_that_finds_no_room_ends() -> None:
     world = World(pages=32, host=8, files=files)
     one = world.pull(block_hashes(tokens(1, 8), SIZE), world.cache.allocate(8, 0.0))
     two = world.pull(block_hashes(tokens(2, 8), SIZE), world.cache.allocate(8, 0.0))
-    world.tiers.poll()
+    world.step()
     assert world.ended == {two: "no room in host memory"}
     world.settle()
     assert world.ended == {one: "", two: "no room in host memory"}
@@ -515,7 +550,7 @@ def test_random_sessions(seed: int) -> None:
         elif world.files is not None and action < 0.9:
             world.files.failures = draw.choices(["", "corrupt", "full", "error"], k=10)
         else:
-            world.tiers.poll()
+            world.step()
         world.check()
         world.cache.check_integrity([], [], world.leases)
     for lease in sessions.values():
