@@ -43,14 +43,16 @@ SETTLE_SECONDS = 2.0
 
 
 class Chaos:
-    """Kills and freezes workers while it is entered."""
+    """Kills and freezes workers while it is entered. `faults` has the time of each."""
 
-    def __init__(self, server: Process, seed: int) -> None:
+    def __init__(self, server: Process, seed: int, freeze_seconds: float = FREEZE_SECONDS) -> None:
         self._server = server
         self._random = random.Random(seed)
+        self._freeze_seconds = freeze_seconds
         self._frozen: dict[int, psutil.Process] = {}
         self.killed = 0
         self.frozen = 0
+        self.faults: list[float] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Chaos]:
@@ -73,14 +75,16 @@ class Chaos:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     workers[0].kill()
                     self.killed += 1
+                    self.faults.append(time.perf_counter())
                     self._frozen.pop(workers[0].pid, None)
             for process in workers[1:2]:
                 if process.pid not in self._frozen:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.send_signal(signal.SIGSTOP)
                         self.frozen += 1
+                        self.faults.append(time.perf_counter())
                         self._frozen[process.pid] = process
-                        loop.call_later(FREEZE_SECONDS, self._thaw, process)
+                        loop.call_later(self._freeze_seconds, self._thaw, process)
 
     def _thaw(self, process: psutil.Process) -> None:
         if self._frozen.pop(process.pid, None) is not None:

@@ -191,7 +191,7 @@ class SimulatorConfig(SessionSettings):
     prefill_rate: float = setting(1_000_000.0, "prompt tokens computed per second", unit="TOKENS/S", above=0)
     max_batch: int = _max_batch(8192)
     kv_blocks: int = _kv_blocks(262_144)
-    prefill_budget: int = 8192
+    prefill_budget: int = setting(8192, "most prompt tokens computed in a step", unit="TOKENS", minimum=1)
     block_size: int = _block_size(PAGE_SIZE)
     fatal_seed: int | None = setting(None, "fault injection: a generation with this seed kills its worker", unit="SEED")
     fatal_tokens: int = count(0, "how many tokens that generation makes on each worker before it kills it")
