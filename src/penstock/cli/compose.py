@@ -32,7 +32,9 @@ from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.store import SqliteStore
 from penstock.api.server import HttpServer, open_listener, raise_file_limit
 from penstock.cli.engines import make_backend
+from penstock.cli.kv import open_transport
 from penstock.cluster.dispatch import Dispatcher
+from penstock.cluster.kv.transport import SocketTransport
 from penstock.cluster.links.security import LinkTls
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import Member, WorkerPool
@@ -82,13 +84,15 @@ async def run_worker(settings: WorkerSettings) -> int:
     async with contextlib.AsyncExitStack() as stack:
         store = None if settings.store is None else await _open_redis(settings.store, stack)
         with _stop_signals() as stop, _parent_watch(settings.exit_with_parent):
+            transport = None
             try:
                 if not await _load(runtime, stop.requested):
                     return 0
+                transport = open_transport(settings, backend, runtime, tls)
                 await server.start()
             except BaseException:
                 # Else the engine's threads and processes outlive the worker.
-                await runtime.close()
+                await _close(runtime, transport)
                 raise
             _tune_garbage_collection()
             _say_unencrypted(settings)
@@ -106,9 +110,16 @@ async def run_worker(settings: WorkerSettings) -> int:
             runtime.hand_over()
             await _until(lambda: runtime.is_idle, HAND_OVER_SECONDS)
         await server.close()
-        await runtime.close()
+        await _close(runtime, transport)
     log.info("%s has ended", settings.name)
     return 1 if failed.is_set() else stop.status
+
+
+async def _close(runtime: WorkerRuntime, transport: SocketTransport | None) -> None:
+    if transport is not None:
+        # In a thread: it tells the engine, on this event loop, how each transfer has ended.
+        await asyncio.to_thread(transport.close)
+    await runtime.close()
 
 
 async def _load(runtime: WorkerRuntime, stopped: asyncio.Event) -> bool:

@@ -274,6 +274,16 @@ class WorkerSettings(ProcessSettings):
         unset="--listen",
         group="cluster",
     )
+    kv_listen: Address | None = setting(
+        None,
+        "where other workers pull KV from this one: unix:/path, which shares memory, or tcp://host:port with the TLS and secret of links",
+        unit="ADDRESS",
+        parse=parse_address,
+        is_forwarded=False,
+        unset="beside --listen: its path and .kv; or its host and any free port",
+        group="cluster",
+    )
+    kv_streams: int = count(4, "connections to each worker that KV is pulled from over TCP", minimum=1, maximum=16, group="cluster")
     role: Role = setting(
         "aggregated",
         "what the worker is for. prefill: it computes prompts, for others; decode: it continues them, with the KV of the prompt; "

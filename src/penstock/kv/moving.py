@@ -13,7 +13,7 @@ Each side runs in a thread of its own. Every call returns at once, and may come 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -51,9 +51,13 @@ class KvEngine(Protocol):
     fingerprint: bytes
     memory: SlotMemory
 
+    def connect(self, transport: KvTransport) -> None:
+        """From now on KV can move. Called once, on the event loop, before the first request."""
+
     def export(self, transfer: bytes, names: Sequence[bytes], *, waits: bool) -> None:
         """Another worker wants this chain of blocks. The engine holds those that it has and answers with `KvTransport.exported`. `waits`:
-        those that are missing are being computed, under a Submit with this transfer; each is exported when it is computed."""
+        those that are missing are being computed, under a Submit with this transfer; each is exported when it is computed. A transfer is
+        exported once: what the engine says of it later cannot be taken for another chain of blocks."""
 
     def release(self, transfer: bytes) -> None:
         """The transport reads the slots of this export no more: all were sent, the puller is gone, or it was withdrawn."""
@@ -65,8 +69,21 @@ class KvEngine(Protocol):
         """The transport writes into the slots of this pull no more. Without a failure all blocks have arrived. Called once per pull."""
 
 
+@runtime_checkable
+class MovesKv(Protocol):
+    """A backend whose KV can move."""
+
+    @property
+    def kv(self) -> KvEngine: ...
+
+
 class KvTransport(Protocol):
-    """The transport's side, as the engine sees it."""
+    """The transport's side, as the engine sees it. `cluster/kv/` has the one over sockets. Another one, such as over NIXL, implements this
+    and is chosen in `cli/kv.py`; engines and books stay as they are."""
+
+    @property
+    def pull_rate(self) -> float:
+        """Bytes per second from other workers, measured while blocks come. 0: unknown."""
 
     def pull(self, source: KvSource, names: Sequence[bytes], slots: Sequence[int]) -> None:
         """Copies this chain of blocks from the source into these slots, in order. It ends with `KvEngine.pull_ended`, at the latest when

@@ -191,10 +191,16 @@ class WorkerRuntime:
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self.late_segments = 0
+        self._kv: dict[str, object] = {}
 
     @property
     def model(self) -> ModelInfo:
-        return self._backend.model
+        return structs.replace(self._backend.model, **self._kv)
+
+    def move_kv(self, address: str, fingerprint: bytes, block_bytes: int) -> None:
+        """Other workers can pull KV from here. Call it before the first front end connects."""
+        known = self._backend.model.kv_block_bytes
+        self._kv = {"kv_address": address, "kv_fingerprint": fingerprint, "kv_block_bytes": known or block_bytes}
 
     @property
     def is_idle(self) -> bool:
