@@ -13,11 +13,13 @@ from penstock.backends.external.backend import EventFeed, ExternalBackend
 from penstock.backends.external.engine import EventEndpoints, ExternalEngine
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.config.commands import WorkerSettings
+from penstock.config.engines import EngineSettings
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.text.formats.make import choose_formats
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
 from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
+from penstock.wire.address import TcpAddress
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import KvEvents, ModelInfo
 from penstock.worker.backend import Backend
@@ -112,13 +114,20 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
     )
     limits = settings.external
     backend = ExternalBackend(
-        model, engine, grammars, make_feed, on_failure, max_sessions=limits.max_sessions, session_grace=limits.session_grace
+        model,
+        engine,
+        grammars,
+        make_feed,
+        on_failure,
+        max_sessions=limits.max_sessions,
+        session_grace=limits.session_grace,
+        kv_patience=limits.kv_patience,
     )
     return backend, packed
 
 
 def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> ExternalEngine:
-    in_process = replace(settings.external, model=str(directory))
+    in_process = replace(settings.external, model=str(directory), role=settings.role, kv_host=_kv_host(settings))
     match settings.engine:
         case "vllm":
             from penstock.backends.vllm.engine import VllmEngine
@@ -134,6 +143,12 @@ def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer
             except ImportError as missing:
                 raise ConfigError(f"--engine http needs the package {missing.name!r}: pip install 'penstock[http]'") from missing
             return HttpEngine(settings.http, tokenizer)
+
+
+def _kv_host(settings: WorkerSettings) -> str:
+    """Where the engines of other workers reach this worker's engine."""
+    address = settings.advertise or settings.listen
+    return address.host if isinstance(address, TcpAddress) else EngineSettings.kv_host
 
 
 def _make_grammars(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> CompileQueue[str] | None:

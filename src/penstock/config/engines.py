@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from penstock.config.setting import count, seconds, setting
 from penstock.wire.errors import ConfigError
+from penstock.wire.messages import Role
 
 PAGE_SIZE = 16
 CPU_TOKEN_BUDGET = 512
@@ -232,6 +233,14 @@ class EngineSettings(SessionSettings):
     )
     any_version: bool = setting(False, "accept a version of vLLM or SGLang that Penstock is not tested with", name="any_engine_version")
     gpu_memory_utilization: float | None = _gpu_memory_utilization(None)
+    kv_patience: float = setting(
+        2.0,
+        "how long a prompt's KV may take to come from the engine of a prefill worker, before it is computed again",
+        unit="SECONDS",
+        above=0,
+    )
+    role: Role = "aggregated"
+    kv_host: str = "127.0.0.1"
 
 
 def checked_url(url: str) -> str:

@@ -146,6 +146,13 @@ class WorkerStats(Struct, frozen=True, array_like=True):
 
 
 Role = Literal["aggregated", "prefill", "decode"]
+KvHandover = Literal["blocks", "ticket", "meeting"]
+"""How KV gets to another worker.
+
+`blocks`: the target pulls it by the names of blocks, also while the source computes. `ticket`: an engine of others pulls it with the
+ticket that the source's engine gave when it had computed the prompt. `meeting`: engines of others that work on the same prompt at the same
+time; both get the id of the transfer, and the target the address of the source.
+"""
 Capability = Literal["kv_events", "sessions", "logprobs", "prompt_logprobs", "grammar", "isolation"]
 
 
@@ -156,7 +163,7 @@ class ModelInfo(Struct, frozen=True):
     its own machine, else fetches them with TokenizerRequest. `max_batch` is how many generations the worker computes at once; 0: unknown.
     `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning; None: no known format. A worker with the capability
     `isolation` shares no KV between roots. Workers with the same `kv_fingerprint` can use each other's KV, which is pulled from
-    `kv_address`; a block has `kv_block_bytes`. Without a fingerprint its KV does not move.
+    `kv_address`; a block has `kv_block_bytes`. Without a fingerprint its KV does not move. `kv_handover` says how it does.
     """
 
     name: str
@@ -174,6 +181,7 @@ class ModelInfo(Struct, frozen=True):
     kv_fingerprint: bytes = b""
     kv_address: str = ""
     kv_block_bytes: int = 0
+    kv_handover: KvHandover = "blocks"
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -208,15 +216,6 @@ class SessionTurn(Struct, frozen=True, omit_defaults=True, gc=False):
     action: SessionAction = "continue"
     timeout: float = DEFAULT_SESSION_SECONDS
     epoch: int = 0
-
-
-class Bootstrap(Struct, frozen=True, gc=False):
-    """For a generation that one worker prefills and another decodes: the address of the prefill worker, and a number that is unique
-    there."""
-
-    host: str
-    port: int
-    room: int
 
 
 TRANSFER_ID_BYTES = 16
@@ -271,7 +270,6 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     session: SessionTurn | None = None
     retention_seconds: float = 0.0
     priority: int = 0
-    bootstrap: Bootstrap | None = None
     is_seed_drawn: bool = False
     root: bytes = b""
     lane: str = ""

@@ -10,12 +10,23 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, ExternalEngine
+from penstock.backends.external.engine import (
+    Chunk,
+    EngineDied,
+    EngineFacts,
+    EngineRefused,
+    EngineRequest,
+    EventEndpoints,
+    ExternalEngine,
+    KvMoves,
+)
+from penstock.backends.external.handover import Handovers
 from penstock.backends.external.kv_events import BlockMirror, salt_of
+from penstock.config.engines import EngineSettings
 from penstock.fairness import RESERVED_PART, FairBudget, Share
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.kv.sessions import Session, Sessions
@@ -36,6 +47,7 @@ from penstock.wire.messages import (
     Submit,
     Terminal,
     TokenLogprob,
+    TransferReport,
     WorkerStats,
 )
 from penstock.worker.backend import Emit, moves_no_kv, validate_submit
@@ -64,8 +76,8 @@ MakeFeed = Callable[[EventEndpoints, int, Callable[[KvEvents], None]], EventFeed
 class _Generation:
     """One running generation.
 
-    `position` is the offset of its next token. `to_skip` are tokens that another worker generated, and that this engine generates again:
-    an engine can follow a grammar only from its start.
+    `position` is the offset of its next token. Of the tokens that another worker generated, this engine generates `repeated` again: an
+    engine can follow a grammar only from its start. `to_skip` are those that it has not generated yet.
     """
 
     def __init__(self, request: Submit, session: Session | None, session_state: SessionState | None) -> None:
@@ -73,8 +85,8 @@ class _Generation:
         self.session = session
         self.session_state = session_state
         self.position = request.offset
-        is_repeated = request.grammar is not None and not self.is_complete
-        self.to_skip = request.token_ids[len(request.token_ids) - request.offset :] if is_repeated else ()
+        self.repeated = request.offset if request.grammar is not None and not self.is_complete else 0
+        self.to_skip = request.token_ids[len(request.token_ids) - self.repeated :] if not self.only_prompt else ()
         self.has_begun = False
         self.reported = False
         self.cached_tokens = 0
@@ -90,7 +102,8 @@ class _Generation:
     @property
     def is_complete(self) -> bool:
         """Another worker generated all tokens, and only the finish is missing. The engine might have no room for one more token."""
-        return self.only_prompt and self.request.offset > 0 and not self.request.prompt_logprobs
+        request = self.request
+        return self.only_prompt and request.offset > 0 and not request.prompt_logprobs and request.export is None
 
 
 class ExternalBackend:
@@ -111,7 +124,9 @@ class ExternalBackend:
         *,
         max_sessions: int,
         session_grace: float,
+        kv_patience: float = EngineSettings.kv_patience,
         clock: Callable[[], float] = time.monotonic,
+        time_of_day: Callable[[], float] = time.time,
     ) -> None:
         self.model = model
         self._engine = engine
@@ -119,6 +134,8 @@ class ExternalBackend:
         self._make_feed = make_feed
         self._on_failure = on_failure
         self._clock = clock
+        self._handovers = Handovers(engine, self._report, kv_patience, clock, time_of_day)
+        self._reports: list[TransferReport] = []
         self._sessions = Sessions(None, max_sessions, session_grace)
         self._engine_sessions: dict[str, str] = {}
         self._feed: EventFeed | None = None
@@ -152,12 +169,14 @@ class ExternalBackend:
             except Exception:
                 await self.close()
                 raise
+        self._handovers.moves = moves = facts.moves
         self.model = replace(
             self.model,
             context_length=facts.context_length,
             block_size=facts.block_size,
             max_batch=facts.max_batch,
             capabilities=self._capabilities(facts),
+            **({} if moves is None else _kv_of(moves)),
         )
         self._begin(self._watch(), "engine watch")
         log.info("%s is loaded after %.1f s", self.model.name, time.monotonic() - began)
@@ -177,6 +196,8 @@ class ExternalBackend:
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
+        if request.source is not None and self._handovers.moves is None:
+            self._report(TransferReport(request.source.transfer, "failed", reason="this engine moves no KV"))
         session, state = self._sessions.begin_turn(request.session, request.lane)
         generation = self._open[request.id] = _Generation(request, session, state)
         work = self._run(generation) if self._places is None or not request.lane else self._run_in_turn(generation, self._places)
@@ -194,7 +215,7 @@ class ExternalBackend:
         self._emit((), None, (moves_no_kv(request),))
 
     def end_transfer(self, transfer: bytes) -> None:
-        pass
+        self._handovers.end(transfer)
 
     def close_session(self, session_id: str, epoch: int) -> None:
         self._sessions.close(session_id, epoch)
@@ -219,6 +240,10 @@ class ExternalBackend:
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
             sessions_evicted=self._sessions.evicted,
+            exports=self._handovers.exports,
+            imports=self._handovers.imports,
+            kv_host_blocks=0 if mirror is None else mirror.count("host"),
+            kv_disk_blocks=0 if mirror is None else mirror.count("disk"),
         )
 
     async def close(self) -> None:
@@ -228,6 +253,7 @@ class ExternalBackend:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+        self._handovers.close()
         if self._feed is not None:
             await self._feed.close()
         if self._grammars is not None:
@@ -251,7 +277,8 @@ class ExternalBackend:
             return
         try:
             request = await self._engine_request(generation)
-            async with contextlib.aclosing(self._engine.generate(request)) as chunks:
+            made = self._engine.generate(request) if request.source is None else self._handovers.generate(request, request.source)
+            async with contextlib.aclosing(made) as chunks:
                 async for chunk in chunks:
                     if self._take(generation, chunk):
                         return
@@ -270,16 +297,16 @@ class ExternalBackend:
             self._put(Segment(identity, None, terminal))
 
     async def _engine_request(self, generation: _Generation) -> EngineRequest:
-        request, session = generation.request, generation.session
+        request, session, moves = generation.request, generation.session, self._handovers.moves is not None
         lark: str | Fault | None = None
-        if request.grammar is not None and self._grammars is not None:
+        if request.grammar is not None and self._grammars is not None and not generation.only_prompt:
             lark = await self._grammars.request(request.grammar, request.root, request.lane).wait()
         if isinstance(lark, Fault):
             raise EngineRefused(lark)
-        made = request.offset if not generation.to_skip else 0
+        made = request.offset - generation.repeated
         return EngineRequest(
             id=secrets.token_hex(16),
-            token_ids=request.token_ids[: len(request.token_ids) - len(generation.to_skip)],
+            token_ids=request.token_ids[: len(request.token_ids) - generation.repeated],
             max_tokens=max(1, request.max_tokens - made),
             seed=_engine_seed(request, made),
             min_tokens=max(0, request.min_tokens - made),
@@ -293,8 +320,9 @@ class ExternalBackend:
             session_id=None if session is None else self._engine_session(session),
             priority=request.priority,
             is_retained=session is not None or request.retention_seconds > 0,
-            bootstrap=request.bootstrap,
             salt=salt_of(request.root),
+            export=request.export if moves else None,
+            source=request.source if moves else None,
         )
 
     def _take(self, generation: _Generation, chunk: Chunk) -> bool:
@@ -318,7 +346,9 @@ class ExternalBackend:
         generation.position += len(token_ids)
         self._count_blocks(generation)
         terminal: Terminal | None = None
-        if chunk.finish is not None or generation.only_prompt:
+        if request.export is not None and chunk.finish is not None:
+            self._handovers.give(request.export, chunk.ticket)
+        if chunk.finish is not None or (generation.only_prompt and request.export is None):
             terminal = Finish("length" if generation.only_prompt else chunk.finish or "length")
             self._forget(request.id)
         self._put(Segment(request.id, delta, terminal))
@@ -413,6 +443,10 @@ class ExternalBackend:
         self._segments.append(segment)
         self._flush_soon()
 
+    def _report(self, report: TransferReport) -> None:
+        self._reports.append(report)
+        self._flush_soon()
+
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
             self._is_flush_due = True
@@ -422,7 +456,8 @@ class ExternalBackend:
         self._is_flush_due = False
         self._last_emit = self._clock()
         segments, self._segments = self._segments, []
-        self._emit(segments, None)
+        reports, self._reports = self._reports, []
+        self._emit(segments, None, reports)
 
     def _fail(self, reason: str) -> None:
         if self._failure is not None or self._is_closing:
@@ -435,6 +470,16 @@ class ExternalBackend:
             assert generation.task is not None
             generation.task.cancel()
         self._on_failure()
+
+
+def _kv_of(moves: KvMoves) -> dict[str, Any]:
+    """The fields of ModelInfo."""
+    return {
+        "kv_fingerprint": moves.fingerprint,
+        "kv_address": moves.address,
+        "kv_block_bytes": moves.block_bytes,
+        "kv_handover": moves.handover,
+    }
 
 
 def _engine_seed(request: Submit, position: int) -> int | None:

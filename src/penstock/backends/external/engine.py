@@ -9,7 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from penstock.wire.errors import PenstockError
-from penstock.wire.messages import Bootstrap, Capability, Fault, FinishReason, Sampling, TokenLogprob
+from penstock.wire.messages import Capability, Export, Fault, FinishReason, KvHandover, KvSource, Sampling, TokenLogprob
 
 
 class EngineRefused(PenstockError):
@@ -30,6 +30,8 @@ class EngineRequest(Struct, frozen=True, gc=False):
     `id` is unique and of a fixed length, so no id is a prefix of another. Token ids, context length and sampling are already checked.
     `seed` is in [0, 2**63), or None: any seed. `lark` is a grammar for llguidance. `session_id` names a session that has a lease.
     `is_retained`: the engine should keep this KV longer than other KV. It shares KV only between requests with the same `salt`.
+    `export`: it computes the prompt for another engine, and makes one token. `source`: it gets the prompt's KV from another engine. Both
+    are only set for an engine with `EngineFacts.moves`.
     """
 
     id: str
@@ -47,8 +49,9 @@ class EngineRequest(Struct, frozen=True, gc=False):
     session_id: str | None = None
     priority: int = 0
     is_retained: bool = False
-    bootstrap: Bootstrap | None = None
     salt: str | None = None
+    export: Export | None = None
+    source: KvSource | None = None
 
 
 class Chunk(Struct, frozen=True, gc=False):
@@ -56,7 +59,7 @@ class Chunk(Struct, frozen=True, gc=False):
 
     The token that ended the text is included. `logprobs` has one entry per token, or is None if not requested. `cached_tokens` and
     `prompt_logprobs` are read with the first token or before it; `prompt_logprobs` has one entry per prompt token, the first is None.
-    Only the last chunk has a `finish`.
+    Only the last chunk has a `finish`, and for an export perhaps a `ticket`: see `handover.Ticket`.
     """
 
     token_ids: tuple[int, ...]
@@ -64,6 +67,19 @@ class Chunk(Struct, frozen=True, gc=False):
     finish: FinishReason | None = None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    ticket: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class KvMoves:
+    """How an engine's KV gets to another engine of the same kind: those with an equal `fingerprint`. `computes`: if that fails, it can
+    compute the prompt itself. `address` and `block_bytes` are those of ModelInfo."""
+
+    handover: KvHandover
+    fingerprint: bytes
+    address: str = ""
+    block_bytes: int = 0
+    computes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +94,7 @@ class EventEndpoints:
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What is known about an engine after its start. `kv_blocks` and `max_batch` are 0 if unknown. `capabilities` lists only what the
-    engine itself does; `ExternalBackend` adds its own."""
+    engine itself does; `ExternalBackend` adds its own. `moves` is None if its KV does not move."""
 
     context_length: int
     block_size: int
@@ -86,6 +102,7 @@ class EngineFacts:
     max_batch: int = 0
     events: EventEndpoints | None = None
     capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", "grammar", "isolation")
+    moves: KvMoves | None = None
 
 
 class ExternalEngine(Protocol):
@@ -98,6 +115,9 @@ class ExternalEngine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         """Yields chunks until one has a finish. Closing the generator or cancelling its reader aborts the generation in the engine, and
         returns when the engine has received the abort. Raises EngineRefused or EngineDied."""
+
+    def pulled_bytes(self) -> int:
+        """How much KV it has pulled from other engines since its start, by its own count; 0 if it does not count."""
 
     async def ping(self) -> None:
         """Returns when the engine's own loop has answered, between two of its steps."""

@@ -14,6 +14,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from abc import ABC, abstractmethod
@@ -265,6 +266,15 @@ def _describe_end(descriptor: int) -> str:
     # Not every signal number has a name.
     names = {number.value: number.name for number in signal.Signals}
     return f"was ended by {names.get(result.si_status, f'signal {result.si_status}')}"
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as taken:
+        taken.bind((host, 0))
+        port: int = taken.getsockname()[1]
+        return port
 
 
 def end_with(pid: int) -> None:

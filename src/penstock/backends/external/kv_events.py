@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
 
 from penstock.kv.blocks import NAME_BYTES, ROOT, block_hashes
-from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot, Tier
 
 log = logging.getLogger(__name__)
 
 # A router keeps at most as many blocks of one worker.
 MAX_BLOCKS = 1_000_000
 
-# None: the engine has only one place for blocks. Both engines write GPU for any device.
-DEVICE_MEDIA = (None, "GPU")
+TIERS: dict[str | None, Tier] = {None: "device", "GPU": "device", "CPU": "host", "CPU_PINNED": "host", "DISK": "disk", "STORAGE": "disk"}
+"""Where blocks are, by the engines' word for it in capitals. None: the engine has only one place. Both engines write GPU for any device.
+Blocks in other places may be shared with other engines, and are not counted."""
 # The kinds of attention that read every position. With other kinds, a block does not imply the blocks before it.
 WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 
@@ -115,33 +118,42 @@ def salt_of(root: bytes) -> str | None:
     return root.hex() or None
 
 
-class _Block(NamedTuple):
-    """A block that the engine has. It is published while all blocks before it are there, too. The parent of a first block is its root."""
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A block that the engine has in these tiers. It is published while all blocks before it are there, too, in any tier. The parent of a
+    first block is its root."""
 
     name: bytes
     parent: bytes
     is_first: bool
+    tiers: tuple[Tier, ...] = ()
+
+
+@cache
+def _with(tiers: tuple[Tier, ...], tier: Tier) -> tuple[Tier, ...]:
+    """One tuple for all blocks: there may be a million."""
+    return (*tiers, tier)
 
 
 class _EventBuilder:
-    """Collects events. Blocks that follow each other become one event, and so do removals."""
+    """Collects events. Blocks of a tier that follow each other become one event, and so do removals."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[bytes | None, list[bytes]]] = []
+        self._events: list[tuple[Tier, bytes | None, list[bytes]]] = []
         self._starts_cleared = False
 
-    def stored(self, block: _Block) -> None:
+    def stored(self, block: _Block, tier: Tier) -> None:
         if self._events:
-            parent, names = self._events[-1]
-            if parent is not None and names[-1] == block.parent:
+            last_tier, parent, names = self._events[-1]
+            if parent is not None and last_tier == tier and names[-1] == block.parent:
                 names.append(block.name)
                 return
-        self._events.append((block.parent, [block.name]))
+        self._events.append((tier, block.parent, [block.name]))
 
-    def removed(self, block: _Block) -> None:
-        if not self._events or self._events[-1][0] is not None:
-            self._events.append((None, []))
-        self._events[-1][1].append(block.name)
+    def removed(self, block: _Block, tier: Tier) -> None:
+        if not self._events or self._events[-1][:2] != (tier, None):
+            self._events.append((tier, None, []))
+        self._events[-1][2].append(block.name)
 
     def cleared(self) -> None:
         """Drops the events before it."""
@@ -150,8 +162,8 @@ class _EventBuilder:
 
     def events(self) -> tuple[KvEvent, ...]:
         events: list[KvEvent] = [BlocksCleared()] if self._starts_cleared else []
-        for parent, names in self._events:
-            events.append(BlocksRemoved(tuple(names)) if parent is None else BlocksStored(parent, tuple(names)))
+        for tier, parent, names in self._events:
+            events.append(BlocksRemoved(tuple(names), tier) if parent is None else BlocksStored(parent, tuple(names), tier))
         return tuple(events)
 
 
@@ -159,13 +171,14 @@ class BlockMirror:
     """The blocks that an engine has cached, with the engine's hashes translated to the names that routers know.
 
     A name depends only on the root, which is the engine's salt, and on tokens. A block gets no name if its KV depends on more (an adapter,
-    an image, a salt of others), if it is not on the device, if it does not have `block_size` tokens, or if its parent is unknown. Such
-    blocks and those after them are ignored; `unnamed` counts them.
+    an image, a salt of others), if it is in none of our tiers, if it does not have `block_size` tokens, or if its parent is unknown. Such
+    blocks and those after them are ignored; `unnamed` counts them. vLLM may report a block of its host tier without tokens: then it is
+    known from its time on the device, or not at all.
 
     The engine may have more blocks than are published, never fewer, except for events on their way. vLLM can have several copies of a
     block and reports each as stored and removed, but it may report one copy twice as stored. So the first removal counts. Blocks after a
     removed block are published as removed, too: a router that finds a block assumes the ones before it. They are remembered, and
-    published again if the block returns.
+    published again if the block returns. `removed` counts those that left the device.
     """
 
     def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS) -> None:
@@ -177,15 +190,18 @@ class BlockMirror:
         self._blocks: dict[EngineHash, _Block] = {}
         # By the name of the parent, which may be missing, then by name.
         self._children: dict[bytes, dict[bytes, _Block]] = {}
-        # The published names, each with its parent's name. Parents come before children.
-        self._published: dict[bytes, bytes] = {}
+        # The published names of each tier, each with its parent's name. Of two in the same tier, the parent comes before the child.
+        self._published: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in get_args(Tier)}
         self._builder = _EventBuilder()
         self._logged: set[str] = set()
 
     @property
     def cached(self) -> int:
-        """The number of published blocks."""
-        return len(self._published)
+        """The number of published blocks on the device."""
+        return self.count("device")
+
+    def count(self, tier: Tier) -> int:
+        return len(self._published[tier])
 
     def apply(self, events: Sequence[EngineEvent]) -> KvEvents:
         """Applies the engine's events. Returns our events for them, perhaps none."""
@@ -207,18 +223,21 @@ class BlockMirror:
         return self.apply([EngineCleared()])
 
     def snapshot(self) -> Snapshot:
-        """All published blocks, parents before children. There may be hundreds of thousands and the event loop waits, so this is one pass
-        in their order, without lookups."""
-        chains: list[tuple[bytes, list[bytes]]] = []
-        # Chains by the name of their last block.
-        growing: dict[bytes, list[bytes]] = {}
-        for name, parent in self._published.items():
-            chain = growing.pop(parent, None)
-            if chain is None:
-                chains.append((parent, chain := []))
-            chain.append(name)
-            growing[name] = chain
-        return Snapshot(self._next_number, tuple([BlocksStored(parent, tuple(chain)) for parent, chain in chains]))
+        """All published blocks, tier by tier. There may be hundreds of thousands and the event loop waits, so this is one pass in their
+        order, without lookups."""
+        events = []
+        for tier, published in self._published.items():
+            chains: list[tuple[bytes, list[bytes]]] = []
+            # Chains by the name of their last block.
+            growing: dict[bytes, list[bytes]] = {}
+            for name, parent in published.items():
+                chain = growing.pop(parent, None)
+                if chain is None:
+                    chains.append((parent, chain := []))
+                chain.append(name)
+                growing[name] = chain
+            events += [BlocksStored(parent, tuple(chain), tier) for parent, chain in chains]
+        return Snapshot(self._next_number, tuple(events))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the tables agree, and exactly the blocks with all blocks before them are published."""
@@ -228,18 +247,25 @@ class BlockMirror:
             assert siblings
             for name, block in siblings.items():
                 assert (block.name, block.parent) == (name, parent)
-                assert (name in self._published) == (block.is_first or parent in self._published)
-        seen = {block.parent for block in linked if block.is_first}
-        for name, parent in self._published.items():
-            assert parent in seen
-            assert name in self._children[parent]
-            seen.add(name)
+                assert block.tiers
+                is_published = block.is_first or self._is_published(parent)
+                for tier, published in self._published.items():
+                    assert (name in published) == (is_published and tier in block.tiers)
+        for published in self._published.values():
+            for name, parent in published.items():
+                assert name in self._children[parent]
         assert len(linked) <= self._max_blocks
 
     def _store(self, event: EngineStored) -> None:
+        tier = _tier_of(event)
+        if tier in ("host", "disk") and not event.token_ids:
+            self._store_known(event, tier)
+            return
         parent, names = self._names(event)
         is_first = event.parent_block_hash is None
         self.unnamed += len(event.block_hashes) - len(names)
+        if tier is None:
+            return
         for position, (key, name) in enumerate(zip(event.block_hashes, names, strict=False)):
             block = self._blocks.get(key)
             if block is None:
@@ -247,7 +273,16 @@ class BlockMirror:
             if block is None or block.name != name:
                 self.unnamed += len(names) - position
                 return
+            self._put(block, tier)
             parent, is_first = block.name, False
+
+    def _store_known(self, event: EngineStored, tier: Tier) -> None:
+        for key in event.block_hashes:
+            block = self._blocks.get(key)
+            if block is None:
+                self.unnamed += 1
+            else:
+                self._put(block, tier)
 
     def _names(self, event: EngineStored) -> tuple[bytes, list[bytes]]:
         """The root, or the block before these, and their names. Fewer names than blocks if some have none."""
@@ -279,26 +314,52 @@ class BlockMirror:
             return None
         siblings[name] = self._blocks[key] = block
         self._children[block.parent] = siblings
-        for following in self._with_following(block) if block.is_first or block.parent in self._published else ():
-            self._published[following.name] = following.parent
-            self._builder.stored(following)
         return block
 
-    def _remove(self, event: EngineRemoved) -> None:
-        if not _is_on_device(event):
+    def _put(self, block: _Block, tier: Tier) -> None:
+        """The engine has the block in this tier, too."""
+        if tier in block.tiers:
             return
-        for key in event.block_hashes:
-            block = self._blocks.pop(key, None)
-            if block is None:
+        block.tiers = _with(block.tiers, tier)
+        if not block.is_first and not self._is_published(block.parent):
+            return
+        if len(block.tiers) > 1:
+            self._publish(block, tier)
+            return
+        for following in self._with_following(block):
+            for each in following.tiers:
+                self._publish(following, each)
+
+    def _publish(self, block: _Block, tier: Tier) -> None:
+        self._published[tier][block.name] = block.parent
+        self._builder.stored(block, tier)
+
+    def _withdraw(self, block: _Block, tier: Tier) -> None:
+        if self._published[tier].pop(block.name, None) is not None:
+            self._builder.removed(block, tier)
+
+    def _is_published(self, name: bytes) -> bool:
+        return any(name in published for published in self._published.values())
+
+    def _remove(self, event: EngineRemoved) -> None:
+        tier = _tier_of(event)
+        for key in event.block_hashes if tier is not None else ():
+            block = self._blocks.get(key)
+            if block is None or tier not in block.tiers:
                 continue
+            self.removed += tier == "device"
+            block.tiers = tuple([each for each in block.tiers if each != tier])
+            self._withdraw(block, tier)
+            if block.tiers:
+                continue
+            del self._blocks[key]
             siblings = self._children[block.parent]
             del siblings[block.name]
             if not siblings:
                 del self._children[block.parent]
-            self.removed += 1
-            for following in self._with_following(block) if block.name in self._published else ():
-                del self._published[following.name]
-                self._builder.removed(following)
+            for following in self._with_following(block):
+                for each in following.tiers:
+                    self._withdraw(following, each)
 
     def _with_following(self, first: _Block) -> Iterator[_Block]:
         """The block and the known blocks after it."""
@@ -311,7 +372,8 @@ class BlockMirror:
     def _clear(self) -> None:
         self._blocks.clear()
         self._children.clear()
-        self._published.clear()
+        for published in self._published.values():
+            published.clear()
         self._builder.cleared()
 
     def _log_once(self, reason: str) -> None:
@@ -322,8 +384,8 @@ class BlockMirror:
 
 def _why_unnamed(event: EngineStored, block_size: int) -> str | None:
     """Why no block of the event can have a name. None if they can."""
-    if not _is_on_device(event) or event.kv_cache_spec_kind not in WHOLE_KINDS:
-        return "another place than the device, or attention that does not read every position"
+    if _tier_of(event) is None or event.kv_cache_spec_kind not in WHOLE_KINDS:
+        return "a place that other engines share, or attention that does not read every position"
     if (event.lora_id, event.lora_name) != (None, None):
         return "an adapter"
     if event.block_size != block_size or len(event.token_ids) != len(event.block_hashes) * block_size:
@@ -350,6 +412,9 @@ def _root_of(salt: Any) -> bytes | None:
     return bytes.fromhex(salt) if isinstance(salt, str) and _SALT.fullmatch(salt) else None
 
 
-def _is_on_device(event: EngineStored | EngineRemoved) -> bool:
-    """Groups after the first are layers with another kind of cache. The first has what every prefix needs."""
-    return event.medium in DEVICE_MEDIA and event.group_idx in (None, 0) and event.locality in (None, "LOCAL")
+def _tier_of(event: EngineStored | EngineRemoved) -> Tier | None:
+    """Where the blocks are; None if that is none of our tiers. Groups after the first are layers with another kind of cache. The first has
+    what every prefix needs."""
+    if event.group_idx not in (None, 0) or event.locality not in (None, "LOCAL"):
+        return None
+    return TIERS.get(None if event.medium is None else event.medium.upper())

@@ -34,7 +34,7 @@ class VllmDialect(Dialect):
     has_grammar: bool = False
 
     def body(self, request: EngineRequest) -> Body:
-        params = _common(request) | {"detokenize": False}
+        params = sampling_arguments(request) | {"detokenize": False}
         if request.lark is not None:
             params["structured_outputs"] = _structured(request.lark, self.has_grammar, FOR_LLGUIDANCE)
         if request.logprobs:
@@ -69,7 +69,7 @@ class CompletionsDialect(Dialect):
     def body(self, request: EngineRequest) -> Body:
         if (request.logprobs is not None or request.prompt_logprobs) and not self.has_logprob_ids:
             raise unsupported("logprobs; the server sends them without token ids")
-        params = _common(request) | {"return_token_ids": True}
+        params = sampling_arguments(request) | {"return_token_ids": True}
         if request.logprobs is not None:
             params["return_tokens_as_token_ids"] = True
         if request.lark is not None:
@@ -78,13 +78,6 @@ class CompletionsDialect(Dialect):
 
     def reader(self, request: EngineRequest) -> Reader:
         return _TokensReader(request)
-
-
-def _common(request: EngineRequest) -> Body:
-    """The fields that both routes of vLLM have."""
-    if request.bootstrap is not None:
-        raise unsupported("separate prefill and decode")
-    return sampling_arguments(request)
 
 
 def _streamed(request: EngineRequest) -> Body:

@@ -126,7 +126,6 @@ class SglangTraits:
     has_grammar: bool = False
     has_sessions: bool = False
     has_priority: bool = False
-    is_disaggregated: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,6 @@ class SglangDialect(Dialect):
     traits: SglangTraits
 
     def body(self, request: EngineRequest) -> Body:
-        if request.bootstrap is not None and not self.traits.is_disaggregated:
-            raise unsupported("separate prefill and decode; the server was not started for it")
         if request.lark is not None and not self.traits.has_grammar:
             raise unsupported("a grammar; SGLang must be started with --grammar-backend llguidance")
         body = as_parameters(request, None, tags_sessions=self.traits.has_sessions, has_priority=self.traits.has_priority)

@@ -117,6 +117,9 @@ class HttpEngine:
             if not reader.is_over:
                 await self._stop(request.id)
 
+    def pulled_bytes(self) -> int:
+        return 0
+
     async def ping(self) -> None:
         """Raises EngineDied if the server is unreachable, or its engine broken, for `death_seconds`. Waits for a silent server: it may be
         in a very long step."""

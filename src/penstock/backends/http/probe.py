@@ -147,7 +147,12 @@ class _Probe:
         return None
 
     def facts(
-        self, context_length: int | None, block_size: int | None, capabilities: tuple[Capability, ...], max_batch: int = 0, **known: int
+        self,
+        context_length: int | None,
+        block_size: int | None,
+        capabilities: tuple[Capability, ...],
+        max_batch: int = 0,
+        kv_blocks: int = 0,
     ) -> EngineFacts:
         """The user's settings are used if the engine reports nothing. They may also reduce the context. 0: an unknown context."""
         settings = self.settings
@@ -157,7 +162,7 @@ class _Probe:
             events=None if settings.kv_events is None else EventEndpoints(settings.kv_events, settings.kv_replay),
             capabilities=capabilities,
             max_batch=max_batch or settings.max_batch or 0,
-            **known,
+            kv_blocks=kv_blocks,
         )
 
     def isolation(self, takes_salt: bool) -> Feature:
@@ -186,13 +191,11 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
         raise ConfigError(f"--url {probe.settings.url}: this SGLang serves an embedding model, which generates no text")
     version = str(info.get("version") or "")
     is_incremental = await _is_incremental(probe, info, version)
-    mode = str(info.get("disaggregation_mode") or "null")
     traits = SglangTraits(
         is_incremental=is_incremental,
         has_grammar=info.get("grammar_backend") == "llguidance" and not info.get("skip_tokenizer_init"),
         has_sessions=bool(info.get("enable_session_radix_cache")),
         has_priority=bool(info.get("enable_priority_scheduling")) or info.get("radix_eviction_policy") == "priority",
-        is_disaggregated=mode != "null",
     )
     page_size, states = info.get("page_size") or None, info.get("internal_states") or [{}]
     takes_salt = await probe.takes_salt(SglangDialect.path, {"input_ids": [ANY_TOKEN], "sampling_params": {"max_new_tokens": 1}})
@@ -204,7 +207,7 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
         kv_blocks=info.get("max_total_num_tokens", 0) // (page_size or USUAL_BLOCK_SIZE),
         max_batch=int(info.get("max_running_requests") or states[0].get("effective_max_running_requests_per_dp") or 0),
     )
-    features = (*_sglang_features(probe, traits, info, mode), probe.isolation(takes_salt))
+    features = (*_sglang_features(probe, traits, info), probe.isolation(takes_salt))
     report = EngineReport("SGLang over HTTP", version or None, "any that has /generate", features=features)
     return Found(
         lambda _: SglangDialect(traits),
@@ -250,7 +253,7 @@ async def _sglang_context(probe: _Probe, info: Mapping[str, Any]) -> int | None:
     return models[0].max_model_len - 2 if models and models[0].max_model_len else None
 
 
-def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any], mode: str) -> tuple[Feature, ...]:
+def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any]) -> tuple[Feature, ...]:
     events = info.get("kv_events")
     if isinstance(events, dict):
         hint = f"published on port {events.get('endpoint_port_base')}: set --kv-events"
@@ -265,7 +268,7 @@ def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any
         Feature("retention", traits.has_priority, "as priority" if traits.has_priority else "SGLang has --radix-eviction-policy priority"),
         probe.events(hint),
         Feature("cached tokens", True),
-        Feature("disaggregation", traits.is_disaggregated, mode if traits.is_disaggregated else "the server was not started for it"),
+        Feature("disaggregation", False, "not over HTTP: use --engine sglang with --role"),
     )
 
 

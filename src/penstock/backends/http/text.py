@@ -71,7 +71,6 @@ def _check_supported(request: EngineRequest) -> None:
         (request.logprobs is not None, "logprobs"),
         (request.prompt_logprobs, "prompt logprobs"),
         (request.lark is not None, "a grammar"),
-        (request.bootstrap is not None, "separate prefill and decode"),
     ):
         if is_wanted:
             raise unsupported(f"{what}; it answers with text only")

@@ -24,7 +24,7 @@ from typing import Any
 from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
 from penstock.backends.external.in_process import InProcessEngine
 from penstock.backends.sglang.arguments import PACKAGE, make_arguments
-from penstock.backends.sglang.requests import ChunkReader, as_parameters
+from penstock.backends.sglang.requests import ChunkReader, as_parameters, meeting_parameters
 from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.config.engines import EngineSettings
 from penstock.wire.messages import Capability, Fault
@@ -51,6 +51,7 @@ class SglangEngine(InProcessEngine):
         super().__init__(settings)
         self.has_grammar = False
         self.disaggregation = "null"
+        self._address = ""
         self._is_incremental = False
         self._tags_sessions = False
         self._has_priority = False
@@ -73,9 +74,11 @@ class SglangEngine(InProcessEngine):
     def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         if request.lark is not None and not self.has_grammar:
             raise EngineRefused(Fault("unsupported", "SGLang has no grammar on this worker: see the worker's log"))
-        if request.bootstrap is not None and self.disaggregation == "null":
-            raise EngineRefused(Fault("unsupported", "SGLang cannot take over a prefill: it was started without --disaggregation-mode"))
         return self._generate(request)
+
+    def pulled_bytes(self) -> int:
+        """SGLang does not tell."""
+        return 0
 
     async def ping(self) -> None:
         await self._answer(self._manager.get_internal_state())
@@ -92,7 +95,7 @@ class SglangEngine(InProcessEngine):
         turn = None if self._streaming is None else await self._streaming.begin(request)
         try:
             parameters = as_parameters(request, turn, tags_sessions=self._tags_sessions, has_priority=self._has_priority)
-            raw_chunks = await self._engine.async_generate(**parameters)
+            raw_chunks = await self._engine.async_generate(**parameters, **meeting_parameters(request, self._address))
             try:
                 async for raw in raw_chunks:
                     self._check_alive()

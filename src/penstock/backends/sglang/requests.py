@@ -10,13 +10,16 @@ from typing import Any
 from msgspec import structs
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
+from penstock.backends.external.handover import HandoverFailed
 from penstock.backends.sglang.sessions import Turn
+from penstock.wire.address import TcpAddress, parse_address
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
 RETAINED_PRIORITY = 1 << 20
 """Added to the priority of retained KV. The priorities that clients may give are far below it."""
 
 MAX_PRIORITY = 1 << 62
+MAX_ROOM = 2**63 - 1
 BAD_REQUEST = 400
 _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
 
@@ -44,11 +47,28 @@ def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: b
         parameters["cache_salt"] = request.salt
     if has_priority:
         parameters["priority"] = engine_priority(request)
-    if request.bootstrap is not None:
-        parameters["bootstrap_host"] = request.bootstrap.host
-        parameters["bootstrap_port"] = request.bootstrap.port
-        parameters["bootstrap_room"] = request.bootstrap.room
     return parameters
+
+
+def meeting_parameters(request: EngineRequest, own_address: str) -> dict[str, Any]:
+    """The arguments by which two engines find each other: the address of the one that computes the prompt, and a number that both know.
+
+    Raises HandoverFailed for an address that is none.
+    """
+    if request.export is not None:
+        transfer, text = request.export.transfer, own_address
+    elif request.source is not None:
+        transfer, text = request.source.transfer, request.source.address
+    else:
+        return {}
+    try:
+        address = parse_address(text)
+    except ValueError as error:
+        raise HandoverFailed(f"the prefill worker's address is {text!r}: {error}") from error
+    if not isinstance(address, TcpAddress):
+        raise HandoverFailed(f"the prefill worker's address is {text!r}: expected tcp://host:port")
+    room = int.from_bytes(transfer[:8], "big") & MAX_ROOM
+    return {"bootstrap_host": address.host, "bootstrap_port": address.port, "bootstrap_room": room}
 
 
 def sampling_parameters(request: EngineRequest) -> dict[str, Any]:

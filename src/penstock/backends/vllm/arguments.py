@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
 from penstock.backends.external.in_process import EnginePackage, one_line
+from penstock.backends.vllm.handover import CONNECTOR, connector_settings
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 
@@ -93,6 +94,7 @@ def merge_flags(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str,
 
 def make_arguments(settings: EngineSettings, directory: Path) -> Any:
     """vLLM's AsyncEngineArgs; vLLM is imported here. The sockets for its KV events go to the directory."""
+    from vllm.config import KVTransferConfig
     from vllm.config.kv_events import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -100,6 +102,9 @@ def make_arguments(settings: EngineSettings, directory: Path) -> Any:
     for name, value in merge_flags(settings, given).items():
         setattr(namespace, name, value)
     namespace.structured_outputs_config = replace(namespace.structured_outputs_config, backend=GUIDANCE)
+    connector = connector_settings(settings)
+    if connector is not None and "kv_transfer_config" not in given:
+        namespace.kv_transfer_config = KVTransferConfig(**connector)
     reason = why_no_events(given)
     if reason is not None:
         log.warning("%s", reason)
@@ -144,10 +149,11 @@ def report() -> EngineReport:
     source = _source()
     if source is None:
         return EngineReport(PACKAGE.name, version, PACKAGE.supported, problem or "the package vllm cannot be found")
-    return EngineReport(PACKAGE.name, version, PACKAGE.supported, problem, features_in(source, find_spec("llguidance") is not None))
+    has_llguidance, has_nixl = (find_spec(name) is not None for name in ("llguidance", "nixl"))
+    return EngineReport(PACKAGE.name, version, PACKAGE.supported, problem, features_in(source, has_llguidance, has_nixl))
 
 
-def features_in(source: Path, has_llguidance: bool) -> tuple[Feature, ...]:
+def features_in(source: Path, has_llguidance: bool, has_nixl: bool) -> tuple[Feature, ...]:
     """What a vLLM with this source can do."""
     engine = _names(source / "v1/engine/async_llm.py")
     sampling = _names(source / "sampling_params.py")
@@ -163,7 +169,7 @@ def features_in(source: Path, has_llguidance: bool) -> tuple[Feature, ...]:
         Feature("prompt logprobs", "SamplingParams.prompt_logprobs" in sampling, "such a prompt is always computed from its start"),
         Feature("grammar", guidance and has_llguidance, _grammar_detail(guidance, has_llguidance)),
         Feature("isolation", takes_salt, "API keys share no KV, by its cache_salt"),
-        Feature("disaggregation", False, "its connectors need more than the host, port and room of the prefill"),
+        Feature("disaggregation", has_nixl, f"--role, by its {CONNECTOR}" if has_nixl else "--role needs the package nixl"),
         Feature("priority", "AsyncLLM.generate.priority" in engine, "with --engine-args='--scheduling-policy priority'"),
     )
 

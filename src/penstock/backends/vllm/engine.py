@@ -8,14 +8,25 @@ import inspect
 import logging
 import multiprocessing
 import os
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest
-from penstock.backends.external.in_process import InProcessEngine, one_line
+from penstock.backends.external.handover import unpack_ticket
+from penstock.backends.external.in_process import InProcessEngine, free_port, one_line
 from penstock.backends.vllm.arguments import PACKAGE, event_endpoints, make_arguments
+from penstock.backends.vllm.handover import (
+    FOR_ANOTHER_ENGINE,
+    HOST_VARIABLE,
+    PORT_VARIABLE,
+    connector_settings,
+    lease_of,
+    moves_of,
+    transfer_parameters,
+)
 from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
+from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError, PenstockError
 from penstock.wire.messages import Capability, Fault
 
@@ -34,16 +45,23 @@ class VllmEngine(InProcessEngine):
 
     package = PACKAGE
 
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self._lease_seconds = 0.0
+        self._pulls = Pulls()
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         self._check(request)
         llm, top = self._engine, request.logprobs
+        lease = None if request.export is None else self._lease_seconds
+        sampling = _sampling(request, self._transfer(request))
         is_over = False
         try:
-            outputs = llm.generate(_prompt(request), _sampling(request), request.id, **self._options(request))
+            outputs = llm.generate(_prompt(request), sampling, request.id, **self._options(request))
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     is_over = output.finished
-                    chunk = chunk_of(output, top)
+                    chunk = chunk_of(output, top, lease)
                     if chunk.token_ids or chunk.finish is not None:
                         yield chunk
                     if is_over:
@@ -59,6 +77,9 @@ class VllmEngine(InProcessEngine):
                 # vLLM does this itself, except for a request that is just being handed over.
                 await llm.abort(request.id)
 
+    def pulled_bytes(self) -> int:
+        return self._pulls.size
+
     async def ping(self) -> None:
         await self._answer(self._engine.is_sleeping())
 
@@ -67,7 +88,8 @@ class VllmEngine(InProcessEngine):
 
     def _load(self, directory: Path) -> Any:
         self._set_environment(directory)
-        return _make_engine(make_arguments(self._settings, directory))
+        with self._channel():
+            return _make_engine(make_arguments(self._settings, directory), self._pulls)
 
     async def _establish(self) -> EngineFacts:
         self._watch_processes((process.pid for process in _processes(self._engine)), "vLLM's engine core")
@@ -78,6 +100,8 @@ class VllmEngine(InProcessEngine):
         self._has_grammar = _has_grammar(self._engine.renderer.tokenizer)
         self._takes_sessions = "session_id" in inspect.signature(self._engine.generate).parameters
         self._is_by_priority = config.scheduler_config.policy == "priority"
+        moves = moves_of(config, self.package.version() or "")
+        self._lease_seconds = 0.0 if moves is None else lease_of(config)
         return EngineFacts(
             context_length=config.model_config.max_model_len,
             block_size=cache.block_size,
@@ -85,6 +109,7 @@ class VllmEngine(InProcessEngine):
             max_batch=config.scheduler_config.max_num_seqs * ranks,
             events=event_endpoints(config.kv_events_config) if cache.enable_prefix_caching and ranks == 1 else None,
             capabilities=(*WITHOUT_GRAMMAR, "grammar") if self._has_grammar else WITHOUT_GRAMMAR,
+            moves=moves,
         )
 
     def _kill_processes(self) -> None:
@@ -118,12 +143,30 @@ class VllmEngine(InProcessEngine):
         if os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0":
             self._set_up_logging(directory, level)
 
+    @contextlib.contextmanager
+    def _channel(self) -> Iterator[None]:
+        """Where other engines ask this one how to read its KV. The core reads it when it starts."""
+        chosen = {HOST_VARIABLE: self._settings.kv_host, PORT_VARIABLE: str(free_port(self._settings.kv_host))}
+        ours = {} if connector_settings(self._settings) is None else {name: chosen[name] for name in chosen.keys() - os.environ.keys()}
+        os.environ.update(ours)
+        try:
+            yield
+        finally:
+            for name in ours:
+                del os.environ[name]
+
+    def _transfer(self, request: EngineRequest) -> dict[str, Any] | None:
+        """vLLM's `kv_transfer_params` of a request whose KV goes to another engine, or comes from one."""
+        if request.export is not None:
+            return FOR_ANOTHER_ENGINE
+        if request.source is None:
+            return None
+        body = unpack_ticket(request.source.ticket).body
+        return transfer_parameters(body, len(request.token_ids), self._engine.vllm_config.cache_config.block_size)
+
     def _check(self, request: EngineRequest) -> None:
         """Raises for what vLLM cannot do at all."""
         self._check_alive()
-        if request.bootstrap is not None:
-            # vLLM's connectors need the other engine's id and its block ids, which nobody knows before the prefill.
-            raise EngineRefused(Fault("unsupported", "vLLM cannot take over a prefill of another worker"))
         if request.lark is not None and not self._has_grammar:
             raise EngineRefused(Fault("unsupported", "vLLM has no grammar on this worker: llguidance cannot read its tokenizer"))
 
@@ -170,7 +213,7 @@ def _prompt(request: EngineRequest) -> Any:
     return tokens_input(list(request.token_ids), cache_salt=request.salt)
 
 
-def _sampling(request: EngineRequest) -> Any:
+def _sampling(request: EngineRequest, transfer: dict[str, Any] | None) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     return SamplingParams(
@@ -180,6 +223,7 @@ def _sampling(request: EngineRequest) -> Any:
         # No other request uses these parameters.
         skip_clone=True,
         structured_outputs=None if request.lark is None else StructuredOutputsParams(grammar=request.lark),
+        extra_args=None if transfer is None else {"kv_transfer_params": dict(transfer)},
         **sampling_arguments(request),
     )
 
@@ -196,7 +240,36 @@ def _has_grammar(tokenizer: Any) -> bool:
     return False
 
 
-def _make_engine(arguments: Any) -> Any:
+class Pulls:
+    """The KV that vLLM has pulled from other engines, by its connector's own count. An engine's object is also the factory that vLLM calls
+    for a logger of statistics."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.failures = 0
+
+    def __call__(self, *_: Any) -> Pulls:
+        return self
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        counted = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
+        if counted:
+            # A connector of several connectors has one part per connector.
+            for part in (counted, *(part for part in counted.values() if isinstance(part, dict))):
+                self.size += sum(part.get("bytes_transferred", ()))
+                self.failures += len(part.get("num_failed_transfers", ())) + len(part.get("num_failed_handshakes", ()))
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+    def log(self) -> None:
+        """Nothing to say."""
+
+    def record_sleep_state(self, *_: Any) -> None:
+        """Of no interest."""
+
+
+def _make_engine(arguments: Any, pulls: Pulls) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
@@ -216,6 +289,7 @@ def _make_engine(arguments: Any) -> Any:
         log_stats=not arguments.disable_log_stats,
         usage_context=context,
         log_requests=arguments.enable_log_requests,
+        stat_loggers=None if config.kv_transfer_config is None else [pulls],
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
+from penstock.backends.vllm.handover import ticket_of
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
 FINISHES: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "repetition": "stop"}
@@ -41,8 +42,9 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
     return arguments
 
 
-def chunk_of(output: Any, top: int | None) -> Chunk:
-    """The new part of a vLLM RequestOutput. `top` is the requested number of alternatives, None without logprobs.
+def chunk_of(output: Any, top: int | None, lease_seconds: float | None = None) -> Chunk:
+    """The new part of a vLLM RequestOutput. `top` is the requested number of alternatives, None without logprobs. `lease_seconds` is set
+    for an export.
 
     The ids are copied: vLLM keeps appending to the list of an output that nobody has read yet.
     """
@@ -54,7 +56,8 @@ def chunk_of(output: Any, top: int | None) -> Chunk:
         if len(logprobs) != len(token_ids):
             raise EngineRefused(Fault("engine_error", f"vLLM gave {len(logprobs)} logprobs for {len(token_ids)} tokens"))
     prompt = tuple(_entries(output.prompt_logprobs, top or 0)) if output.prompt_logprobs else None
-    return Chunk(token_ids, logprobs, FINISHES.get(completion.finish_reason), output.num_cached_tokens, prompt)
+    ticket = b"" if lease_seconds is None else ticket_of(output, lease_seconds)
+    return Chunk(token_ids, logprobs, FINISHES.get(completion.finish_reason), output.num_cached_tokens, prompt, ticket)
 
 
 def check_end(output: Any) -> None:

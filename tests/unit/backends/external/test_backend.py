@@ -18,7 +18,6 @@ from penstock.wire.codec import pack_logprobs
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
     BlocksStored,
-    Bootstrap,
     Delta,
     Fault,
     Finish,
@@ -54,12 +53,16 @@ class EngineByHand:
         self.pings = 0
         self.ping_error: Exception | None = None
         self.is_closed = False
+        self.pulled = 0
         self.when_cancelled: Chunk | Exception | None = None
         self.on_death: Callable[[str], None] = lambda reason: None
 
     async def start(self, on_death: Callable[[str], None]) -> EngineFacts:
         self.on_death = on_death
         return self.facts
+
+    def pulled_bytes(self) -> int:
+        return self.pulled
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
@@ -343,7 +346,6 @@ async def test_every_field_of_a_request_reaches_the_engine() -> None:
         "logprobs": 2,
         "ignore_eos": True,
         "priority": 3,
-        "bootstrap": Bootstrap("prefill", 8998, 42),
     }
     async with running() as rig:
         request = await rig.begin(submit(1, retention_seconds=5.0, **asked))

@@ -22,7 +22,7 @@ from penstock.backends.external.kv_events import (
     decode_batch,
 )
 from penstock.kv.blocks import block_hashes, tenant_root
-from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents, Tier
 from replayed_events import apply_events
 
 SIZE = 4
@@ -178,8 +178,8 @@ def test_a_snapshot_has_every_chain_in_one_piece(listener: Listener) -> None:
         {"lora_name": {"cache_salt": "where SGLang once put it"}},
         {"cache_salt": "pepper"},
         {"extra_keys": [["pepper"], None]},
-        {"medium": "CPU"},
-        {"medium": "CPU_PINNED"},
+        {"medium": "EXTERNAL"},
+        {"medium": "LORA_POOL"},
         {"locality": "REMOTE"},
         {"group_idx": 1},
         {"kv_cache_spec_kind": "sliding_window"},
@@ -260,6 +260,45 @@ def test_a_removal_from_another_medium_is_ignored(listener: Listener, others: di
     listener.apply(stored([1]))
     assert listener.apply(removed(1, **others)).events == ()
     assert listener.apply(removed(1, medium="GPU", group_idx=0, locality="LOCAL")).events == (BlocksRemoved((NAMES[0],)),)
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"), [("CPU", "host"), ("cpu", "host"), ("CPU_PINNED", "host"), ("DISK", "disk"), ("STORAGE", "disk")]
+)
+def test_blocks_of_lower_tiers_are_told_apart(medium: str, tier: Tier) -> None:
+    """SGLang and vLLM name a block's tokens again; vLLM may leave them out. The engine evicts from the device what it has below."""
+    mirror = BlockMirror(SIZE)
+    mirror.apply([stored([1, 2, 3])])
+    below = stored([2, 3], TOKENS[SIZE:], parent=1, medium=medium)
+    assert mirror.apply([below]).events == (BlocksStored(NAMES[0], tuple(NAMES[1:3]), tier),)
+    assert mirror.apply([below, stored([2], token_ids=[], block_size=0, medium=medium)]).events == ()
+    assert mirror.apply([removed(2, 3, medium="GPU")]).events == (BlocksRemoved(tuple(NAMES[1:3])),)
+    assert (mirror.cached, mirror.count(tier)) == (1, 2)
+    assert mirror.snapshot().events == (BlocksStored(b"", (NAMES[0],)), BlocksStored(NAMES[0], tuple(NAMES[1:3]), tier))
+    mirror.check_integrity()
+    # It comes back to the device, from below.
+    assert mirror.apply([stored([2], TOKENS[SIZE:], parent=1)]).events == (BlocksStored(NAMES[0], (NAMES[1],)),)
+    mirror.apply([removed(1)])
+    assert (mirror.cached, mirror.count(tier)) == (0, 0), "without its first block, nothing can be used"
+    mirror.check_integrity()
+    mirror.apply([stored([1], medium=medium)])
+    assert (mirror.cached, mirror.count(tier)) == (1, 3)
+    mirror.check_integrity()
+    assert mirror.apply([removed(2, medium=medium), removed(3, medium=medium)]).events == (BlocksRemoved(tuple(NAMES[1:3]), tier),)
+    assert (mirror.cached, mirror.count(tier)) == (1, 1)
+    assert mirror.removed == 3
+
+
+def test_a_block_without_tokens_is_known_from_the_device_or_not_at_all() -> None:
+    mirror = BlockMirror(SIZE)
+    nameless = stored([1], token_ids=[], block_size=0, medium="CPU")
+    assert mirror.apply([nameless]).events == ()
+    assert mirror.unnamed == 1
+    mirror.apply([stored([1])])
+    assert mirror.apply([nameless]).events == (BlocksStored(b"", (NAMES[0],), "host"),)
+    assert mirror.apply([removed(1)]).events == (BlocksRemoved((NAMES[0],)),)
+    assert mirror.apply([EngineCleared()]).events == (BlocksCleared(),)
+    assert mirror.count("host") == 0
 
 
 def test_a_second_block_with_the_same_name_is_ignored(listener: Listener) -> None:

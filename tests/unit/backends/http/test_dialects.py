@@ -12,14 +12,14 @@ from penstock.backends.http.completions import CompletionsDialect, VllmDialect
 from penstock.backends.http.dialects import Dialect, Reader, SglangDialect, SglangTraits, message_in
 from penstock.backends.http.text import TextDialect, byte_tokens
 from penstock.backends.sglang.requests import RETAINED_PRIORITY
-from penstock.wire.messages import Bootstrap, Fault, Sampling, TokenLogprob
+from penstock.wire.messages import Fault, Sampling, TokenLogprob
 from tokenizer_kinds import tokenizer_of
 
 TOKENIZER = tokenizer_of("llama3")
 TEXT = TextDialect("model", TOKENIZER, byte_tokens(TOKENIZER))
 VLLM = VllmDialect("model", has_grammar=True)
 COMPLETIONS = CompletionsDialect("model", has_logprob_ids=True, has_grammar=True)
-ALL_ON = SglangTraits(True, has_grammar=True, has_sessions=True, has_priority=True, is_disaggregated=True)
+ALL_ON = SglangTraits(True, has_grammar=True, has_sessions=True, has_priority=True)
 
 
 def request(**fields: Any) -> EngineRequest:
@@ -125,13 +125,11 @@ def test_the_body_for_sglang() -> None:
         session_id="s",
         priority=4,
         logprobs=2,
-        bootstrap=Bootstrap("host", 1, 2),
     )
     body = SglangDialect(ALL_ON).body(everything)
     assert body["rid"] == everything.id
     assert (body["input_ids"], body["stream"], body["session_id"], body["priority"]) == ([5, 6, 7], True, "s", 4)
     assert (body["return_logprob"], body["top_logprobs_num"], body["logprob_start_len"]) == (True, 2, -1)
-    assert (body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"]) == ("host", 1, 2)
     params = body["sampling_params"]
     assert params["sampling_seed"] == 2**63 - 1
     assert (params["top_k"], params["ebnf"], params["logit_bias"], params["stop_token_ids"]) == (4, 'start: "a"', {"7": -1.5}, [3])
@@ -144,10 +142,9 @@ def test_features_that_the_server_lacks_are_refused() -> None:
     body = plain.body(request(session_id="s", priority=3))
     assert not body.keys() & {"session_id", "priority", "return_logprob"}
     assert body["sampling_params"]["top_k"] == -1
-    for impossible in (request(lark="start: x"), request(bootstrap=Bootstrap("host", 1, 2))):
-        with pytest.raises(EngineRefused) as caught:
-            plain.body(impossible)
-        assert caught.value.fault.code == "unsupported"
+    with pytest.raises(EngineRefused) as caught:
+        plain.body(request(lark="start: x"))
+    assert caught.value.fault.code == "unsupported"
 
 
 @pytest.mark.parametrize("dialect", [SglangDialect(ALL_ON), VLLM, COMPLETIONS, TEXT])
@@ -264,7 +261,7 @@ def test_halves_of_a_character_in_two_events() -> None:
 
 
 def test_the_text_route_refuses_what_it_cannot_do() -> None:
-    for impossible in (request(logprobs=0), request(prompt_logprobs=True), request(lark="x"), request(bootstrap=Bootstrap("h", 1, 2))):
+    for impossible in (request(logprobs=0), request(prompt_logprobs=True), request(lark="x")):
         with pytest.raises(EngineRefused) as caught:
             TEXT.body(impossible)
         assert (caught.value.fault.code, caught.value.fault.retryable) == ("unsupported", False)

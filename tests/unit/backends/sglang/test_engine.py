@@ -13,14 +13,15 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.external.handover import HandoverFailed
 from penstock.backends.external.in_process import first_error, forget_directory, write_logging_config
 from penstock.backends.sglang.arguments import DEFAULT_PAGE_SIZE, PACKAGE, make_arguments, report
 from penstock.backends.sglang.engine import SglangEngine
-from penstock.backends.sglang.requests import ChunkReader, as_ebnf, as_parameters, engine_priority, sampling_parameters
+from penstock.backends.sglang.requests import ChunkReader, as_ebnf, as_parameters, engine_priority, meeting_parameters, sampling_parameters
 from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
-from penstock.wire.messages import Bootstrap, Sampling, TokenLogprob
+from penstock.wire.messages import Export, KvSource, Sampling, TokenLogprob
 
 PROMPT = (5, 6, 7)
 LENGTH = {"type": "length", "length": 3}
@@ -241,9 +242,19 @@ class TestParameters:
         assert engine_priority(asked(is_retained=True)) < engine_priority(asked(is_retained=True, priority=1))
         assert engine_priority(asked(priority=2**70)) < 2**63
 
-    def test_bootstrap_fields(self) -> None:
-        parameters = as_parameters(asked(bootstrap=Bootstrap("10.0.0.9", 8998, 7)), None, tags_sessions=True, has_priority=True)
-        assert [parameters[f"bootstrap_{name}"] for name in ("host", "port", "room")] == ["10.0.0.9", 8998, 7]
+    def test_both_engines_of_a_meeting_get_the_same_fields(self) -> None:
+        transfer, address = bytes(range(255, 239, -1)), "tcp://[fd00::9]:8998"
+        source = meeting_parameters(asked(export=Export(transfer, 5.0)), address)
+        target = meeting_parameters(asked(source=KvSource(transfer, address)), "")
+        assert source == target
+        assert (source["bootstrap_host"], source["bootstrap_port"]) == ("fd00::9", 8998)
+        assert 0 <= source["bootstrap_room"] < 2**63
+        assert meeting_parameters(asked(), address) == {}
+
+    @pytest.mark.parametrize("address", ["", "unix:/tmp/x", "tcp://host", "host:1"])
+    def test_no_meeting_at_another_address(self, address: str) -> None:
+        with pytest.raises(HandoverFailed, match="address"):
+            meeting_parameters(asked(source=KvSource(bytes(16), address)), "")
 
 
 class Arguments:
@@ -509,7 +520,7 @@ class TestStreamingSessions:
         assert await self.new(2, 3) == (2, 3)
 
     async def test_requests_that_never_use_a_session(self) -> None:
-        for request in (asked(), asked(session_id="s", prompt_logprobs=True), asked(session_id="s", bootstrap=Bootstrap("h", 1, 2))):
+        for request in (asked(), asked(session_id="s", prompt_logprobs=True), asked(session_id="s", export=Export(bytes(16), 5.0))):
             assert await self.sessions.begin(request) is None
         assert self.engine.open == []
 

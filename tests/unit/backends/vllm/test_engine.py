@@ -309,7 +309,8 @@ def test_the_report_lists_what_the_package_has(tmp_path: Path) -> None:
         v1__structured_output__backend_guidance="class GuidanceBackend: ...\n",
     )
     (source / "v1" / "engine" / "__init__.py").write_text("class EngineCoreRequest:\n    cache_salt: str | None\n", encoding="utf-8")
-    assert available(features_in(source, has_llguidance=True)) == {
+    assert available(features_in(source, has_llguidance=True, has_nixl=True)) == {
+        "disaggregation",
         "isolation",
         "sessions",
         "KV events",
@@ -318,10 +319,10 @@ def test_the_report_lists_what_the_package_has(tmp_path: Path) -> None:
         "grammar",
         "priority",
     }
-    assert "grammar" not in available(features_in(source, has_llguidance=False))
+    assert "grammar" not in available(features_in(source, has_llguidance=False, has_nixl=True))
 
 
 def test_the_report_of_a_package_that_lacks_features(tmp_path: Path) -> None:
-    features = features_in(tmp_path, has_llguidance=True)
+    features = features_in(tmp_path, has_llguidance=True, has_nixl=False)
     assert available(features) == {"sessions"}
     assert all(feature.detail for feature in features)
