@@ -11,6 +11,7 @@ from penstock.config.commands import WorkerSettings
 from penstock.config.engines import (
     CPU_KV_GIB,
     CPU_TOKEN_BUDGET,
+    GIB,
     GPU_KV_SHARE,
     GPU_TOKEN_BUDGET,
     PAGE_SIZE,
@@ -39,8 +40,6 @@ except ImportError as missing:
     raise ConfigError(f"the embedded engine needs the package {missing.name!r}: pip install 'penstock[engine]'") from missing
 
 log = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -17,6 +18,9 @@ CPU_TOKEN_BUDGET = 512
 GPU_TOKEN_BUDGET = 8192
 CPU_KV_GIB = 2.0
 GPU_KV_SHARE = 0.85
+DISK_HOST_GIB = 4.0
+"""KV goes to the disk and comes from there through host memory."""
+GIB = 2**30
 ENGINE_KEY_VARIABLE = "PENSTOCK_ENGINE_API_KEY"
 _OWN = "the engine decides"
 
@@ -139,8 +143,36 @@ class SessionSettings:
     session_grace: float = seconds(30.0, "how long a worker keeps a session after its timeout, if no front end closes it", group="sessions")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TierSettings(SessionSettings):
+    """Where an engine keeps KV that its device has no room for."""
+
+    kv_host_memory: float | None = setting(
+        None,
+        "host memory per worker for KV that the device has no room for",
+        unit="GIB",
+        above=0,
+        group="engine",
+        unset=f"none; {DISK_HOST_GIB:g} with --kv-disk",
+    )
+    kv_disk: Path | None = setting(
+        None,
+        "directory for KV that host memory has no room for. It survives a restart. It holds what users wrote, in the form of KV, and only "
+        "the user of the worker can read it",
+        unit="DIRECTORY",
+        group="engine",
+        unset="none",
+    )
+    kv_disk_size: float = setting(64.0, "most that --kv-disk holds, per worker", unit="GIB", above=0, group="engine")
+
+    def host_bytes(self) -> int:
+        """Host memory for KV; 0: none."""
+        default = 0.0 if self.kv_disk is None else DISK_HOST_GIB
+        return int((default if self.kv_host_memory is None else self.kv_host_memory) * GIB)
+
+
 @dataclass(frozen=True)
-class EmbeddedSettings(SessionSettings):
+class EmbeddedSettings(TierSettings):
     """Penstock's own engine. None: decided when the model and the device are known."""
 
     GROUP: ClassVar[str] = "embedded engine"
@@ -182,7 +214,7 @@ class EngineConfig(SessionSettings):
 
 
 @dataclass(frozen=True)
-class SimulatorConfig(SessionSettings):
+class SimulatorConfig(TierSettings):
     """The simulator's timing: a step takes `step_ms`, and `1 / prefill_rate` seconds more for each prompt token in it."""
 
     GROUP: ClassVar[str] = "simulator"
@@ -194,6 +226,8 @@ class SimulatorConfig(SessionSettings):
     kv_blocks: int = _kv_blocks(262_144)
     prefill_budget: int = setting(8192, "most prompt tokens computed in a step", unit="TOKENS", minimum=1)
     block_size: int = _block_size(PAGE_SIZE)
+    kv_host_gbps: float = setting(200.0, "rate between the device and --kv-host-memory", unit="GBIT/S", above=0)
+    kv_disk_gbps: float = setting(24.0, "rate of --kv-disk", unit="GBIT/S", above=0)
     fatal_seed: int | None = setting(None, "fault injection: a generation with this seed kills its worker", unit="SEED")
     fatal_tokens: int = count(0, "how many tokens that generation makes on each worker before it kills it")
     fault: TransferFaults | None = setting(

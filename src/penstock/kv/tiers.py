@@ -16,12 +16,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from msgspec import structs
+
 from penstock.kv.blocks import KvEventLog
 from penstock.kv.moving import SlotMemory
 from penstock.kv.radix import Lease, Node
 from penstock.kv.rates import Rate
 from penstock.kv.shelves import Shelves, Spot, TierBlock
-from penstock.wire.messages import BlocksStored, KvSource
+from penstock.wire.messages import BlocksStored, KvSource, WorkerStats
 
 MAX_READS = 32
 """Blocks that one load reads from the disk at a time."""
@@ -170,21 +172,18 @@ class Tiers:
         if files is not None:
             self._shelves.recover(files.recovered())
 
-    @property
-    def host_blocks(self) -> int:
-        return len(self._host)
-
-    @property
-    def host_slots(self) -> int:
-        return self._host.slots
-
-    @property
-    def disk_blocks(self) -> int:
-        return len(self._disk)
-
-    @property
-    def disk_slots(self) -> int:
-        return self._disk.slots
+    def add_stats(self, stats: WorkerStats) -> WorkerStats:
+        """The same, with what is known here."""
+        return structs.replace(
+            stats,
+            kv_host_blocks=len(self._host),
+            kv_host_total=self._host.slots,
+            kv_disk_blocks=len(self._disk),
+            kv_disk_total=self._disk.slots,
+            host_rate=self._copies.load_rate,
+            disk_rate=self.disk_rate.per_second,
+            kv_tier_events=dict(self.counts),
+        )
 
     @property
     def has_work(self) -> bool:
@@ -316,24 +315,25 @@ class Tiers:
         """
         compute = self._compute_seconds()
         probes = PROBE_BLOCKS if self._needs_probe() else 0
-        count = best = 0
+        best = 0
+        found: list[str] = []
         seconds = gain = best_gain = 0.0
         for name in names:
             block = self._shelves.get(name)
             tier = None if block is None else _fastest(block)
             if tier is None:
                 break
-            count += 1
+            found.append(tier)
             is_probe = tier == "disk" and probes > 0
             probes -= is_probe
             load = 0.0 if is_probe else self._load_seconds(tier)
             seconds, gain = seconds + load, gain + compute - load
             if compute == math.inf:
                 # Nobody knows what computing takes.
-                best = count if seconds <= PROBE_SECONDS else best
+                best = len(found) if seconds <= PROBE_SECONDS else best
             elif gain > best_gain:
-                best, best_gain = count, gain
-        self.counts["declined"] += count - best
+                best, best_gain = len(found), gain
+        self.counts.update(f"{tier} declined" for tier in found[best:])
         return best
 
     def pull(self, source: KvSource, names: Sequence[bytes], slots: Sequence[int]) -> None:

@@ -142,6 +142,23 @@ def _kv_blocks(reading: ClusterReading) -> Samples:
     return {(worker, state): count for state in states for worker, count in _of_workers(reading, f"kv_blocks_{state}").items()}
 
 
+def _tier_blocks(reading: ClusterReading) -> Samples:
+    places = [(tier, state) for tier in ("host", "disk") for state in ("blocks", "total")]
+    samples = {(*place, worker): count for place in places for worker, count in _of_workers(reading, f"kv_{'_'.join(place)}").items()}
+    return {(worker, tier, "stored" if state == "blocks" else state): count for (tier, state, worker), count in samples.items()}
+
+
+def _tier_events(reading: ClusterReading) -> Samples:
+    return {
+        (worker, *event.split(" ", 1)): count for worker, stats in reading.workers.items() for event, count in stats.kv_tier_events.items()
+    }
+
+
+def _tier_rates(reading: ClusterReading) -> Samples:
+    tiers = ("host", "disk")
+    return {(worker, tier): rate for tier in tiers for worker, rate in _of_workers(reading, f"{tier}_rate").items() if rate}
+
+
 def _prompt_tokens(reading: ClusterReading) -> Samples:
     samples: Samples = {}
     for worker, stats in reading.workers.items():
@@ -182,6 +199,14 @@ DECLARATIONS = (
     # What each worker holds, and what it has counted since its start.
     Declaration("gauge", "penstock_kv_blocks", ("name", "state"), lambda _, reading: _kv_blocks(reading),
         "KV blocks of a worker. used: by generations; cached: kept for reuse; leased: of both, under a lease; total: all."),
+    Declaration("gauge", "penstock_kv_tier_blocks", ("name", "tier", "state"), lambda _, reading: _tier_blocks(reading),
+        "KV blocks of a worker below its device. host: in host memory; disk: on disk. stored: there now; total: that have room."),
+    Declaration("counter", "penstock_kv_tier_events", ("name", "tier", "event"), lambda _, reading: _tier_events(reading),
+        "KV blocks of a worker below its device, by what happened. stored: came there; loaded: were used again; evicted: made room; "
+        "declined: not loaded, because computing was faster. Dropped: full: no room on disk, or all slots busy; busy: the disk "
+        "was too slow; corrupt: not what was written; error: an I/O error; stalled: the disk did not answer."),
+    Declaration("gauge", "penstock_kv_tier_rate_bytes", ("name", "tier"), lambda _, reading: _tier_rates(reading),
+        "Bytes per second that a worker loads from a tier, as measured."),
     Declaration("gauge", "penstock_sessions", ("name",), lambda _, reading: _of_workers(reading, "sessions"),
         "Sessions with a lease on the worker."),
     Declaration("counter", "penstock_sessions_evicted", ("name",), lambda _, reading: _of_workers(reading, "sessions_evicted"),

@@ -117,7 +117,8 @@ class WorkerStats(Struct, frozen=True, array_like=True):
     """What a worker holds at the moment of sending. The fields from `kv_blocks_evicted` to `sessions_evicted` count from its start.
 
     Rates are measured, 0 until they are: prompt tokens computed per second while nothing else runs, and bytes pulled per second from
-    other workers. `tokens_to_compute` are those of prompts that run or wait.
+    other workers, or loaded from its own host memory and disk. `tokens_to_compute` are those of prompts that run or wait.
+    `kv_tier_events` has blocks since its start, by tier and by what happened to them, such as `host loaded`: see `kv.tiers`.
     """
 
     running: int = 0
@@ -143,6 +144,9 @@ class WorkerStats(Struct, frozen=True, array_like=True):
     kv_host_total: int = 0
     kv_disk_blocks: int = 0
     kv_disk_total: int = 0
+    host_rate: float = 0.0
+    disk_rate: float = 0.0
+    kv_tier_events: dict[str, int] = {}
 
 
 Role = Literal["aggregated", "prefill", "decode"]

@@ -14,7 +14,7 @@ from penstock.kv.moving import SlotLayout
 from penstock.kv.radix import Lease, Node
 from penstock.kv.rates import Rate
 from penstock.kv.tiers import DISK_PATIENCE, PROBE_BLOCKS, STALE_SECONDS, Done, HostTier, Tiers
-from penstock.wire.messages import BlocksRemoved, BlocksStored, KvSource
+from penstock.wire.messages import BlocksRemoved, BlocksStored, KvSource, WorkerStats
 
 SIZE = 4
 BYTES = 16
@@ -153,6 +153,14 @@ class World:
         # What the events say.
         self.told = self.snapshot()
 
+    @property
+    def host_blocks(self) -> int:
+        return self.tiers.add_stats(WorkerStats()).kv_host_blocks
+
+    @property
+    def disk_blocks(self) -> int:
+        return self.tiers.add_stats(WorkerStats()).kv_disk_blocks
+
     def arrived(self, transfer: bytes, blocks: int) -> None:
         self.pulled[transfer] = blocks
 
@@ -268,10 +276,10 @@ def test_what_is_evicted_is_loaded_again(world: World) -> None:
 def test_without_a_pause_nothing_is_saved_before_its_eviction(world: World) -> None:
     world.run(tokens(1, 8))
     world.settle()
-    assert world.tiers.host_blocks == 0
+    assert world.host_blocks == 0
     world.run(tokens(2, 8), world.lease())
     world.settle()
-    assert world.tiers.host_blocks == 8
+    assert world.host_blocks == 8
 
 
 def test_an_eviction_copies_nothing_that_a_pause_has_saved(world: World) -> None:
@@ -288,10 +296,10 @@ def test_a_close_frees_in_every_tier() -> None:
     lease = world.lease()
     world.run(tokens(1, 8), lease)
     world.settle()
-    assert (world.tiers.host_blocks, world.tiers.disk_blocks) == (8, 8)
+    assert (world.host_blocks, world.disk_blocks) == (8, 8)
     world.cache.end_lease(lease, free_exclusive=True)
     world.settle()
-    assert (world.tiers.host_blocks, world.tiers.disk_blocks) == (0, 0)
+    assert (world.host_blocks, world.disk_blocks) == (0, 0)
     assert world.files is not None
     assert not world.files.stored, "a restart would find it"
     world.check()
@@ -304,9 +312,9 @@ def test_a_close_leaves_what_others_have_used(world: World) -> None:
     world.run(tokens(1, 3), second)
     world.settle()
     world.cache.end_lease(first, free_exclusive=True)
-    assert world.tiers.host_blocks == 3
+    assert world.host_blocks == 3
     world.cache.end_lease(second, free_exclusive=True)
-    assert world.tiers.host_blocks == 2
+    assert world.host_blocks == 2
 
 
 def test_the_end_of_a_lease_frees_nothing(world: World) -> None:
@@ -359,7 +367,7 @@ def test_the_disk_gets_what_host_memory_has_and_survives() -> None:
     for number in range(6):
         world.run(tokens(number, 8), world.lease())
         world.settle()
-    assert world.tiers.disk_blocks == 48
+    assert world.disk_blocks == 48
     world.check()
     again = World(host=16, files=files)
     assert len(again.told["disk"]) == 48
@@ -392,7 +400,7 @@ def test_a_full_disk_is_no_obstacle() -> None:
     world.files.failures = ["full"] * 100
     world.run(tokens(1, 8), world.lease())
     world.settle()
-    assert world.tiers.disk_blocks == 0
+    assert world.disk_blocks == 0
     assert world.tiers.counts["disk full"] == 8
     world.run(tokens(2, 16), loads=False)
     assert world.run(tokens(1, 8)) == 8
@@ -418,7 +426,7 @@ def test_a_silent_disk_is_given_up() -> None:
     # What it reads after all is in host memory.
     world.settle()
     world.check()
-    assert world.tiers.host_blocks == 8
+    assert world.host_blocks == 8
 
 
 def test_host_memory_slower_than_computing_is_not_used(world: World) -> None:
@@ -428,7 +436,7 @@ def test_host_memory_slower_than_computing_is_not_used(world: World) -> None:
     assert world.tiers.plan(names) == 8
     world.copies.load_rate = BYTES / 0.020
     assert world.tiers.plan(names) == 0
-    assert world.tiers.counts["declined"] == 8
+    assert world.tiers.counts["host declined"] == 8
     saved = world.copies.saved
     world.run(tokens(3, 16), loads=False)
     world.run(tokens(4, 16), world.lease(), loads=False)
@@ -452,7 +460,7 @@ def test_a_disk_slower_than_computing_is_not_used_and_measured_again_later() -> 
     world.tiers.disk_rate.measure(BYTES, 0.020, world.clock.now)
     names = block_hashes(tokens(1, 12), SIZE)
     assert world.tiers.plan(names) == 0
-    assert world.tiers.counts["declined"] == 12
+    assert world.tiers.counts["disk declined"] == 12
     written = len(files.stored)
     world.run(tokens(3, 8), world.lease(), loads=False)
     world.settle()
@@ -508,7 +516,7 @@ def test_a_block_freed_while_it_is_written_is_gone_afterwards() -> None:
     world.run(tokens(1, 4), world.lease())
     world.check()
     world.settle()
-    assert (world.tiers.host_blocks, world.tiers.disk_blocks) == (4, 4)
+    assert (world.host_blocks, world.disk_blocks) == (4, 4)
     world.check()
 
 

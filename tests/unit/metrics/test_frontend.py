@@ -11,6 +11,8 @@ from penstock.wire.messages import WorkerStats
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 
 STATS = WorkerStats(
+    host_rate=1e9,
+    kv_tier_events={"host loaded": 5, "disk declined": 2},
     running=3,
     queued=2,
     kv_blocks_used=5,
