@@ -265,7 +265,7 @@ class Simulator:
 
     async def _idle(self) -> None:
         """Waits until something is asked for or a lease ends."""
-        seconds = self._sessions.next_expiry - self._clock()
+        seconds = self._scheduler.next_expiry - self._clock()
         try:
             async with asyncio.timeout(None if seconds == math.inf else max(0.0, seconds)):
                 await self._asked.wait()
@@ -275,7 +275,7 @@ class Simulator:
     def _schedule(self) -> list[Work[_Sequence]]:
         """Ends expired leases, and chooses the prompt tokens of this step."""
         self._now = self._clock()
-        self._sessions.expire(self._now)
+        self._scheduler.expire(self._now)
         self._cache.take_fresh()
         self._scheduler.make_way()
         return self._scheduler.schedule_prompts(self._config.prefill_budget, self._now)

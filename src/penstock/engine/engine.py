@@ -21,6 +21,7 @@ from penstock.grammar.compile_queue import CompileQueue, CompileRequest, wait_fo
 from penstock.grammar.grammar import GrammarCompiler, GrammarMatcher
 from penstock.kv.cache import KVCache
 from penstock.kv.sessions import Sessions
+from penstock.kv.transfers import Transfers
 from penstock.wire.codec import pack_logprobs
 from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
@@ -73,7 +74,8 @@ class Engine:
         self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device, config.reproducible)
         self._builder = BatchBuilder(config.page_size, model.device)
         self.sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
-        self._scheduler: Scheduler[SampledSequence] = Scheduler(self._cache, self.sessions, config.max_batch)
+        self.transfers = Transfers(self._cache, clock)
+        self._scheduler: Scheduler[SampledSequence] = Scheduler(self._cache, self.sessions, config.max_batch, self.transfers)
         self._sampler = Sampler(self._end_ids)
         self._masks = MaskPool(self._vocab_size)
         self._refused: list[Segment] = []
@@ -87,7 +89,7 @@ class Engine:
     @property
     def next_expiry(self) -> float:
         """When the next lease ends, if nothing else happens."""
-        return self.sessions.next_expiry
+        return self._scheduler.next_expiry
 
     def submit(self, request: Submit) -> None:
         """Queues a generation, whose id is not in use. One that can never run gets its fault with the next step."""
@@ -138,15 +140,16 @@ class Engine:
         self._scheduler.check_integrity(sequence for sequence, _ in self._compiling.values())
 
     def check_idle(self) -> None:
-        """The cheap check, for when nothing runs: the counts add up and no page is in use."""
+        """The cheap check, for when nothing runs: the counts add up and only transfers use pages."""
         self._cache.check_counts()
-        assert self.has_work or not self._cache.used, f"{self._cache.used} pages are in use, and nothing runs"
+        in_transfer = self.transfers.held_pages
+        assert self.has_work or self._cache.used == in_transfer, f"{self._cache.used} pages are in use, {in_transfer} of them in transfer"
 
     @torch.inference_mode()
     def step(self) -> list[Segment]:
         """Computes what the scheduler chooses and returns what is new."""
         now = self._clock()
-        self.sessions.expire(now)
+        self._scheduler.expire(now)
         self._take_compiled(now)
         segments, self._refused = self._refused, []
         work = self._builder.order(self._schedule(now))

@@ -10,7 +10,8 @@ Tenants that wait are served in turn, by weight and by what their generations co
 places at once: the newest generations of the tenant with the most places wait instead.
 
 If a running generation computes the block that a waiting one needs next, the waiting one follows this leader, to share its pages later.
-It stays in the queue until the leader has computed all that they share, or has stopped.
+It stays in the queue until the leader has computed all that they share, or has stopped. One whose KV is pulled from elsewhere stays in
+the queue until that is over.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from penstock.fairness import RESERVED_PART, FairQueue, cost_of
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Key, Lease, Node
 from penstock.kv.sessions import Session, Sessions
+from penstock.kv.transfers import Transfers
 from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, WorkerStats
 from penstock.worker.backend import total_length
@@ -60,6 +63,7 @@ class Sequence:
     place: int = 0
     is_urgent: bool = False
     leader: Sequence | None = None
+    is_importing: bool = False
     # The block of its prompt that it computes now, and those who wait for it, by the number of blocks they share with it.
     computing: tuple[Node, Key] | None = None
     followers: LazyHeap[Sequence, int] | None = None
@@ -117,25 +121,39 @@ class Work(NamedTuple, Generic[S]):
 class Scheduler(Generic[S]):
     """Sequences wait, then run: first they prefill their prompt, then they decode."""
 
-    def __init__(self, cache: KVCache, sessions: Sessions, max_batch: int) -> None:
+    def __init__(self, cache: KVCache, sessions: Sessions, max_batch: int, transfers: Transfers | None = None) -> None:
         self.cache = cache
         self.sessions = sessions
+        self.transfers = Transfers(cache) if transfers is None else transfers
         self.prefilling: dict[bytes, S] = {}
         self.decoding: dict[bytes, S] = {}
         self._max_batch = max_batch
         self._running: dict[bytes, S] = {}  # both of the above, oldest first
         self._waiting: dict[bytes, S] = {}
-        self._ready: FairQueue[S] = FairQueue()  # those waiting that follow nobody
+        self._ready: FairQueue[S] = FairQueue()  # those waiting that follow nobody and import nothing
+        self._is_stuck = False  # nothing runs, and what is ready needs pages that a transport may touch
         self._places: dict[str, int] = {}  # how many run, by lane
         self._first_place = self._last_place = 0
         self._leaders: dict[tuple[Node, Key], S] = {}  # by the block that they compute
+        self._to_compute = 0  # tokens of what waits or prefills
         self._preemptions = 0
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        """Whether a step can compute something. What waits for a transfer needs no step before that reports."""
+        return bool(self._running or (self._ready and not self._is_stuck))
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next lease ends, if nothing else happens."""
+        return min(self.sessions.next_expiry, self.transfers.next_expiry)
+
+    def expire(self, now: float) -> None:
+        """Call it first in a step. Ends leases that have run out, and begins imports that wait for pages."""
+        self.sessions.expire(now)
+        self.transfers.advance(now, len(self._running))
 
     def validate(self, request: Submit) -> Fault | None:
         """The fault of a request that needs more pages than there are."""
@@ -145,7 +163,11 @@ class Scheduler(Generic[S]):
         return None
 
     def add(self, sequence: S) -> None:
-        """Puts a sequence at the end of the queue."""
+        """Puts a sequence at the end of the queue. If its KV is pulled from elsewhere, it waits for that."""
+        request = sequence.request
+        if request.export is not None:
+            self.transfers.expect(request.export.transfer, request.export.lease_seconds)
+        sequence.is_importing = not sequence.skips_cache and self.transfers.join(request, partial(self._end_import, sequence))
         self._last_place += 1
         self._wait(sequence, self._last_place)
 
@@ -153,7 +175,9 @@ class Scheduler(Generic[S]):
         """Ends a sequence in any state and frees all that it held. Returns whether it was there."""
         sequence = self._waiting.pop(generation, None)
         if sequence is not None:
+            self._to_compute -= sequence.to_compute
             self._ready.discard(sequence)
+            self.transfers.leave(sequence.request)
             if sequence.leader is not None and sequence.leader.followers is not None:
                 sequence.leader.followers.discard(sequence)
         else:
@@ -171,6 +195,8 @@ class Scheduler(Generic[S]):
 
     def end_turn(self, sequence: S, now: float) -> None:
         session, request = sequence.session, sequence.request
+        if request.export is not None:
+            self.transfers.finish(request.export.transfer)
         if session is not None:
             generated = len(sequence.tokens) - len(request.token_ids)
             session.usage.count(len(request.token_ids), sequence.cached_tokens or 0, generated)
@@ -203,6 +229,7 @@ class Scheduler(Generic[S]):
                 break
             budget -= _add_share(work, sequence, budget, shares)
         matched = 0
+        self._is_stuck = False
         # Nothing is looked up before the first is asked for.
         others = self._ready.first_of_each(lane for lane, share in shares.items() if share)
         while budget and len(self._running) < self._max_batch and (first := self._next_to_start(shares, others)) is not None:
@@ -220,6 +247,7 @@ class Scheduler(Generic[S]):
                 continue
             is_new = sequence.cached_tokens is None
             if not self._start(sequence, path, block, now):
+                self._is_stuck = not self._running
                 break
             self._ready.serve(sequence, cost_of(sequence.to_compute, sequence.request.max_tokens if is_new else 0))
             budget -= _add_share(work, sequence, budget, shares)
@@ -275,6 +303,7 @@ class Scheduler(Generic[S]):
         self._commit(sequence)
         generation = sequence.request.id
         if generation in self.prefilling:
+            self._to_compute -= work.length
             if sequence.to_compute:
                 self._lead(sequence)
             else:
@@ -282,8 +311,11 @@ class Scheduler(Generic[S]):
                 self._stop_leading(sequence)
 
     def extend(self, sequence: S, count: int, now: float) -> bool:
-        """Gives a running sequence more pages, and preempts the newest ones for it. Returns False if it was preempted itself."""
+        """Gives a running sequence more pages. Transfers give way for it first, then the newest sequences are preempted. Returns False if
+        it was preempted itself."""
         while not self.cache.can_allocate(count):
+            if self.transfers.give_way():
+                continue
             newest = next(reversed(self._running.values()))
             self._preempt(newest, is_urgent=True)
             if newest is sequence:
@@ -315,6 +347,10 @@ class Scheduler(Generic[S]):
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
             sessions_evicted=self.sessions.evicted,
+            pull_rate=self.transfers.pull_rate,
+            tokens_to_compute=self._to_compute,
+            exports=self.transfers.exports,
+            imports=self.transfers.imports,
         )
 
     def check_integrity(self, waiting_elsewhere: Iterable[Sequence] = ()) -> None:
@@ -323,19 +359,30 @@ class Scheduler(Generic[S]):
         assert self._running.keys() == self.prefilling.keys() | self.decoding.keys()
         assert self._places == Counter(sequence.request.lane for sequence in running)
         self._ready.check_integrity()
-        self.cache.check_integrity([each.path for each in running], [each.tail for each in running], self.sessions.leases)
+        paths, tails = [each.path for each in running], [each.tail for each in running]
+        self.cache.check_integrity([*paths, *self.transfers.paths], [*tails, *self.transfers.tails], self.sessions.leases)
+        self.transfers.check_integrity()
+        assert self._to_compute == sum(each.to_compute for each in (*self._waiting.values(), *self.prefilling.values()))
         sequences: list[Sequence] = [*running, *self._waiting.values(), *waiting_elsewhere]
         for session in self.sessions:
             assert session.active_turns == sum(1 for sequence in sequences if sequence.session is session)
         for sequence in self._waiting.values():
             leader = sequence.leader
-            assert (leader is None) == (sequence in self._ready)
+            assert (leader is None and not sequence.is_importing) == (sequence in self._ready)
+            assert leader is None or not sequence.is_importing
             assert leader is None or (leader in self.prefilling.values() and leader.followers and sequence in leader.followers)
         assert all(leader in running and leader.computing == block for block, leader in self._leaders.items())
 
     def _wait(self, sequence: S, place: int, *, is_urgent: bool = False) -> None:
         sequence.place, sequence.is_urgent = place, is_urgent
         self._waiting[sequence.request.id] = sequence
+        self._to_compute += sequence.to_compute
+        if not sequence.is_importing:
+            self._make_ready(sequence)
+
+    def _end_import(self, sequence: S) -> None:
+        """What a waiting sequence could get from elsewhere is here. It computes the rest."""
+        sequence.is_importing = False
         self._make_ready(sequence)
 
     def _make_ready(self, sequence: S) -> None:
@@ -349,12 +396,17 @@ class Scheduler(Generic[S]):
         """Takes the pages for all tokens of a waiting sequence, if one page per running sequence is left."""
         needed = self.cache.pages_for(len(sequence.tokens)) - len(path)
         unused = sum([not node.references for node in path])
-        if not self.cache.can_allocate(needed + unused + len(self._running)):
-            return False
+        while not self.cache.can_allocate(needed + unused + len(self._running)):
+            # While others run, it waits for them. Otherwise transfers give way for it.
+            if self._running or not self.transfers.give_way():
+                return False
+            unused = sum([not node.references for node in path])
         self.cache.acquire(path, sequence.lease, sequence.request.priority)
         sequence.path = path
         sequence.tail = self.cache.allocate(needed, now)
         sequence.computed = len(path) * self.cache.page_size
+        self._to_compute -= sequence.computed
+        self.transfers.started(sequence.request)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
             sequence.tokens = list(sequence.request.token_ids)
@@ -370,13 +422,13 @@ class Scheduler(Generic[S]):
 
     def _preempt(self, sequence: S, *, is_urgent: bool) -> None:
         """It waits again, before all others of its tenant; if it is urgent, before all others."""
-        self._stop(sequence)
+        self._stop(sequence, is_over=False)
         self._preemptions += 1
         self._first_place -= 1
         self._wait(sequence, self._first_place, is_urgent=is_urgent)
 
-    def _stop(self, sequence: S, retention_seconds: float = 0.0, now: float = 0.0) -> None:
-        """A running sequence gives its pages back. Full blocks stay cached."""
+    def _stop(self, sequence: S, retention_seconds: float = 0.0, now: float = 0.0, *, is_over: bool = True) -> None:
+        """A running sequence gives its pages back. Full blocks stay cached, and are kept for a worker that pulls them."""
         generation, lane = sequence.request.id, sequence.request.lane
         del self._running[generation]
         self._places[lane] -= 1
@@ -384,9 +436,12 @@ class Scheduler(Generic[S]):
             del self._places[lane]
         if self.decoding.pop(generation, None) is None:
             del self.prefilling[generation]
+            self._to_compute -= sequence.to_compute
         sequence.catch_up()
         self._commit(sequence)
         self.sessions.retain(sequence.path, retention_seconds, now)
+        if is_over and sequence.request.export is not None:
+            self.transfers.keep(sequence.request.export.transfer, sequence.path)
         self.cache.give_back(sequence.tail)
         self.cache.release(sequence.path)
         sequence.forget_pages()
@@ -401,6 +456,8 @@ class Scheduler(Generic[S]):
             full, sequence.tail = sequence.tail[: last - first], sequence.tail[last - first :]
             parent = path[-1] if path else self.cache.root(sequence.request.root)
             path += self.cache.commit(parent, keys, full, sequence.lease, sequence.request.priority)
+            if sequence.request.export is not None:
+                self.transfers.committed(sequence.request.export.transfer)
 
     def _next_block(self, sequence: S, path: list[Node]) -> tuple[Node, Key] | None:
         """The full block of its prompt that it computes after `path`, if there is one."""

@@ -1,7 +1,7 @@
 """The paged KV cache: a pool of equal pages, a radix tree over the full ones, and the rule of eviction.
 
-Every page is in one place at a time: free, in the tree, or in the tail of one running sequence, which fills it. A page of the tree is
-in use while the path of a running sequence contains it. Otherwise it is cached and may be evicted.
+Every page is in one place at a time: free, in the tree, or in the tail of one running sequence or import, which fills it. A page of the
+tree is in use while the path of a running sequence or of a transfer contains it. Otherwise it is cached and may be evicted.
 
 Eviction takes unleased pages first, by priority and age, then leased ones, those with the least weight first. Leases protect at most a
 share of the pool: beyond it, leased pages are evicted like unleased ones. So every page that is not in use can be allocated, and no
@@ -51,6 +51,7 @@ class KVCache:
         self._tree = RadixTree(page_size)
         self._free = list(range(pages - 1, -1, -1))
         self._fresh: list[int] = []
+        self._by_name: dict[bytes, Node] = {}
         self._tail_pages = 0
         self._cached = 0
         self._used = 0
@@ -90,8 +91,16 @@ class KVCache:
         """The longest prefix known under this root that leaves at least one token to compute: the next token comes from its logits."""
         return self._tree.match(root, token_ids, (len(token_ids) - 1) // self.page_size)
 
-    def acquire(self, path: Sequence[Node], lease: Lease | None, priority: int = 0) -> None:
-        """A sequence starts to use these nodes, with the lease of its session or without."""
+    def match_blocks(self, root: bytes, token_ids: Sequence[int], blocks: int) -> list[Node]:
+        """The longest prefix known under this root, of at most this many blocks."""
+        return self._tree.match(root, token_ids, blocks)
+
+    def find(self, name: bytes) -> Node | None:
+        """The block with this name."""
+        return self._by_name.get(name)
+
+    def hold(self, path: Sequence[Node]) -> None:
+        """Keeps these nodes, which begin at a root, from eviction until `release`. Nothing else about them changes."""
         for node in path:
             if not node.references:
                 self._cached -= 1
@@ -99,6 +108,11 @@ class KVCache:
                 if not node.children:
                     self._withdraw(node)
             node.references += 1
+
+    def acquire(self, path: Sequence[Node], lease: Lease | None, priority: int = 0) -> None:
+        """A sequence starts to use these nodes, with the lease of its session or without."""
+        self.hold(path)
+        for node in path:
             node.priority = max(node.priority, priority)
             if lease is None:
                 node.is_public = True
@@ -106,7 +120,7 @@ class KVCache:
                 self._add_lease(node, lease)
 
     def release(self, path: Sequence[Node]) -> None:
-        """A sequence has ended or is preempted. Its nodes stay cached for others with the same tokens."""
+        """A sequence or transfer has ended or is preempted. Its nodes stay cached for others with the same tokens."""
         self._clock += 1
         unused = 0
         for node in path:
@@ -133,6 +147,13 @@ class KVCache:
         self._fresh += pages
         return pages
 
+    def reserve(self, count: int, now: float) -> list[int]:
+        """Pages for an import, which overwrites all of them. So they are not fresh: wiping them later would destroy what has arrived."""
+        pages = self.allocate(count, now)
+        reserved = set(pages)
+        self._fresh = [page for page in self._fresh if page not in reserved]
+        return pages
+
     def take_fresh(self) -> list[int]:
         """The pages allocated since the last call. They still hold the KV of earlier sequences."""
         fresh, self._fresh = self._fresh, []
@@ -148,6 +169,24 @@ class KVCache:
 
         Where another sequence has committed the same block before, its page is used and ours is freed.
         """
+        path = self._take_known(parent, keys, pages)
+        known = len(path)
+        self.acquire(path, lease, priority)
+        if known < len(keys):
+            path += self._grow(path[-1] if path else parent, keys[known:], pages[known:], lease, priority, is_public=lease is None)
+        return path
+
+    def adopt(self, parent: Node, keys: Sequence[Key], pages: Sequence[int]) -> list[Node]:
+        """Like `commit`, for pages that an import has filled, and holds. Whoever uses them first decides whether they are a session's."""
+        path = self._take_known(parent, keys, pages)
+        known = len(path)
+        self.hold(path)
+        if known < len(keys):
+            path += self._grow(path[-1] if path else parent, keys[known:], pages[known:], None, 0, is_public=False)
+        return path
+
+    def _take_known(self, parent: Node, keys: Sequence[Key], pages: Sequence[int]) -> list[Node]:
+        """Those of these blocks that are in the tree already. Our pages for them are freed."""
         path: list[Node] = []
         for key in keys:
             node = parent.children.get(key)
@@ -155,19 +194,18 @@ class KVCache:
                 break
             path.append(node)
             parent = node
-        known = len(path)
-        self.give_back(pages[:known])
-        self.acquire(path, lease, priority)
-        if known < len(keys):
-            path += self._grow(parent, keys[known:], pages[known:], lease, priority)
+        self.give_back(pages[: len(path)])
         return path
 
-    def _grow(self, parent: Node, keys: Sequence[Key], pages: Sequence[int], lease: Lease | None, priority: int) -> list[Node]:
+    def _grow(
+        self, parent: Node, keys: Sequence[Key], pages: Sequence[int], lease: Lease | None, priority: int, *, is_public: bool
+    ) -> list[Node]:
         """Adds a branch of new nodes behind `parent`."""
         new: list[Node] = []
-        node, is_public = parent, lease is None
+        node = parent
         for key, page in zip(keys, pages, strict=True):
             child = node.children[key] = Node(key, page, node, block_hash(node.name, key), priority, is_public)
+            self._by_name[child.name] = child
             new.append(child)
             node = child
         self._used += len(new)
@@ -223,7 +261,10 @@ class KVCache:
         assert total == self.pages, f"{total} of {self.pages} pages are accounted for"
 
     def check_integrity(self, paths: Iterable[Sequence[Node]], tails: Iterable[Sequence[int]], leases: Collection[Lease]) -> None:
-        """Raises AssertionError unless every page is in one place and all references and leases come from these paths and leases."""
+        """Raises AssertionError unless every page is in one place and all references and leases come from these paths and leases.
+
+        Paths and tails are those of running sequences and of transfers.
+        """
         self.check_counts()
         nodes = list(self._tree.nodes())
         tail_pages = [page for tail in tails for page in tail]
@@ -234,6 +275,7 @@ class KVCache:
         for node in nodes:
             self._check_node(node, references[id(node)], leases)
         in_tree = set(nodes)
+        assert all(node.name == name and node in in_tree for name, node in self._by_name.items()), "a name of a removed block"
         for lease in leases:
             assert lease.nodes <= in_tree, "a lease holds removed nodes"
             assert all(lease in (node.leases or ()) for node in lease.nodes)
@@ -245,6 +287,7 @@ class KVCache:
         assert node.references == references, f"{node.references} references, but {references} sequences use it"
         assert node.parent is not None
         assert node.parent.children[node.key] is node
+        assert node.name in self._by_name
         assert len(node.key) == self.page_size
         if not isinstance(node.parent, Root):
             assert node.parent.references >= node.references
@@ -362,5 +405,7 @@ class KVCache:
         assert node.parent is not None
         self._plain_leaves.discard(node)
         del node.parent.children[node.key]
+        if self._by_name.get(node.name) is node:
+            del self._by_name[node.name]
         self._free.append(node.page)
         self._cached -= 1

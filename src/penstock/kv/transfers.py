@@ -1,0 +1,589 @@
+"""KV that moves: the books of an engine about what it pulls from elsewhere, and what others pull from it.
+
+An **import** reserves pages and has them filled, by the transport from another worker or by a tier of this one. Blocks that arrive enter
+the tree in order and are held for the generation that comes. It asks first what the tree has, and waits for blocks that another import
+is pulling. However it ends, the generation computes what is missing.
+
+An **export** holds blocks while another worker reads them: those that are there, and those that a generation of this worker computes.
+
+Pages that a transport may touch are never freed: a pull that is stopped, or an export that is withdrawn, keeps its pages until the
+transport says that it is done. One thread calls all of this, the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from penstock.kv.blocks import block_hash, block_hashes
+from penstock.kv.cache import KVCache
+from penstock.kv.moving import KvTransport
+from penstock.kv.radix import Node
+from penstock.lazy_heap import LazyHeap
+from penstock.wire.messages import Fetch, KvSource, Submit, TransferOutcome, TransferReport
+
+MAX_SHARE = 0.75
+"""Of the pool that imports may have at once, with what they hold for generations that have not come. More of a prompt is computed."""
+
+MAX_SHORT_SECONDS = 2.0
+"""How long an import waits for pages. Its generation would wait for them as well."""
+
+HOLD_SECONDS = 10.0
+"""How long the blocks of an import that a Submit began are held for it, and blocks for a worker that pulls without a Submit here."""
+
+EXPECT_SECONDS = 2.0
+"""How long a worker that pulls waits for the Submit that computes its blocks. Both were sent at the same time."""
+
+RATE_SHARE = 0.2
+"""Of the newest measurement in a rate."""
+
+NO_TRANSPORT = "the worker moves no KV"
+TOO_FEW_PAGES = "too few pages are free"
+
+
+class Place(Protocol):
+    """Where blocks lie: another worker, behind the transport, or a tier. A pull ends with `Transfers.pull_ended`; see `kv.moving`."""
+
+    def pull(self, source: KvSource, names: Sequence[bytes], slots: Sequence[int], /) -> None: ...
+
+    def stop(self, transfer: bytes, /) -> None: ...
+
+
+class Nearby(Protocol):
+    """The tiers of this worker."""
+
+    def plan(self, names: Sequence[bytes]) -> Sequence[tuple[Place, int]]:
+        """From where the first of these blocks are worth loading, and how many, in order. Empty: none is."""
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """A run of an import's blocks that come from one place. `pages` are those that are not in the tree yet."""
+
+    id: bytes
+    place: Place
+    of: Import
+    names: Sequence[bytes]
+    pages: list[int]
+    began_at: float
+    is_begun: bool = False
+    is_over: bool = False
+    arrived: int = 0
+    adopted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """The first `blocks` blocks of these tokens. `path` holds those that are here."""
+
+    id: bytes
+    source: KvSource | None
+    token_ids: Sequence[int]
+    blocks: int
+    root: Node
+    hold_seconds: float
+    is_fetch: bool
+    asked_at: float
+    state: Literal["queued", "pulling", "over"] = "queued"
+    is_stopped: bool = False
+    behind: Import | None = None
+    is_short: bool = False
+    reason: str = ""
+    path: list[Node] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
+    reserved: int = 0
+    # By generation: what is called when the import is over.
+    waiting: dict[bytes, Callable[[], None]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """`names` are what a puller asks for, and the last blocks of `path` are those of them that it was told. `kept` are all blocks of the
+    generation that computed them, after its end. `is_live`: more may come. `is_open`: the transport reads."""
+
+    id: bytes
+    asked_at: float
+    hold_seconds: float | None = None
+    is_live: bool = False
+    is_open: bool = False
+    is_complete: bool = False
+    names: Sequence[bytes] = ()
+    told: int = 0
+    path: list[Node] = field(default_factory=list)
+    kept: list[Node] = field(default_factory=list)
+
+
+class Transfers:
+    """All transfers of one engine. `transport` is None while the worker has none; then every import fails at once."""
+
+    def __init__(self, cache: KVCache, clock: Callable[[], float] = time.monotonic, block_bytes: int = 0) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._block_bytes = block_bytes
+        self.transport: KvTransport | None = None
+        self.nearby: Nearby | None = None
+        self.pull_rate = 0.0
+        """Bytes per second from other workers, of pulls that had to wait for nothing. 0: unknown."""
+        self._max_reserved = int(cache.pages * MAX_SHARE)
+        self._reserved = 0
+        self._imports: dict[bytes, Import] = {}
+        self._queued: dict[bytes, Import] = {}
+        self._active: dict[Import, None] = {}  # their pages may be written
+        self._pulls: dict[bytes, Pull] = {}
+        self._pulled: dict[bytes, Import] = {}  # by the name of each block that is pulled now
+        self._exports: dict[bytes, Export] = {}
+        self._withdrawn: dict[bytes, Export] = {}  # their pages may be read
+        self._ends: LazyHeap[Import | Export, float] = LazyHeap()
+        self._reports: list[TransferReport] = []
+        self._local_pulls = 0
+
+    @property
+    def imports(self) -> int:
+        """Imports that are not over."""
+        return len(self._queued) + len(self._active)
+
+    @property
+    def exports(self) -> int:
+        return len(self._exports) + len(self._withdrawn)
+
+    @property
+    def next_expiry(self) -> float:
+        """When something ends if nothing else happens."""
+        least = self._ends.least()
+        return math.inf if least is None else least[0]
+
+    @property
+    def paths(self) -> Iterator[Sequence[Node]]:
+        """What is held in the tree."""
+        yield from (each.path for each in self._imports.values())
+        for export in (*self._exports.values(), *self._withdrawn.values()):
+            yield export.path
+            yield export.kept
+
+    @property
+    def tails(self) -> Iterator[Sequence[int]]:
+        """Pages that are being filled."""
+        return (pull.pages for each in self._active for pull in each.pulls)
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that transfers use, each counted once."""
+        return len({node for path in self.paths for node in path}) + sum([len(tail) for tail in self.tails])
+
+    def take_reports(self) -> list[TransferReport]:
+        """What has ended since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def end(self, transfer: bytes) -> None:
+        """The front end has ended it: what it holds is freed, at once or when the transport is done. An unknown one is ignored."""
+        found = self._imports.pop(transfer, None)
+        if found is not None:
+            self._stop(found)
+            self._ends.discard(found)
+        export = self._exports.get(transfer)
+        if export is not None:
+            self._withdraw(export)
+
+    def advance(self, now: float, running: int) -> None:
+        """Call it first in a step. Ends what has run out, then begins imports for which there are pages, and one per running sequence."""
+        while (ended := self._ends.pop_due(now)) is not None:
+            if isinstance(ended, Export):
+                self._report(ended.id, "expired", ended.asked_at)
+                self._withdraw(ended)
+            elif ended.state == "queued":
+                self._fail(ended, TOO_FEW_PAGES)
+            else:
+                self._let_go(ended)
+                del self._imports[ended.id]
+        if self._queued:
+            self._begin_queued(now, running)
+
+    def give_way(self) -> bool:
+        """Lets go of what one transfer holds, the newest first. Returns False when what is left may be touched by a transport; then the
+        newest of that is stopped, so that its pages come back soon."""
+        held = next((each for each in reversed(self._imports.values()) if each.state == "over" and each.path), None)
+        if held is not None:
+            self._let_go(held)
+            return True
+        kept = next((each for each in reversed(self._exports.values()) if each.kept), None)
+        if kept is not None:
+            self._release(kept.kept)
+            return True
+        if not self._withdrawn and not any(each.is_stopped for each in self._active):
+            self._interrupt_newest()
+        return False
+
+    # The target.
+
+    def fetch(self, request: Fetch) -> None:
+        """Pulls the blocks of a prompt before its generation comes."""
+        transfer = request.source.transfer
+        if transfer in self._imports or transfer in self._pulls:
+            return
+        if self.transport is None:
+            self._report(transfer, "failed", self._clock(), reason=NO_TRANSPORT)
+            return
+        blocks = len(request.token_ids) // self._cache.page_size
+        self._add(transfer, request.source, request.token_ids, blocks, request.root, request.lease_seconds, is_fetch=True)
+
+    def join(self, request: Submit, wake: Callable[[], None]) -> bool:
+        """A generation comes. Returns whether it has to wait for an import, which is begun if there is none; then `wake` is called when
+        that is over."""
+        if request.source is None and self.nearby is None:
+            return False
+        key = _key(request)
+        found = self._imports.get(key)
+        if found is None:
+            blocks = (len(request.token_ids) - 1) // self._cache.page_size
+            if key in self._pulls or not blocks or not self._can_pull(request.source):
+                return False
+            found = self._add(key, request.source, request.token_ids, blocks, request.root, HOLD_SECONDS, is_fetch=False)
+        if found.state == "over":
+            return False
+        found.waiting[request.id] = wake
+        return True
+
+    def started(self, request: Submit) -> None:
+        """The generation uses its blocks now, so that nobody else need hold them."""
+        found = self._imports.get(_key(request))
+        if found is None or found.state != "over":
+            return
+        self._let_go(found)
+        if found.source is None:
+            self.end(found.id)
+
+    def leave(self, request: Submit) -> None:
+        """The generation is cancelled before it has started. What only it wanted is ended."""
+        key = _key(request)
+        found = self._imports.get(key)
+        if found is not None:
+            found.waiting.pop(request.id, None)
+            if not found.is_fetch and not found.waiting:
+                self.end(key)
+
+    def arrived(self, transfer: bytes, blocks: int) -> None:
+        pull = self._pulls.get(transfer)
+        if pull is not None and not pull.of.is_stopped:
+            pull.arrived = max(pull.arrived, min(blocks, len(pull.names)))
+            self._adopt(pull.of)
+
+    def pull_ended(self, transfer: bytes, failure: str) -> None:
+        pull = self._pulls.pop(transfer, None)
+        if pull is None:
+            return
+        pull.is_over = True
+        found = pull.of
+        if not failure:
+            self._measure(pull)
+            pull.arrived = len(pull.names)
+        if not found.is_stopped:
+            self._adopt(found)
+            if failure:
+                found.reason = found.reason or failure
+                # What comes behind the gap is of no use.
+                self._stop_pulls(found.pulls[found.pulls.index(pull) + 1 :])
+        if found in self._active and all(each.is_over for each in found.pulls):
+            self._close(found)
+
+    # The source.
+
+    def expect(self, transfer: bytes, hold_seconds: float) -> None:
+        """A generation of this worker computes blocks that another one pulls. A puller may have come before it."""
+        if transfer in self._withdrawn:
+            return
+        export = self._exports.get(transfer)
+        if export is None:
+            export = self._exports[transfer] = Export(transfer, self._clock())
+        export.hold_seconds, export.is_live = hold_seconds, True
+        self._ends.discard(export)
+
+    def committed(self, transfer: bytes) -> None:
+        """The generation has more blocks in the tree."""
+        export = self._exports.get(transfer)
+        if export is not None:
+            self._tell(export)
+
+    def keep(self, transfer: bytes, path: Sequence[Node]) -> None:
+        """The generation ends with these blocks. They are held for the lease of the export."""
+        export = self._exports.get(transfer)
+        if export is not None and not export.kept:
+            self._cache.hold(path)
+            export.kept = list(path)
+
+    def finish(self, transfer: bytes) -> None:
+        """The generation is over: no more blocks come, and the lease begins."""
+        export = self._exports.get(transfer)
+        if export is not None:
+            export.is_live = False
+            self._tell(export)
+            self._ends.put(export, self._clock() + (export.hold_seconds or 0.0))
+
+    def export(self, transfer: bytes, names: Sequence[bytes], *, waits: bool) -> None:
+        if transfer in self._withdrawn:
+            return
+        export, now = self._exports.get(transfer), self._clock()
+        if export is None:
+            export = self._exports[transfer] = Export(transfer, now, is_live=waits)
+            self._ends.put(export, now + (EXPECT_SECONDS if waits else HOLD_SECONDS))
+        if not export.is_open:
+            export.names, export.told, export.is_open, export.is_complete = names, 0, True, False
+            self._tell(export)
+
+    def release(self, transfer: bytes) -> None:
+        export = self._withdrawn.pop(transfer, None) or self._exports.get(transfer)
+        if export is None:
+            return
+        export.is_open, export.names = False, ()
+        self._release(export.path)
+        if export.hold_seconds is None and self._exports.get(transfer) is export:
+            self._withdraw(export)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the records agree with each other."""
+        assert all(each.state == "queued" for each in self._queued.values())
+        assert all(each.state == "pulling" or each.is_stopped for each in self._active)
+        for each in self._imports.values():
+            assert (each.state == "queued") == (self._queued.get(each.id) is each)
+            assert each.state == "over" or each.pulls or self._queued.get(each.id) is each
+            assert each.state != "over" or not each.waiting, "somebody waits for an import that is over"
+            assert each.state != "pulling" or each in self._active
+        assert set(self._pulls.values()) == {pull for each in self._active for pull in each.pulls if not pull.is_over}
+        assert all(self._pulled[name].state == "pulling" for name in self._pulled)
+        held = [each for each in self._imports.values() if each not in self._active]
+        assert self._reserved == sum(each.reserved for each in (*self._active, *held)), "pages of imports are counted wrong"
+        for export in self._withdrawn.values():
+            assert export.is_open, "withdrawn, and nobody reads it"
+            assert export.id not in self._exports
+        self._ends.check_integrity()
+
+    def _can_pull(self, source: KvSource | None) -> bool:
+        if source is None or self.transport is not None:
+            return True
+        self._report(source.transfer, "failed", self._clock(), reason=NO_TRANSPORT)
+        return self.nearby is not None
+
+    def _add(
+        self, key: bytes, source: KvSource | None, token_ids: Sequence[int], blocks: int, root: bytes, seconds: float, *, is_fetch: bool
+    ) -> Import:
+        found = Import(key, source, token_ids, blocks, self._cache.root(root), seconds, is_fetch, self._clock())
+        self._imports[key] = self._queued[key] = found
+        return found
+
+    def _begin_queued(self, now: float, running: int) -> None:
+        """In the order in which they came. When one lacks pages, those behind it wait as well."""
+        is_short = False
+        for each in list(self._queued.values()):
+            if each.behind is not None and each.behind.state == "pulling":
+                continue
+            if is_short or not self._begin(each, now, running):
+                is_short = True
+                if not each.is_short:
+                    each.is_short = True
+                    self._ends.put(each, now + MAX_SHORT_SECONDS)
+
+    def _begin(self, wanted: Import, now: float, running: int) -> bool:
+        """Pulls what the tree lacks. Returns False when there are too few pages now."""
+        cache, size = self._cache, self._cache.page_size
+        path = cache.match_blocks(wanted.root.name, wanted.token_ids, wanted.blocks)
+        first, parent = len(path), (path[-1] if path else wanted.root).name
+        count = min(wanted.blocks - first, self._max_reserved)
+        if count > 0:
+            ahead = self._pulled.get(block_hash(parent, wanted.token_ids[first * size : (first + 1) * size]))
+            if ahead is not None:
+                wanted.behind = ahead
+                return True
+            unused = sum([not node.references for node in path])
+            if self._reserved + count > self._max_reserved or not cache.can_allocate(count + unused + running):
+                return False
+        names = block_hashes(wanted.token_ids[first * size : (first + count) * size], size, parent) if count > 0 else []
+        runs = self._plan(wanted, names)
+        cache.hold(path)
+        wanted.path, wanted.state = path, "pulling"
+        self._ends.discard(wanted)
+        del self._queued[wanted.id]
+        self._active[wanted] = None
+        self._pull(wanted, names, runs, now)
+        return True
+
+    def _plan(self, wanted: Import, names: Sequence[bytes]) -> list[tuple[Place, KvSource, int]]:
+        """What comes from where: first from the tiers, the rest from the source."""
+        runs: list[tuple[Place, KvSource, int]] = []
+        if self.nearby is not None and names:
+            for place, count in self.nearby.plan(names):
+                self._local_pulls += 1
+                runs.append((place, KvSource(b"tier" + self._local_pulls.to_bytes(12), ""), count))
+        rest = len(names) - sum([count for _, _, count in runs])
+        if rest and wanted.source is not None and self.transport is not None:
+            runs.append((self.transport, wanted.source, rest))
+        return runs
+
+    def _pull(self, wanted: Import, names: Sequence[bytes], runs: Sequence[tuple[Place, KvSource, int]], now: float) -> None:
+        wanted.reserved = sum([count for _, _, count in runs])
+        self._reserved += wanted.reserved
+        pages = self._cache.reserve(wanted.reserved, now) if runs else []
+        first = 0
+        for place, source, count in runs:
+            pull = Pull(source.transfer, place, wanted, names[first : first + count], pages[first : first + count], now)
+            first += count
+            wanted.pulls.append(pull)
+            self._pulls[pull.id] = pull
+            self._pulled.update(dict.fromkeys(pull.names, wanted))
+        if not runs:
+            self._close(wanted)
+        # Last: a tier may call back at once.
+        for pull, (place, source, _) in zip(list(wanted.pulls), runs, strict=True):
+            if wanted.reason:
+                self.pull_ended(pull.id, wanted.reason)
+            else:
+                pull.is_begun = True
+                place.pull(source, pull.names, list(pull.pages))
+
+    def _adopt(self, wanted: Import) -> None:
+        """Moves blocks that have arrived into the tree, in order."""
+        size = self._cache.page_size
+        for pull in wanted.pulls:
+            new = pull.arrived - pull.adopted
+            if new:
+                first = len(wanted.path)
+                keys = [tuple(wanted.token_ids[start : start + size]) for start in range(first * size, (first + new) * size, size)]
+                pages, pull.pages = pull.pages[:new], pull.pages[new:]
+                pull.adopted += new
+                wanted.path += self._cache.adopt(wanted.path[-1] if wanted.path else wanted.root, keys, pages)
+            if pull.adopted < len(pull.names):
+                break
+
+    def _stop(self, wanted: Import) -> None:
+        """Ends it before its time. Its pages come back when every place is done with them."""
+        if wanted.state == "queued":
+            del self._queued[wanted.id]
+        self._let_go(wanted)
+        wanted.is_stopped, was_pulling, wanted.state = True, wanted.state == "pulling", "over"
+        if was_pulling:
+            self._forget_names(wanted)
+            self._stop_pulls(wanted.pulls)
+        self._wake(wanted)
+
+    def _stop_pulls(self, pulls: Sequence[Pull]) -> None:
+        for pull in pulls:
+            if pull.is_begun and not pull.is_over:
+                pull.place.stop(pull.id)
+
+    def _close(self, wanted: Import) -> None:
+        """No place writes into its pages any more."""
+        del self._active[wanted]
+        for pull in wanted.pulls:
+            self._cache.give_back(pull.pages)
+            pull.pages = []
+        if wanted.is_stopped:
+            self._reserved -= wanted.reserved
+            wanted.reserved = 0
+            return
+        self._forget_names(wanted)
+        wanted.state = "over"
+        self._report_import(wanted)
+        self._ends.put(wanted, self._clock() + wanted.hold_seconds)
+        self._wake(wanted)
+
+    def _fail(self, wanted: Import, reason: str) -> None:
+        """Ends it with a report. It is remembered for its lease, so that its generation does not begin another."""
+        self._stop(wanted)
+        wanted.reason = reason
+        self._report_import(wanted)
+        self._ends.put(wanted, self._clock() + wanted.hold_seconds)
+
+    def _forget_names(self, wanted: Import) -> None:
+        for pull in wanted.pulls:
+            for name in pull.names:
+                self._pulled.pop(name, None)
+
+    def _wake(self, wanted: Import) -> None:
+        waiting, wanted.waiting = wanted.waiting, {}
+        for wake in waiting.values():
+            wake()
+
+    def _let_go(self, wanted: Import) -> None:
+        """Nothing that it has pulled is held any more."""
+        self._release(wanted.path)
+        if wanted not in self._active:
+            self._reserved -= wanted.reserved
+            wanted.reserved = 0
+
+    def _interrupt_newest(self) -> None:
+        newest = next(reversed(self._active), None)
+        if newest is not None:
+            self._fail(newest, TOO_FEW_PAGES)
+            return
+        export = next((each for each in reversed(self._exports.values()) if each.path), None)
+        if export is not None:
+            self._withdraw(export)
+
+    def _tell(self, export: Export) -> None:
+        """Tells the transport about blocks that are there now, and holds them."""
+        if self.transport is None or not export.is_open or export.is_complete:
+            return
+        new: list[Node] = []
+        last = export.path[-1] if export.path else None
+        for name in export.names[export.told :]:
+            node = self._cache.find(name)
+            # Names that are no chain are not followed: a path is held from its root on.
+            if node is None or (last is not None and node.parent is not last):
+                break
+            new.append(node)
+            last = node
+        if new:
+            held = new if export.path else [*_ancestors(new[0]), *new]
+            self._cache.hold(held)
+            export.path += held
+        first, export.told = export.told, export.told + len(new)
+        export.is_complete = not export.is_live or export.told == len(export.names)
+        if new or export.is_complete:
+            self.transport.exported(export.id, first, [node.page for node in new], is_last=export.is_complete)
+
+    def _withdraw(self, export: Export) -> None:
+        del self._exports[export.id]
+        self._ends.discard(export)
+        self._release(export.kept)
+        if export.is_open and self.transport is not None:
+            self._withdrawn[export.id] = export
+            self.transport.withdraw(export.id)
+        else:
+            self._release(export.path)
+
+    def _release(self, path: list[Node]) -> None:
+        if path:
+            self._cache.release(path)
+            path.clear()
+
+    def _measure(self, pull: Pull) -> None:
+        source, seconds = pull.of.source, self._clock() - pull.began_at
+        if source is not None and source.transfer == pull.id and not source.waits and seconds > 0 and self._block_bytes:
+            rate = len(pull.names) * self._block_bytes / seconds
+            self.pull_rate += (rate - self.pull_rate) * (RATE_SHARE if self.pull_rate else 1.0)
+
+    def _report_import(self, wanted: Import) -> None:
+        if wanted.source is not None:
+            blocks = sum([pull.adopted for pull in wanted.pulls])
+            outcome: TransferOutcome = "failed" if wanted.reason else "done"
+            self._report(wanted.id, outcome, wanted.asked_at, blocks, wanted.reason)
+
+    def _report(self, transfer: bytes, outcome: TransferOutcome, since: float, blocks: int = 0, reason: str = "") -> None:
+        size, seconds = blocks * self._block_bytes, self._clock() - since
+        self._reports.append(TransferReport(transfer, outcome, blocks, size, seconds, reason))
+
+
+def _key(request: Submit) -> bytes:
+    """The import of a generation: that of its source, or one of its own from a tier."""
+    return request.id if request.source is None else request.source.transfer
+
+
+def _ancestors(node: Node) -> list[Node]:
+    """From the first block behind the root to the parent."""
+    found: list[Node] = []
+    while node.parent is not None and node.parent.parent is not None:
+        node = node.parent
+        found.append(node)
+    return found[::-1]
