@@ -143,7 +143,7 @@ class Scheduler(Generic[S]):
     @property
     def has_work(self) -> bool:
         """Whether a step can compute something. What waits for a transfer needs no step before that reports."""
-        return bool(self._running or (self._ready and not self._is_stuck))
+        return bool(self._running or (self._ready and not self._is_stuck)) or self.transfers.has_work
 
     @property
     def next_expiry(self) -> float:

@@ -37,11 +37,15 @@ HOLD_SECONDS = 10.0
 EXPECT_SECONDS = 2.0
 """How long a worker that pulls waits for the Submit that computes its blocks. Both were sent at the same time."""
 
+SILENCE_SECONDS = 30.0
+"""How long an import goes on while no block arrives, though its source is alive. A long queue there may take seconds."""
+
 RATE_SHARE = 0.2
 """Of the newest measurement in a rate."""
 
 NO_TRANSPORT = "the worker moves no KV"
 TOO_FEW_PAGES = "too few pages are free"
+NOTHING_ARRIVES = "the source computes for too long"
 
 
 class Place(Protocol):
@@ -139,6 +143,14 @@ class Transfers:
         self._ends: LazyHeap[Import | Export, float] = LazyHeap()
         self._reports: list[TransferReport] = []
         self._local_pulls = 0
+        self._short_of: int | None = None  # the pages that could be had when too few of them could
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next `advance` may begin an import."""
+        if not self._queued or self._short_of == self._cache.free + self._cache.cached:
+            return False
+        return any(each.behind is None or each.behind.state != "pulling" for each in self._queued.values())
 
     @property
     def imports(self) -> int:
@@ -194,8 +206,8 @@ class Transfers:
             if isinstance(ended, Export):
                 self._report(ended.id, "expired", ended.asked_at)
                 self._withdraw(ended)
-            elif ended.state == "queued":
-                self._fail(ended, TOO_FEW_PAGES)
+            elif ended.state != "over":
+                self._fail(ended, TOO_FEW_PAGES if ended.state == "queued" else NOTHING_ARRIVES)
             else:
                 self._let_go(ended)
                 del self._imports[ended.id]
@@ -269,6 +281,7 @@ class Transfers:
         pull = self._pulls.get(transfer)
         if pull is not None and not pull.of.is_stopped:
             pull.arrived = max(pull.arrived, min(blocks, len(pull.names)))
+            self._ends.put(pull.of, self._clock() + SILENCE_SECONDS)
             self._adopt(pull.of)
 
     def pull_ended(self, transfer: bytes, failure: str) -> None:
@@ -376,11 +389,13 @@ class Transfers:
     def _begin_queued(self, now: float, running: int) -> None:
         """In the order in which they came. When one lacks pages, those behind it wait as well."""
         is_short = False
+        self._short_of = None
         for each in list(self._queued.values()):
             if each.behind is not None and each.behind.state == "pulling":
                 continue
             if is_short or not self._begin(each, now, running):
                 is_short = True
+                self._short_of = self._cache.free + self._cache.cached
                 if not each.is_short:
                     each.is_short = True
                     self._ends.put(each, now + MAX_SHORT_SECONDS)
@@ -403,7 +418,7 @@ class Transfers:
         runs = self._plan(wanted, names)
         cache.hold(path)
         wanted.path, wanted.state = path, "pulling"
-        self._ends.discard(wanted)
+        self._ends.put(wanted, now + SILENCE_SECONDS)
         del self._queued[wanted.id]
         self._active[wanted] = None
         self._pull(wanted, names, runs, now)

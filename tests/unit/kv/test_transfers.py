@@ -1,0 +1,844 @@
+"""The books of transfers, with the scheduler that uses them and a transport that is moved by hand. Pages hold the names of their blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Items
+from hashlib import blake2b
+from typing import Any
+
+import pytest
+
+from moving import Hub, MemoryTransport
+from penstock.engine.scheduler import Scheduler, Sequence, Work
+from penstock.kv.blocks import ROOT, block_hashes, tenant_root
+from penstock.kv.cache import KVCache
+from penstock.kv.moving import SlotLayout
+from penstock.kv.sessions import Sessions
+from penstock.kv.transfers import (
+    EXPECT_SECONDS,
+    HOLD_SECONDS,
+    MAX_SHORT_SECONDS,
+    NO_TRANSPORT,
+    NOTHING_ARRIVES,
+    TOO_FEW_PAGES,
+    Place,
+    Transfers,
+)
+from penstock.wire.messages import Export, Fetch, KvSource, SessionTurn, Submit, TransferReport
+
+SIZE = 4
+NAME = 16
+JUNK = b"\xff" * NAME
+
+
+class NameMemory:
+    """A `kv.moving.SlotMemory` whose slots have room for the name of a block."""
+
+    def __init__(self, slots: int) -> None:
+        self.file = -1
+        self.layout = SlotLayout(slots, NAME, (0,))
+        self.bytes = bytearray(slots * NAME)
+
+    def views(self, slot: int) -> Items[memoryview]:
+        return [memoryview(self.bytes)[slot * NAME : (slot + 1) * NAME]]
+
+    def checksum(self, strips: Items[memoryview]) -> int:
+        return int.from_bytes(blake2b(b"".join(strips), digest_size=8).digest())
+
+
+class Worker:
+    """A `kv.moving.KvEngine`: a scheduler that makes the same token for everyone, and writes the name of each block into its page."""
+
+    fingerprint = b"same"
+
+    def __init__(self, hub: Hub, name: str, clock: Clock, pages: int = 64, budget: int = 16, max_batch: int = 16) -> None:
+        self.clock = clock
+        self.name = name
+        self.budget = budget
+        self.cache = KVCache(pages, SIZE)
+        self.memory = NameMemory(pages)
+        self.transfers = Transfers(self.cache, clock, block_bytes=NAME)
+        self.scheduler: Scheduler[Sequence] = Scheduler(self.cache, Sessions(self.cache, 10, 0.0), max_batch, self.transfers)
+        self.transport = hub.add(name, self)
+        self.transfers.transport = self.transport
+        self.sequences: dict[int, Sequence] = {}
+        self.ended: list[int] = []
+        self.computed = 0
+        self.reports: list[TransferReport] = []
+
+    def export(self, transfer: bytes, names: Items[bytes], *, waits: bool) -> None:
+        self.transfers.export(transfer, names, waits=waits)
+
+    def release(self, transfer: bytes) -> None:
+        self.transfers.release(transfer)
+
+    def arrived(self, transfer: bytes, blocks: int) -> None:
+        self.transfers.arrived(transfer, blocks)
+
+    def pull_ended(self, transfer: bytes, failure: str) -> None:
+        self.transfers.pull_ended(transfer, failure)
+
+    def submit(self, number: int, prompt: Items[int], max_tokens: int = 1, **fields: Any) -> Sequence:
+        request = Submit(number.to_bytes(16), tuple(prompt), max_tokens, seed=0, **fields)
+        assert self.scheduler.validate(request) is None
+        sequence = Sequence(request, *self.scheduler.sessions.begin_turn(request.session, request.lane))
+        self.sequences[number] = sequence
+        self.scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, number: int) -> bool:
+        return self.scheduler.cancel(number.to_bytes(16), self.clock())
+
+    def step(self) -> None:
+        now = self.clock()
+        self.scheduler.expire(now)
+        self.scheduler.make_way()
+        work = self.scheduler.schedule_decodes(now)
+        work += self.scheduler.schedule_prompts(max(self.budget - len(work), 1), now)
+        for item in work:
+            self.compute(item)
+        self.reports += self.transfers.take_reports()
+        self.check()
+
+    def compute(self, item: Work[Sequence]) -> None:
+        sequence = item.sequence
+        self.computed += item.length
+        have = sequence.computed + item.length
+        names = block_hashes(sequence.tokens[:have], SIZE, sequence.request.root)
+        for page, name in list(zip(sequence.pages, names, strict=False))[sequence.computed // SIZE :]:
+            self.memory.views(page)[0][:] = name
+        self.scheduler.computed(item)
+        if not sequence.to_compute:
+            sequence.tokens.append(7)
+            if len(sequence.tokens) - len(sequence.request.token_ids) >= sequence.request.max_tokens:
+                self.scheduler.finish(sequence, self.clock())
+                self.ended.append(int.from_bytes(sequence.request.id))
+
+    def check(self) -> None:
+        """The books are right, and each page in the tree holds its block."""
+        self.scheduler.check_integrity()
+        for event in self.cache.snapshot().events:
+            for name in getattr(event, "blocks", ()):
+                node = self.cache.find(name)
+                assert node is not None
+                assert bytes(self.memory.views(node.page)[0]) == name, "a page in the tree holds something else"
+
+    def run(self, hub: Hub, most: int = 200) -> None:
+        """Steps and moves until nothing happens."""
+        for _ in range(most):
+            self.step()
+            if not hub.move() and not self.scheduler.has_work:
+                return
+        raise AssertionError("work is left")
+
+    def known(self, prompt: Items[int], root: bytes = ROOT) -> int:
+        return len(self.cache.match_blocks(root, prompt, len(prompt) // SIZE))
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is left of any transfer."""
+        return not (self.transfers.imports or self.transfers.exports or self.transfers.held_pages or self.cache.used)
+
+
+class Clock:
+    """A `monotonic` that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def two_workers(**settings: Any) -> tuple[Hub, Worker, Worker]:
+    hub, clock = Hub(), Clock()
+    return hub, Worker(hub, "p", clock, **settings), Worker(hub, "d", clock, **settings)
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(1000) for _ in range(length)]
+
+
+def source_of(number: int, *, waits: bool = False, address: str = "p") -> KvSource:
+    return KvSource(number.to_bytes(16), address, waits)
+
+
+def fetch_of(number: int, prompt: Items[int], *, waits: bool = False, seconds: float = 5.0, **fields: Any) -> Fetch:
+    return Fetch(source_of(number, waits=waits), tuple(prompt), seconds, **fields)
+
+
+def export_of(number: int, seconds: float = 5.0) -> Export:
+    return Export(number.to_bytes(16), seconds)
+
+
+def test_a_prompt_is_pulled_and_only_its_last_token_computed() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 42)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt, source=source_of(9))
+    d.run(hub)
+    assert d.ended == [2]
+    assert d.computed == 2
+    assert d.sequences[2].cached_tokens == 40
+    (report,) = d.reports
+    assert (report.id, report.outcome, report.blocks, report.size, report.reason) == ((9).to_bytes(16), "done", 10, 160, "")
+    d.transfers.end((9).to_bytes(16))
+    p.step()
+    assert p.is_clean
+    assert d.is_clean
+
+
+def test_pages_move_while_the_rest_is_computed() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 64)
+    p.submit(1, prompt, export=export_of(9))
+    d.transfers.fetch(fetch_of(9, prompt, waits=True))
+    d.step()
+    moved = []
+    while not p.ended:
+        hub.move()
+        p.step()
+        hub.move()
+        d.step()
+        moved.append(d.known(prompt))
+    assert moved == [4, 8, 12, 16], "after each piece of 16 tokens"
+    assert [report.outcome for report in d.reports] == ["done"]
+    first = d.submit(2, [*prompt, 7], offset=1, max_tokens=3, source=source_of(9, waits=True))
+    d.step()
+    assert first.cached_tokens == 64, "also the block that ends with the prompt"
+    d.run(hub)
+    for worker in (p, d):
+        worker.transfers.end((9).to_bytes(16))
+        worker.step()
+        assert worker.is_clean
+
+
+def test_the_puller_may_come_before_the_generation_that_computes() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 33)
+    d.transfers.fetch(fetch_of(9, prompt, waits=True))
+    d.step()
+    hub.move()
+    p.clock.now += EXPECT_SECONDS / 2
+    p.step()
+    assert p.transfers.exports == 1
+    p.submit(1, prompt, export=export_of(9))
+    p.clock.now += EXPECT_SECONDS
+    p.run(hub)
+    d.run(hub)
+    assert d.known(prompt) == 8
+    assert [(report.outcome, report.blocks) for report in d.reports] == [("done", 8)]
+
+
+def test_a_puller_whose_generation_never_comes_is_sent_away() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 33)
+    d.transfers.fetch(fetch_of(9, prompt, waits=True))
+    waiting = d.submit(2, prompt, source=source_of(9, waits=True))
+    d.step()
+    hub.move()
+    p.clock.now += EXPECT_SECONDS
+    p.step()
+    d.run(hub)
+    assert d.ended == [2]
+    assert waiting.cached_tokens == 0
+    assert [(report.outcome, report.blocks) for report in d.reports] == [("failed", 0)]
+    assert [report.outcome for report in p.reports] == ["expired"]
+    assert p.is_clean
+
+
+def test_only_what_is_missing_is_pulled() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 42)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(1, prompt[:23])
+    d.run(hub)
+    computed = d.computed
+    d.submit(2, prompt, source=source_of(9))
+    d.run(hub)
+    assert hub.copied == 5
+    assert d.computed == computed + 2
+    d.submit(3, prompt, source=source_of(10))
+    d.run(hub)
+    assert hub.copied == 5, "nothing was missing"
+    assert [report.blocks for report in d.reports] == [5, 0]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_short_prompts_and_ends_of_blocks(length: int) -> None:
+    """A generation computes at least one token. A fetched prompt is pulled to its end: its generation has one token more."""
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, length)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt, source=source_of(9))
+    d.run(hub)
+    assert d.ended == [2]
+    assert d.sequences[2].cached_tokens == (length - 1) // SIZE * SIZE
+    other = Worker(hub, "other", p.clock)
+    other.transfers.fetch(fetch_of(10, prompt))
+    other.run(hub)
+    assert other.known(prompt) == length // SIZE
+    assert [report.outcome for report in other.reports] == ["done"]
+
+
+def test_roots_are_not_mixed() -> None:
+    hub, p, d = two_workers()
+    prompt, alice = prompt_of(1, 20), tenant_root("alice")
+    p.submit(1, prompt, root=alice)
+    p.run(hub)
+    d.submit(2, prompt, source=source_of(9))
+    d.run(hub)
+    assert d.sequences[2].cached_tokens == 0, "the same tokens of another tenant have other names"
+    d.submit(3, prompt, source=source_of(10), root=alice)
+    d.run(hub)
+    assert d.sequences[3].cached_tokens == 16
+    assert [report.reason for report in d.reports] == ["the source lacks blocks", ""]
+
+
+def test_two_imports_of_one_prefix_pull_it_once() -> None:
+    hub, p, d = two_workers()
+    prefix = prompt_of(1, 40)
+    prompts = [[*prefix, *prompt_of(number, 9)] for number in (2, 3)]
+    for number, prompt in enumerate(prompts):
+        p.submit(number, prompt)
+    p.run(hub)
+    for number, prompt in enumerate(prompts):
+        d.submit(number, prompt, source=source_of(9 + number))
+    d.step()
+    assert len(d.transport.pulls) == 1, "the second waits for what the first pulls"
+    d.run(hub)
+    assert hub.copied == 12 + 2
+    assert [each.cached_tokens for each in d.sequences.values()] == [48, 48]
+
+
+def test_the_second_import_goes_on_when_the_first_is_ended() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt))
+    d.step()
+    d.submit(2, prompt, source=source_of(10))
+    d.step()
+    d.transfers.end((9).to_bytes(16))
+    d.run(hub)
+    assert d.sequences[2].cached_tokens == 36
+    assert [report.id for report in d.reports] == [(10).to_bytes(16)]
+
+
+def test_choices_wait_for_one_import() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 21)
+    p.submit(1, prompt)
+    p.run(hub)
+    for number in range(4):
+        d.submit(number, prompt, max_tokens=6, source=source_of(9))
+    d.run(hub)
+    assert sorted(d.ended) == [0, 1, 2, 3]
+    assert hub.copied == 5
+    assert [report.outcome for report in d.reports] == ["done"]
+    assert [each.cached_tokens for each in d.sequences.values()] == [20] * 4
+
+
+def test_without_a_transport_everything_is_computed() -> None:
+    hub, _, d = two_workers()
+    d.transfers.transport = None
+    prompt = prompt_of(1, 21)
+    d.transfers.fetch(fetch_of(9, prompt))
+    d.submit(2, prompt, source=source_of(10))
+    d.run(hub)
+    assert d.ended == [2]
+    assert [(report.outcome, report.reason) for report in d.reports] == [("failed", NO_TRANSPORT)] * 2
+
+
+def test_half_a_transfer_is_worth_half() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    hub.on_copy = lambda source, block: "a block is damaged" if block == 6 else ""
+    d.submit(2, prompt, source=source_of(9))
+    d.run(hub)
+    assert d.ended == [2]
+    assert d.sequences[2].cached_tokens == 24
+    assert d.computed == 41 - 24
+    assert [(report.outcome, report.blocks, report.reason) for report in d.reports] == [("failed", 6, "a block is damaged")]
+
+
+def test_pages_of_a_stopped_pull_are_not_free_before_the_transport_says_so() -> None:
+    hub, p, d = two_workers(pages=16)
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt))
+    d.step()
+    d.transfers.end((9).to_bytes(16))
+    d.step()
+    assert d.transfers.held_pages == 10
+    assert d.cache.free == 6
+    sequence = d.submit(2, prompt_of(2, 30))
+    d.step()
+    assert not d.scheduler.has_work, "nothing to do until the transport has let go"
+    assert sequence.cached_tokens is None
+    hub.move()
+    assert d.transfers.held_pages == 0
+    d.run(hub)
+    assert d.ended == [2]
+
+
+def test_a_stopped_pull_that_arrives_nevertheless_changes_nothing() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt))
+    d.step()
+    d.transfers.end((9).to_bytes(16))
+    d.arrived((9).to_bytes(16), 10)
+    d.pull_ended((9).to_bytes(16), "")
+    d.step()
+    assert d.known(prompt) == 0
+    assert d.is_clean
+    assert d.reports == []
+
+
+def test_pulled_blocks_are_held_for_the_lease_and_then_evicted() -> None:
+    hub, p, d = two_workers(pages=16)
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt, seconds=5.0))
+    d.run(hub)
+    assert d.cache.used == 10
+    assert d.scheduler.next_expiry == d.clock() + 5.0
+    d.clock.now += 4.9
+    d.step()
+    assert d.cache.used == 10
+    d.clock.now += 0.1
+    d.step()
+    assert d.is_clean
+    assert d.known(prompt) == 10, "cached, like any other block"
+
+
+def test_the_session_has_the_lease_of_pulled_blocks_from_its_start() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt, source=source_of(9), session=SessionTurn("s", "open"))
+    d.run(hub)
+    assert d.cache.leased == 10
+    d.scheduler.sessions.close("s", 0)
+    d.step()
+    assert d.known(prompt) == 0, "closing frees what only the session has used"
+
+
+def test_held_blocks_give_way_before_anything_is_preempted() -> None:
+    hub, p, d = two_workers(pages=20)
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt, seconds=1000.0))
+    d.run(hub)
+    d.submit(2, prompt_of(2, 30), max_tokens=20)
+    d.run(hub)
+    assert d.ended == [2]
+    assert d.scheduler.stats().preemptions == 0
+    assert d.known(prompt) < 10
+
+
+def test_a_pull_that_must_give_way_is_stopped() -> None:
+    hub, p, d = two_workers(pages=20)
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt_of(2, 30), max_tokens=20)
+    d.step()
+    d.submit(3, prompt, source=source_of(9))
+    d.step()
+    assert d.transfers.held_pages == 9
+    for _ in range(16):
+        d.step()
+    assert d.transport.pulls[(9).to_bytes(16)].is_stopped
+    d.run(hub)
+    assert sorted(d.ended) == [2, 3]
+    assert [(report.outcome, report.reason) for report in d.reports] == [("failed", TOO_FEW_PAGES)]
+
+
+def test_an_import_waits_for_pages_but_not_for_long() -> None:
+    hub, p, d = two_workers(pages=20)
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt_of(2, 50), max_tokens=20)
+    d.step()
+    d.submit(3, prompt, source=source_of(9))
+    d.step()
+    assert not d.transport.pulls
+    assert d.scheduler.next_expiry == d.clock() + MAX_SHORT_SECONDS
+    d.clock.now += MAX_SHORT_SECONDS
+    d.run(hub)
+    assert d.ended == [2, 3]
+    assert [(report.outcome, report.reason) for report in d.reports] == [("failed", TOO_FEW_PAGES)]
+
+
+def test_an_import_from_which_nothing_comes_is_given_up() -> None:
+    """A generation whose source is its own export would wait for itself."""
+    hub, _, d = two_workers()
+    prompt = prompt_of(1, 40)
+    d.submit(2, prompt, source=source_of(9, waits=True, address="d"), export=export_of(9))
+    d.run(hub)
+    assert d.ended == []
+    d.clock.now = d.scheduler.next_expiry
+    d.run(hub)
+    assert d.ended == [2]
+    assert [(report.outcome, report.reason) for report in d.reports] == [("failed", NOTHING_ARRIVES)]
+
+
+def test_an_import_begins_when_pages_are_free_again() -> None:
+    hub, p, d = two_workers(pages=20)
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt_of(2, 50), max_tokens=20)
+    d.step()
+    d.submit(3, prompt, source=source_of(9))
+    d.run(hub)
+    assert d.ended == [2, 3]
+    assert d.sequences[3].cached_tokens == 36
+
+
+def test_a_prompt_larger_than_the_share_of_imports_is_pulled_in_part() -> None:
+    hub, p, d = two_workers(pages=16)
+    prompt = prompt_of(1, 62)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt, source=source_of(9))
+    d.run(hub)
+    assert d.ended == [2]
+    assert d.sequences[2].cached_tokens == 48
+
+
+def test_a_large_prompt_gets_the_pages_that_imports_hold() -> None:
+    """Nothing runs, and what is held is for generations that have not come."""
+    hub, p, d = two_workers(pages=16)
+    p.submit(1, prompt_of(1, 40))
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt_of(1, 40), seconds=1000.0))
+    d.run(hub)
+    d.submit(2, prompt_of(2, 60))
+    d.run(hub)
+    assert d.ended == [2]
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_waiting_generation_is_cancelled(steps: int) -> None:
+    """While its import is queued, pulls, has ended; and while it runs."""
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt, max_tokens=50, source=source_of(9))
+    for step in range(steps):
+        d.step()
+        if step:
+            hub.move()
+    assert d.cancel(2)
+    d.run(hub)
+    d.transfers.end((9).to_bytes(16))
+    p.step()
+    assert d.is_clean
+    assert p.is_clean
+    assert d.ended == []
+
+
+def test_a_cancelled_choice_does_not_end_the_import_of_the_others() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt, source=source_of(9))
+    d.submit(3, prompt, source=source_of(9))
+    d.step()
+    d.cancel(2)
+    d.run(hub)
+    assert d.ended == [3]
+    assert d.sequences[3].cached_tokens == 36
+
+
+def test_blocks_are_kept_after_the_end_for_the_lease_of_their_export() -> None:
+    hub, p, d = two_workers(pages=16)
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt, export=export_of(9, 5.0))
+    p.run(hub)
+    assert p.cache.used == 10
+    p.clock.now += 4.9
+    d.transfers.fetch(fetch_of(9, prompt, waits=True))
+    d.run(hub)
+    assert d.known(prompt) == 10
+    assert p.cache.used == 10, "another worker may come"
+    p.clock.now += 0.1
+    p.step()
+    assert p.is_clean
+    assert [report.outcome for report in p.reports] == ["expired"]
+
+
+def test_a_second_worker_pulls_when_the_first_has_left() -> None:
+    hub, p, d = two_workers()
+    other = Worker(hub, "other", p.clock)
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt, export=export_of(9))
+    p.step()
+    d.transfers.fetch(fetch_of(9, prompt, waits=True))
+    d.step()
+    hub.move()
+    d.transfers.end((9).to_bytes(16))
+    hub.move()
+    other.transfers.fetch(fetch_of(9, prompt, waits=True))
+    other.step()
+    p.run(hub)
+    other.run(hub)
+    assert other.known(prompt) == 10
+
+
+def test_an_export_past_its_lease_is_withdrawn_and_freed_when_the_transport_says_so() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.submit(2, prompt, source=source_of(9))
+    d.step()
+    hub.move()
+    assert p.cache.used == 9
+    p.clock.now += HOLD_SECONDS
+    p.step()
+    assert p.cache.used == 9
+    assert p.transport.withdrawn == {(9).to_bytes(16)}
+    hub.move()
+    assert p.is_clean
+    d.run(hub)
+    assert d.ended == [2], "it computes"
+
+
+def test_names_that_are_no_chain_are_not_followed() -> None:
+    hub, p, _ = two_workers()
+    prompt = prompt_of(1, 40)
+    p.submit(1, prompt)
+    p.run(hub)
+    names = block_hashes(prompt, SIZE)
+    told: list[tuple[int, int, bool]] = []
+
+    class Listening(MemoryTransport):
+        def exported(self, transfer: bytes, first: int, slots: Items[int], *, is_last: bool) -> None:
+            told.append((first, len(slots), is_last))
+
+    p.transfers.transport = Listening(hub, p)
+    p.export(b"1" * 16, [names[2], names[3], names[5]], waits=False)
+    p.export(b"2" * 16, [names[0], b"?" * 16], waits=False)
+    p.export(b"3" * 16, [], waits=False)
+    p.check()
+    assert told == [(0, 2, True), (0, 1, True), (0, 0, True)]
+    for transfer in (b"1" * 16, b"2" * 16, b"3" * 16):
+        p.release(transfer)
+    p.check()
+    assert p.is_clean
+
+
+def test_a_preempted_generation_goes_on_with_its_export() -> None:
+    hub, p, d = two_workers(pages=20)
+    prompt = prompt_of(1, 32)
+    p.submit(1, prompt_of(2, 24), max_tokens=40)
+    p.submit(2, prompt, max_tokens=40, export=export_of(9))
+    d.transfers.fetch(fetch_of(9, prompt, waits=True))
+    d.step()
+    for _ in range(200):
+        hub.move()
+        p.step()
+        d.step()
+    assert p.scheduler.stats().preemptions
+    assert p.ended == [1, 2]
+    assert d.known(prompt) == 8
+
+
+class Tier(Place):
+    """Blocks in host memory. `plan` finds what it has; a pull calls back at once."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.names: set[bytes] = set()
+        self.fails = False
+
+    def plan(self, names: Items[bytes]) -> list[tuple[Place, int]]:
+        count = next((index for index, name in enumerate(names) if name not in self.names), len(names))
+        return [(self, count)] if count else []
+
+    def pull(self, source: KvSource, names: Items[bytes], slots: Items[int]) -> None:
+        for name, slot in zip(names, slots, strict=True):
+            self.worker.memory.views(slot)[0][:] = name
+        self.worker.pull_ended(source.transfer, "the tier is damaged" if self.fails else "")
+
+    def stop(self, transfer: bytes) -> None:
+        raise AssertionError("nothing is under way")
+
+
+def test_blocks_come_from_a_tier_and_the_rest_from_a_worker() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    tier = d.transfers.nearby = Tier(d)
+    tier.names.update(block_hashes(prompt, SIZE)[:4])
+    d.submit(2, prompt[:18])
+    d.run(hub)
+    assert d.sequences[2].cached_tokens == 16
+    assert hub.copied == 0
+    assert d.reports == [], "no front end knows of it"
+    assert not d.transfers.held_pages
+    other = Worker(hub, "other", p.clock)
+    other.transfers.nearby = tier
+    tier.worker = other
+    other.submit(3, prompt, source=source_of(10))
+    other.run(hub)
+    assert other.sequences[3].cached_tokens == 40
+    assert hub.copied == 6
+
+
+def test_a_damaged_tier_ends_the_pull_behind_it() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    tier = d.transfers.nearby = Tier(d)
+    tier.names.update(block_hashes(prompt, SIZE)[:4])
+    tier.fails = True
+    d.submit(2, prompt, source=source_of(9))
+    d.run(hub)
+    assert d.ended == [2]
+    assert d.sequences[2].cached_tokens == 0
+    assert [report.reason for report in d.reports] == ["the tier is damaged"]
+
+
+class Chaos:
+    """Three workers that pull from each other at random, with pages too few for all. After each event the books and all pages are right."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.hub, self.clock = Hub(), Clock()
+        self.hub.on_copy = lambda source, block: "a block is damaged" if self.random.random() < 0.02 else ""
+        self.workers = [Worker(self.hub, name, self.clock, pages=24, max_batch=4) for name in "pde"]
+        self.cancelled: set[int] = set()
+        self.owner: dict[int, Worker] = {}
+        self.transfers: list[tuple[int, list[int]]] = []
+        self.number = 0
+
+    def run(self, events: int) -> None:
+        actions = [
+            self.submit,
+            self.fetch,
+            self.step,
+            self.step,
+            self.step,
+            self.move,
+            self.move,
+            self.move,
+            self.cancel,
+            self.end,
+            self.wait,
+        ]
+        for _ in range(events):
+            self.random.choice(actions)()
+            self.touch()
+            for worker in self.workers:
+                worker.check()
+
+    def prompt(self) -> list[int]:
+        """Few, so that they share blocks."""
+        return prompt_of(self.random.randrange(4), self.random.randrange(1, 56))
+
+    def submit(self) -> None:
+        self.number += 1
+        worker, prompt, fields = self.random.choice(self.workers), self.prompt(), dict[str, Any]()
+        if self.random.random() < 0.5:
+            fields["source"] = self.source()
+            if self.transfers and self.random.random() < 0.5:
+                number, prompt = self.random.choice(self.transfers)
+                fields["source"] = source_of(number, address=self.random.choice("pdex"))
+        if self.random.random() < 0.4:
+            self.transfers.append((self.number, prompt))
+            fields["export"] = Export(self.number.to_bytes(16), self.random.choice([0.0, 2.0, 20.0]))
+        if self.random.random() < 0.3:
+            fields["session"] = SessionTurn(self.random.choice("ab"), self.random.choice(("open", "continue", "close")), timeout=3.0)
+        worker.submit(self.number, prompt, max_tokens=self.random.randrange(1, 30), **fields)
+        self.owner[self.number] = worker
+
+    def source(self) -> KvSource:
+        self.number += 1
+        return source_of(self.number, waits=self.random.random() < 0.3, address=self.random.choice("pdex"))
+
+    def fetch(self) -> None:
+        source, prompt = self.source(), self.prompt()
+        if self.transfers and self.random.random() < 0.5:
+            number, prompt = self.random.choice(self.transfers)
+            source = source_of(number, waits=True, address=self.random.choice("pde"))
+        self.random.choice(self.workers).transfers.fetch(Fetch(source, tuple(prompt), self.random.choice([0.0, 1.0, 9.0])))
+
+    def step(self) -> None:
+        self.random.choice(self.workers).step()
+
+    def move(self) -> None:
+        transport = self.random.choice(self.workers).transport
+        if transport.pulls and self.random.random() < 0.9:
+            transport.move_one(self.random.choice(list(transport.pulls)), self.random.randrange(1, 4))
+        for transfer in list(transport.withdrawn):
+            transport.leave_source(transfer)
+
+    def cancel(self) -> None:
+        running = [number for number, worker in self.owner.items() if number not in worker.ended and number not in self.cancelled]
+        if running:
+            number = self.random.choice(running)
+            self.cancelled.add(number)
+            self.owner[number].cancel(number)
+
+    def end(self) -> None:
+        worker = self.random.choice(self.workers)
+        worker.transfers.end(self.random.randrange(1, self.number + 2).to_bytes(16))
+
+    def wait(self) -> None:
+        self.clock.now += self.random.choice([0.1, 1.0, 3.0])
+
+    def touch(self) -> None:
+        """What a transport may do at any time: write into pages that have not arrived, and read those that were told."""
+        for worker in self.workers:
+            for pulling in worker.transport.pulls.values():
+                for slot in pulling.into[pulling.arrived :]:
+                    worker.memory.views(slot)[0][:] = JUNK
+                source = self.hub.transports.get(pulling.source.address)
+                if source is not None and source.exports.get(pulling.source.transfer) is worker.transport:
+                    for slot, name in zip(pulling.slots, pulling.names, strict=False):
+                        assert bytes(source.engine.memory.views(slot)[0]) == name, "a page was reused while it is read"
+
+    def settle(self) -> None:
+        """No more faults: all generations end, and nothing is left of any transfer."""
+        self.hub.on_copy = lambda source, block: ""
+        for _ in range(400):
+            self.hub.move()
+            for worker in self.workers:
+                worker.step()
+            self.touch()
+            self.clock.now += 0.5
+        for number, worker in self.owner.items():
+            assert (number in worker.ended) != (number in self.cancelled), f"generation {number}"
+        for worker in self.workers:
+            assert worker.is_clean
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_transfers_leave_the_books_right(seed: int) -> None:
+    chaos = Chaos(seed)
+    chaos.run(250)
+    chaos.settle()
