@@ -46,6 +46,8 @@ class Hub:
 class MemoryTransport:
     """A `kv.moving.KvTransport`. `pulls` are those at this target, `exports` those of this source, with the target of each."""
 
+    pull_rate = 0.0
+
     def __init__(self, hub: Hub, engine: KvEngine) -> None:
         self.hub = hub
         self.engine = engine

@@ -40,9 +40,6 @@ EXPECT_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
 """How long an import goes on while no block arrives, though its source is alive. A long queue there may take seconds."""
 
-RATE_SHARE = 0.2
-"""Of the newest measurement in a rate."""
-
 NO_TRANSPORT = "the worker moves no KV"
 TOO_FEW_PAGES = "too few pages are free"
 NOTHING_ARRIVES = "the source computes for too long"
@@ -72,7 +69,6 @@ class Pull:
     of: Import
     names: Sequence[bytes]
     pages: list[int]
-    began_at: float
     is_begun: bool = False
     is_over: bool = False
     arrived: int = 0
@@ -129,8 +125,6 @@ class Transfers:
         self._block_bytes = block_bytes
         self.transport: KvTransport | None = None
         self.nearby: Nearby | None = None
-        self.pull_rate = 0.0
-        """Bytes per second from other workers, of pulls that had to wait for nothing. 0: unknown."""
         self._max_reserved = int(cache.pages * MAX_SHARE)
         self._reserved = 0
         self._imports: dict[bytes, Import] = {}
@@ -151,6 +145,11 @@ class Transfers:
         if not self._queued or self._short_of == self._cache.free + self._cache.cached:
             return False
         return any(each.behind is None or each.behind.state != "pulling" for each in self._queued.values())
+
+    @property
+    def pull_rate(self) -> float:
+        """Bytes per second from other workers. 0: unknown."""
+        return 0.0 if self.transport is None else self.transport.pull_rate
 
     @property
     def imports(self) -> int:
@@ -291,7 +290,6 @@ class Transfers:
         pull.is_over = True
         found = pull.of
         if not failure:
-            self._measure(pull)
             pull.arrived = len(pull.names)
         if not found.is_stopped:
             self._adopt(found)
@@ -442,7 +440,7 @@ class Transfers:
         pages = self._cache.reserve(wanted.reserved, now) if runs else []
         first = 0
         for place, source, count in runs:
-            pull = Pull(source.transfer, place, wanted, names[first : first + count], pages[first : first + count], now)
+            pull = Pull(source.transfer, place, wanted, names[first : first + count], pages[first : first + count])
             first += count
             wanted.pulls.append(pull)
             self._pulls[pull.id] = pull
@@ -572,12 +570,6 @@ class Transfers:
         if path:
             self._cache.release(path)
             path.clear()
-
-    def _measure(self, pull: Pull) -> None:
-        source, seconds = pull.of.source, self._clock() - pull.began_at
-        if source is not None and source.transfer == pull.id and not source.waits and seconds > 0 and self._block_bytes:
-            rate = len(pull.names) * self._block_bytes / seconds
-            self.pull_rate += (rate - self.pull_rate) * (RATE_SHARE if self.pull_rate else 1.0)
 
     def _report_import(self, wanted: Import) -> None:
         if wanted.source is not None:

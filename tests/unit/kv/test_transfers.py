@@ -13,7 +13,7 @@ from moving import Hub, MemoryTransport
 from penstock.engine.scheduler import Scheduler, Sequence, Work
 from penstock.kv.blocks import ROOT, block_hashes, tenant_root
 from penstock.kv.cache import KVCache
-from penstock.kv.moving import SlotLayout
+from penstock.kv.moving import KvTransport, SlotLayout, SlotMemory
 from penstock.kv.sessions import Sessions
 from penstock.kv.transfers import (
     EXPECT_SECONDS,
@@ -57,15 +57,18 @@ class Worker:
         self.name = name
         self.budget = budget
         self.cache = KVCache(pages, SIZE)
-        self.memory = NameMemory(pages)
+        self.memory: SlotMemory = NameMemory(pages)
         self.transfers = Transfers(self.cache, clock, block_bytes=NAME)
         self.scheduler: Scheduler[Sequence] = Scheduler(self.cache, Sessions(self.cache, 10, 0.0), max_batch, self.transfers)
         self.transport = hub.add(name, self)
-        self.transfers.transport = self.transport
+        self.connect(self.transport)
         self.sequences: dict[int, Sequence] = {}
         self.ended: list[int] = []
         self.computed = 0
         self.reports: list[TransferReport] = []
+
+    def connect(self, transport: KvTransport) -> None:
+        self.transfers.transport = transport
 
     def export(self, transfer: bytes, names: Items[bytes], *, waits: bool) -> None:
         self.transfers.export(transfer, names, waits=waits)
@@ -637,7 +640,7 @@ def test_names_that_are_no_chain_are_not_followed() -> None:
         def exported(self, transfer: bytes, first: int, slots: Items[int], *, is_last: bool) -> None:
             told.append((first, len(slots), is_last))
 
-    p.transfers.transport = Listening(hub, p)
+    p.connect(Listening(hub, p))
     p.export(b"1" * 16, [names[2], names[3], names[5]], waits=False)
     p.export(b"2" * 16, [names[0], b"?" * 16], waits=False)
     p.export(b"3" * 16, [], waits=False)
