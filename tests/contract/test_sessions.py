@@ -156,9 +156,11 @@ async def test_a_session_expires_after_the_end_of_its_last_turn(tmp_path: Path) 
         assert held(workers) == 1
         await until(lambda: held(workers) == 0)
         assert front_end.sessions.counts["expired"] == 2
+        assert leased(workers) == 0
         turn, _ = await front_end.run(submit(3), wish())
         assert turn.state == "unknown"
         assert leased(workers) == 0
+        assert sum(worker.simulator.stats().kv_blocks_cached for worker in workers) > 0, "expiry takes the lease and frees nothing"
 
 
 async def test_the_worker_ends_the_sessions_of_a_dead_front_end(tmp_path: Path) -> None:
@@ -341,7 +343,7 @@ async def test_a_late_close_of_an_earlier_incarnation_is_ignored(tmp_path: Path)
         turn, _ = await front_end.run(submit(3), wish("open"))
         member = front_end.pool.find(turn.worker or "")
         assert member is not None
-        member.link.close_session(*old)
+        member.link.close_session(*old, frees=True)
         await front_end.run(submit(4), wish())
         assert held(workers) == 1
 

@@ -74,8 +74,8 @@ class EmbeddedBackend:
     def end_transfer(self, transfer: bytes) -> None:
         pass
 
-    def close_session(self, session_id: str, epoch: int) -> None:
-        self.ask(lambda engine: engine.close_session(session_id, epoch))
+    def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
+        self.ask(lambda engine: engine.close_session(session_id, epoch, frees=frees))
 
     async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
         return await self._answer(lambda engine: engine.describe_sessions(session_ids)) or []

@@ -208,8 +208,8 @@ class Simulator:
     def end_transfer(self, transfer: bytes) -> None:
         pass
 
-    def close_session(self, session_id: str, epoch: int) -> None:
-        if self._sessions.close(session_id, epoch):
+    def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
+        if self._sessions.close(session_id, epoch, frees=frees):
             self._asked.set()
 
     async def describe_sessions(self, session_ids: Items[str]) -> Items[SessionReport]:

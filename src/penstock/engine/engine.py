@@ -112,8 +112,8 @@ class Engine:
             sequence, _ = self._compiling.pop(generation)
             self._scheduler.end_turn(sequence, now)
 
-    def close_session(self, session_id: str, epoch: int) -> bool:
-        return self.sessions.close(session_id, epoch)
+    def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> bool:
+        return self.sessions.close(session_id, epoch, frees=frees)
 
     def describe_sessions(self, session_ids: Iterable[str]) -> list[SessionReport]:
         """Reports on the known ones of these sessions."""

@@ -52,6 +52,8 @@ class Sequence:
     request: Submit
     session: Session | None = None
     session_state: SessionState | None = None
+    # How many turns of its session had ended when it began.
+    since: int = field(init=False)
     tokens: list[int] = field(init=False)
     computed: int = 0
     path: list[Node] = field(default_factory=list)
@@ -71,6 +73,7 @@ class Sequence:
     def __post_init__(self) -> None:
         # The choices of a request share their prompt until they start: copying 128 long prompts at once takes long.
         self.tokens = cast("list[int]", self.request.token_ids)
+        self.since = 0 if self.session is None else self.session.ended_turns
 
     @property
     def to_compute(self) -> int:
@@ -174,6 +177,7 @@ class Scheduler(Generic[S]):
     def cancel(self, generation: bytes, now: float) -> bool:
         """Ends a sequence in any state and frees all that it held. Returns whether it was there."""
         sequence = self._waiting.pop(generation, None)
+        path: list[Node] = []
         if sequence is not None:
             self._to_compute -= sequence.to_compute
             self._ready.discard(sequence)
@@ -184,20 +188,24 @@ class Scheduler(Generic[S]):
             sequence = self._running.get(generation)
             if sequence is None:
                 return False
-            self._stop(sequence)
-        self.end_turn(sequence, now)
+            path = self._stop(sequence)
+        self.end_turn(sequence, now, path)
         return True
 
     def finish(self, sequence: S, now: float) -> None:
         """Ends a running sequence. Its KV stays cached, and leased for as long as the request asks."""
-        self._stop(sequence, sequence.request.retention_seconds, now)
-        self.end_turn(sequence, now)
+        path = self._stop(sequence, sequence.request.retention_seconds, now)
+        self.end_turn(sequence, now, path)
 
-    def end_turn(self, sequence: S, now: float) -> None:
+    def end_turn(self, sequence: S, now: float, path: Items[Node] = ()) -> None:
+        """`path` is what it had computed."""
         session, request = sequence.session, sequence.request
         if request.export is not None:
             self.transfers.finish(request.export.transfer)
         if session is not None:
+            if len(path) >= max(1, len(request.token_ids) // self.cache.page_size):
+                others = [] if session.active_turns == 1 else [each.path for each in self._running.values() if each.session is session]
+                self.sessions.supersede(session, sequence.since, path, others)
             generated = len(sequence.tokens) - len(request.token_ids)
             session.usage.count(len(request.token_ids), sequence.cached_tokens or 0, generated)
             self.sessions.end_turn(session, now)
@@ -427,8 +435,8 @@ class Scheduler(Generic[S]):
         self._first_place -= 1
         self._wait(sequence, self._first_place, is_urgent=is_urgent)
 
-    def _stop(self, sequence: S, retention_seconds: float = 0.0, now: float = 0.0, *, is_over: bool = True) -> None:
-        """A running sequence gives its pages back. Full blocks stay cached, and are kept for a worker that pulls them."""
+    def _stop(self, sequence: S, retention_seconds: float = 0.0, now: float = 0.0, *, is_over: bool = True) -> list[Node]:
+        """A running sequence gives its pages back. Full blocks stay cached, also for a worker that pulls them. Returns their path."""
         generation, lane = sequence.request.id, sequence.request.lane
         del self._running[generation]
         self._places[lane] -= 1
@@ -439,13 +447,15 @@ class Scheduler(Generic[S]):
             self._to_compute -= sequence.to_compute
         sequence.catch_up()
         self._commit(sequence)
-        self.sessions.retain(sequence.path, retention_seconds, now)
+        path = sequence.path
+        self.sessions.retain(path, retention_seconds, now)
         if is_over and sequence.request.export is not None:
-            self.transfers.keep(sequence.request.export.transfer, sequence.path)
+            self.transfers.keep(sequence.request.export.transfer, path)
         self.cache.give_back(sequence.tail)
-        self.cache.release(sequence.path)
+        self.cache.release(path)
         sequence.forget_pages()
         self._stop_leading(sequence)
+        return path
 
     def _commit(self, sequence: S) -> None:
         """Moves full pages of the tail into the tree."""

@@ -244,6 +244,14 @@ class KVCache:
             self.below.end_lease(lease, free_exclusive=free_exclusive)
         return len(gone)
 
+    def demote(self, lease: Lease, kept: Collection[Node]) -> None:
+        """Takes the lease from all nodes except these. Those that nobody else has used or leases are the first to be evicted."""
+        for node in [node for node in lease.nodes if node not in kept]:
+            self._drop_lease(node, lease)
+            if not (node.leases or node.is_public or node.references):
+                node.last_used = 0
+            self._offer(node)
+
     def snapshot(self) -> Snapshot:
         """All blocks that are cached now. It includes events that were not taken yet: their numbers are below its `next_number`."""
         stored: list[BlocksStored] = []

@@ -34,7 +34,7 @@ class SessionUsage:
 class Session:
     """One epoch of a session id. Turns keep a reference to it, so that the end of an earlier epoch's turn does not touch a later epoch."""
 
-    __slots__ = ("active_turns", "epoch", "id", "is_closing", "is_over", "lane", "lease", "usage")
+    __slots__ = ("active_turns", "branches", "ended_turns", "epoch", "frees", "id", "is_closing", "is_over", "lane", "lease", "usage")
 
     def __init__(self, turn: SessionTurn, seconds: float, lane: str) -> None:
         self.id = turn.id
@@ -43,8 +43,12 @@ class Session:
         self.lease = Lease(seconds, is_session=True)
         self.active_turns = 0
         self.is_closing = False
+        self.frees = False  # when it closes
         self.is_over = False
         self.usage = SessionUsage()
+        # The last nodes of ended turns that no later turn has superseded, each with the number of turns that had ended by then.
+        self.branches: list[tuple[int, Node]] = []
+        self.ended_turns = 0
 
     @property
     def pages(self) -> int:
@@ -124,7 +128,7 @@ class Sessions:
         if session is None or session.epoch != turn.epoch:
             return None, "unknown"
         if turn.action == "close":
-            session.is_closing = True
+            session.is_closing = session.frees = True
         session.active_turns += 1
         session.lease.ends_at = math.inf
         session.usage.turns += 1
@@ -137,19 +141,46 @@ class Sessions:
         if session.is_over or session.active_turns:
             return
         if session.is_closing:
-            self._end(session)
+            self._end(session, free_exclusive=session.frees)
         else:
             session.lease.ends_at = now + session.lease.seconds + self._grace_seconds
             self._idle.put(session, session.lease.ends_at)
 
-    def close(self, session_id: str, epoch: int) -> bool:
+    def supersede(self, session: Session, since: int, path: Sequence[Node], others: Sequence[Sequence[Node]]) -> None:
+        """A turn has computed its whole prompt and ended with this path; `since` turns of the session had ended when it began.
+
+        It says how the conversation goes on now. What else the session leases is superseded, and loses the lease at once: an answer
+        that was not continued, thinking that was left out, history that was made shorter. The branches of turns that ran beside this
+        one are not: those that ended since, and `others`, the paths of those that run. If one of them still waits, its path is not
+        known, and nothing is superseded yet.
+        """
+        if self._cache is None or session.is_over:
+            return
+        kept = session.branches
+        is_certain = len(others) == session.active_turns - 1
+        if is_certain:
+            kept = [branch for branch in kept if branch[0] > since]
+        is_newer = len(kept) < len(session.branches)
+        session.ended_turns += 1
+        session.branches = [*kept, (session.ended_turns, path[-1])]
+        if is_newer and session.pages > len(path):
+            nodes = set(path).union(*others)
+            for _, last in kept:
+                node: Node | None = last
+                while node is not None and node not in nodes:
+                    nodes.add(node)
+                    node = node.parent
+            self._cache.demote(session.lease, nodes)
+
+    def close(self, session_id: str, epoch: int, *, frees: bool = True) -> bool:
         """Closes it now, or when its last active turn ends. Returns whether it was there; a session of another epoch is left alone."""
         session = self._sessions.get(session_id)
         if session is None or session.epoch != epoch:
             return False
         session.is_closing = True
+        session.frees |= frees
         if not session.active_turns:
-            self._end(session)
+            self._end(session, free_exclusive=session.frees)
         return True
 
     def retain(self, path: Sequence[Node], seconds: float, now: float) -> None:
@@ -167,16 +198,16 @@ class Sessions:
                 self._end_lease(empty, free_exclusive=False)
 
     def expire(self, now: float) -> None:
-        """Ends what has run out. Retained KV becomes unleased; KV that only an ended session held is freed, as by a close."""
+        """Ends what has run out. Its KV loses the lease, and stays cached while there is room."""
         while (session := self._idle.pop_due(now)) is not None:
-            self._end(session)
+            self._end(session, free_exclusive=False)
         while (lease := self._retained.pop_due(now)) is not None:
             self._end_lease(lease, free_exclusive=False)
 
     def _open(self, turn: SessionTurn, session: Session | None, lane: str) -> Session | None:
         if session is not None and session.epoch >= turn.epoch:
             if session.epoch == turn.epoch:
-                session.is_closing = False
+                session.is_closing = session.frees = False
                 session.lease.seconds = _lease_seconds(turn)
             return session
         if session is None and len(self._sessions) >= self._max_sessions and not self._make_room(lane):
@@ -190,6 +221,7 @@ class Sessions:
             self._idle.discard(session)
             opened.lease = session.lease
             opened.lease.seconds = _lease_seconds(turn)
+            opened.branches, opened.ended_turns = session.branches, session.ended_turns
         return opened
 
     def _make_room(self, lane: str) -> bool:
@@ -211,7 +243,7 @@ class Sessions:
         if not self._lanes[session.lane]:
             del self._lanes[session.lane]
 
-    def _end(self, session: Session, *, free_exclusive: bool = True) -> None:
+    def _end(self, session: Session, *, free_exclusive: bool) -> None:
         session.is_over = True
         self._idle.discard(session)
         del self._sessions[session.id]

@@ -342,10 +342,14 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 
 
 class CloseSession(Struct, frozen=True, tag="close_session"):
-    """Front end to worker: end this session, now or after its last active turn. Ignored for another epoch."""
+    """Front end to worker: end this session, now or after its last active turn. Ignored for another epoch.
+
+    `frees`: the client is done with it, so KV that only this session held is freed. Otherwise it stays cached, without a lease.
+    """
 
     id: str
     epoch: int
+    frees: bool = True
 
 
 class SessionQuery(Struct, frozen=True, tag="session_query"):

@@ -72,8 +72,8 @@ class Backend(Protocol):
     def end_transfer(self, transfer: bytes) -> None:
         """Frees what this transfer holds, begun by a Fetch or a Submit, as the source or the target. An unknown one is ignored."""
 
-    def close_session(self, session_id: str, epoch: int) -> None:
-        """Ends a session now or when its last active turn ends. An unknown one, or one of another epoch, is ignored."""
+    def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
+        """Ends a session now or when its last active turn ends, see CloseSession. An unknown one, or one of another epoch, is ignored."""
 
     async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
         """Reports on the known ones of these sessions."""

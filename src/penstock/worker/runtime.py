@@ -284,7 +284,7 @@ class WorkerRuntime:
             case Ready():
                 port.ready = True
             case CloseSession():
-                self._backend.close_session(message.id, message.epoch)
+                self._backend.close_session(message.id, message.epoch, frees=message.frees)
             case SessionQuery():
                 self._begin(port, self._describe_sessions(port, message))
             case SnapshotRequest():

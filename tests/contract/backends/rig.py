@@ -204,7 +204,7 @@ class Tap:
     def end_transfer(self, transfer: bytes) -> None:
         self.backend.end_transfer(transfer)
 
-    def close_session(self, session_id: str, epoch: int) -> None:
+    def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.backend.close_session(session_id, epoch)
 
     async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
@@ -340,7 +340,7 @@ class Rig:
     def describe(self, *session_ids: str) -> list[SessionReport]:
         return list(self.run(_as_coroutine(self.backend.describe_sessions(session_ids))))
 
-    def close_session(self, session_id: str, epoch: int) -> None:
+    def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         async def close() -> None:
             self.backend.close_session(session_id, epoch)
 

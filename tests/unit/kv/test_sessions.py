@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.engine.engine import Engine
 from penstock.kv.cache import KVCache
+from penstock.kv.radix import Node
 from penstock.kv.sessions import MAX_LEASE_SECONDS, Sessions
 from penstock.wire.messages import SessionAction, SessionReport, SessionTurn, Submit
 from tiny_models import Collected, generation_id, make_engine, make_submit, random_prompt, reference_tokens, run
@@ -155,7 +156,8 @@ def test_the_lease_slides_from_the_end_of_the_last_active_turn() -> None:
     engine.step()
     engine.check_integrity()
     assert engine.sessions.get("a") is None
-    assert engine.stats().kv_blocks_cached == 0
+    assert (engine.stats().kv_blocks_leased, engine.stats().kv_blocks_cached) == (0, 6), "nobody has closed it: its KV may still be of use"
+    assert cached(run(engine, [turn(2, [*PROMPT, 1], "a", "open")]), 2) == 64
 
 
 def test_a_turn_that_continues_stops_the_lease_from_running() -> None:
@@ -187,6 +189,120 @@ def test_the_worker_gives_the_front_end_a_grace_to_close_first() -> None:
     engine = make_engine(clock=clock, session_grace=5.0)
     run(engine, [turn(0, PROMPT, "a", "open", timeout=10)])
     assert engine.next_expiry == 15.0
+
+
+def test_a_front_end_that_ends_a_session_says_whether_the_client_is_done_with_it() -> None:
+    engine = make_engine()
+    run(engine, [turn(0, PROMPT, "a", "open"), turn(1, random_prompt(9, 64), "b", "open")])
+    assert engine.close_session("a", 1, frees=False)
+    assert (engine.stats().kv_blocks_leased, engine.stats().kv_blocks_cached) == (PAGES, 2 * PAGES)
+    engine.submit(turn(2, random_prompt(9, 64), "b"))
+    assert engine.close_session("b", 1)
+    assert engine.close_session("b", 1, frees=False), "it ran out while the close waited for the turn"
+    run(engine, [])
+    assert (engine.stats().kv_blocks_leased, engine.stats().kv_blocks_cached) == (0, PAGES)
+
+
+def leased(engine: Engine, *prompts: list[int]) -> list[int]:
+    """How many of the leading tokens of each prompt are leased."""
+    engine.check_integrity()
+    session = engine.sessions.get("a")
+    assert session is not None
+    keys = {node.key: node for node in session.lease.nodes}
+    found = []
+    for prompt in prompts:
+        blocks = [tuple(prompt[start : start + 16]) for start in range(0, len(prompt), 16)]
+        found.append(16 * next((number for number, block in enumerate(blocks) if block not in keys), len(blocks)))
+    return found
+
+
+THINKING, ANSWER, QUESTION, SUMMARY = (random_prompt(number, 32) for number in range(20, 24))
+
+
+def test_a_turn_supersedes_what_it_does_not_continue() -> None:
+    """Without its thinking, then a history that was made shorter: the rest loses the lease, and nothing is freed."""
+    engine = make_engine()
+    run(engine, [turn(0, [*PROMPT, *THINKING, *ANSWER, 1], "a", "open")])
+    run(engine, [turn(1, [*PROMPT, *ANSWER, *QUESTION, 1], "a")])
+    assert leased(engine, [*PROMPT, *THINKING], [*PROMPT, *ANSWER, *QUESTION]) == [64, 128]
+    assert engine.stats().kv_blocks_leased == 8
+    assert cached(run(engine, [make_submit(2, [*PROMPT, *THINKING, *ANSWER, 1], 1)]), 2) == 128, "it is cached still"
+    run(engine, [turn(3, [*SUMMARY, *QUESTION, 1], "a")])
+    assert leased(engine, PROMPT, [*SUMMARY, *QUESTION]) == [0, 64]
+    assert engine.stats().kv_blocks_leased == 4
+
+
+def test_what_was_superseded_is_evicted_first() -> None:
+    engine = make_engine(kv_pages=16)
+    run(engine, [make_submit(0, random_prompt(30, 64), 1)])
+    run(engine, [turn(1, [*PROMPT, *THINKING, 1], "a", "open")])
+    run(engine, [turn(2, [*PROMPT, *ANSWER, 1], "a")])
+    run(engine, [make_submit(3, random_prompt(31, 80), 1)])
+    assert cached(run(engine, [make_submit(4, [*random_prompt(30, 64), 1], 1)]), 4) == 64, "older, but of use to somebody"
+    assert cached(run(engine, [make_submit(5, [*PROMPT, *THINKING, 1], 1)]), 5) == 64
+
+
+def test_other_sessions_keep_what_one_has_superseded() -> None:
+    engine = make_engine()
+    run(engine, [turn(0, [*PROMPT, *THINKING, 1], "a", "open"), turn(1, [*PROMPT, *THINKING, 1], "a/sub", "open")])
+    run(engine, [turn(2, [*SUMMARY, 1], "a")])
+    other = engine.sessions.get("a/sub")
+    assert other is not None
+    assert (leased(engine, PROMPT), other.pages) == ([0], 6)
+
+
+def test_turns_that_overlap_do_not_supersede_each_other() -> None:
+    """Two branches run at once, and are continued at once. When one goes on alone, the other is superseded."""
+    engine = make_engine()
+    left, right = [*PROMPT, *THINKING], [*PROMPT, *ANSWER]
+    run(engine, [turn(0, PROMPT, "a", "open")])
+    run(engine, [turn(1, [*left, 1], "a", max_tokens=9), turn(2, [*right, 1], "a")])
+    assert leased(engine, left, right) == [96, 96]
+    run(engine, [turn(3, [*left, *QUESTION, 1], "a"), turn(4, [*right, *QUESTION, 1], "a", max_tokens=9)])
+    assert leased(engine, [*left, *QUESTION], [*right, *QUESTION]) == [128, 128]
+    run(engine, [turn(5, [*right, *QUESTION, *SUMMARY, 1], "a")])
+    assert leased(engine, left, [*right, *QUESTION, *SUMMARY]) == [64, 160]
+
+
+def test_a_turn_that_waits_keeps_the_branch_that_it_may_continue() -> None:
+    engine = make_engine(max_batch=1)
+    left, right = [*PROMPT, *THINKING], [*PROMPT, *ANSWER]
+    run(engine, [turn(0, [*left, 1], "a", "open"), turn(1, [*right, 1], "a", "open")])
+    collected = Collected()
+    engine.submit(turn(2, [*left, *QUESTION, 1], "a"))
+    engine.submit(turn(3, [*right, *QUESTION, 1], "a"))
+    while generation_id(2) not in collected.terminals:
+        collected.step(engine)
+    assert leased(engine, right) == [96]
+    while engine.has_work:
+        collected.step(engine)
+    assert cached(collected, 3) == 96
+    assert leased(engine, [*left, *QUESTION], [*right, *QUESTION]) == [128, 128], "they overlapped"
+
+
+def test_a_turn_that_was_cancelled_early_supersedes_nothing() -> None:
+    engine = make_engine(token_budget=16)
+    run(engine, [turn(0, [*PROMPT, *THINKING, 1], "a", "open")])
+    engine.submit(turn(1, [*SUMMARY, *QUESTION, 1], "a"))
+    engine.step()
+    engine.cancel(generation_id(1))
+    assert leased(engine, [*PROMPT, *THINKING]) == [96]
+    run(engine, [turn(2, [*PROMPT, *ANSWER, 1], "a")])
+    assert leased(engine, [*PROMPT, *ANSWER], [*PROMPT, *THINKING], SUMMARY) == [96, 64, 0]
+
+
+def test_the_turns_of_a_conversation_that_only_grows_cost_nothing_more() -> None:
+    """Each turn goes on from the one before: there is nothing to look for."""
+    cache = KVCache(512, 4)
+    sessions = Sessions(cache, 1, 0.0)
+    session, _ = sessions.begin_turn(SessionTurn("a", "open"))
+    assert session is not None
+    path: list[Node] = []
+    for number in range(100):
+        parent = path[-1] if path else cache.root(b"")
+        path += cache.commit(parent, [(number,) * 4], cache.allocate(1, 0.0), session.lease)
+        sessions.supersede(session, number, path, [])
+        assert (len(session.branches), session.pages) == (1, number + 1)
 
 
 def test_over_quota_is_served_without_a_lease() -> None:

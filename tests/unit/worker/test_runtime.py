@@ -78,7 +78,7 @@ class HandDriven:
     def end_transfer(self, transfer: bytes) -> None:
         self.ended_transfers.append(transfer)
 
-    def close_session(self, session_id: str, epoch: int) -> None:
+    def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.closed_sessions.append((session_id, epoch))
 
     async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:

@@ -217,8 +217,8 @@ class ExternalBackend:
     def end_transfer(self, transfer: bytes) -> None:
         self._handovers.end(transfer)
 
-    def close_session(self, session_id: str, epoch: int) -> None:
-        self._sessions.close(session_id, epoch)
+    def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
+        self._sessions.close(session_id, epoch, frees=frees)
         self._end_engine_sessions()
 
     async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:

@@ -215,10 +215,10 @@ class WorkerLink(LinkProtocol):
         if generation_id in self._generations and not self.lost.done():
             self._write_soon(encode_frame(Cancel((generation_id,))))
 
-    def close_session(self, session_id: str, epoch: int) -> None:
-        """Ends a session on the worker, now or when its last active turn ends."""
+    def close_session(self, session_id: str, epoch: int, *, frees: bool) -> None:
+        """Ends a session on the worker, now or when its last active turn ends. See CloseSession."""
         if not self.lost.done():
-            self._write_soon(encode_frame(CloseSession(session_id, epoch)))
+            self._write_soon(encode_frame(CloseSession(session_id, epoch, frees)))
 
     def request_snapshot(self) -> None:
         if not self.lost.done():

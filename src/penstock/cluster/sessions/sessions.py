@@ -121,7 +121,7 @@ class Sessions:
     def granted(self, turn: Turn, session: Session, worker: str, epoch: int) -> None:
         """A worker has granted the lease, so the session is bound now. A lease at a place that the session left is given back."""
         if (worker, epoch) != session.place:
-            self._close_on_worker(worker, session.key, epoch)
+            self._end_on_worker(worker, session.key, epoch)
             return
         session.granted_epoch = epoch
         if session.bound_epoch != epoch and session.binding_task is None and self.is_open(session):
@@ -166,10 +166,11 @@ class Sessions:
         binding = await self.store.get(key)
         if binding is None or not await self.store.release(key, binding.epoch):
             return False
-        self._close_on_worker(binding.worker, key, binding.epoch)
+        self._end_on_worker(binding.worker, key, binding.epoch, frees=True)
         self.counts["closed"] += 1
-        if key in self._sessions:
-            self._abandon(self._sessions[key])
+        if (session := self._sessions.get(key)) is not None:
+            session.is_closing = True
+            self._abandon(session, frees=True)
         return True
 
     async def _ask(self, worker: str, keys: Sequence[str]) -> Sequence[SessionReport]:
@@ -198,7 +199,7 @@ class Sessions:
         if stored is not None and (session.bound_epoch is None or stored.epoch >= session.binding.epoch):
             worker, epoch = session.place
             if worker and epoch != stored.epoch:
-                self._close_on_worker(worker, key, epoch)
+                self._end_on_worker(worker, key, epoch)
             session.adopt(stored)
         if wish.action == "open":
             session.change_timeout(wish.timeout)
@@ -257,12 +258,12 @@ class Sessions:
         if winner is None:
             turn.state = "over_quota"
             self.counts["over_quota"] += 1
-            self._close_on_worker(binding.worker, session.key, binding.epoch)
+            self._end_on_worker(binding.worker, session.key, binding.epoch)
             self._forget(session)
         elif (winner.worker, winner.epoch) == (binding.worker, binding.epoch):
             session.bound_epoch = binding.epoch
         else:
-            self._close_on_worker(binding.worker, session.key, binding.epoch)
+            self._end_on_worker(binding.worker, session.key, binding.epoch)
             session.adopt(winner)
 
     async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
@@ -303,20 +304,21 @@ class Sessions:
 
     async def _close(self, session: Session) -> None:
         # First here, so that the next open makes another session.
-        self._abandon(session)
+        self._abandon(session, frees=session.is_closing)
         if session.bound_epoch is not None:
             await self.store.release(session.key, session.bound_epoch)
 
-    def _abandon(self, session: Session) -> None:
+    def _abandon(self, session: Session, *, frees: bool = False) -> None:
         """Ends this incarnation. The worker ends the lease after the last active turn, and only if the epoch is this one."""
         worker, epoch = session.place
-        self._close_on_worker(worker, session.key, epoch)
+        self._end_on_worker(worker, session.key, epoch, frees=frees)
         self._forget(session)
 
-    def _close_on_worker(self, worker: str, key: str, epoch: int) -> None:
+    def _end_on_worker(self, worker: str, key: str, epoch: int, *, frees: bool = False) -> None:
+        """Only a close by the client frees. Otherwise the KV stays cached while there is room: the client may come back."""
         member = self.pool.find(worker)
         if member is not None:
-            member.link.close_session(key, epoch)
+            member.link.close_session(key, epoch, frees=frees)
 
     def _forget(self, session: Session) -> None:
         self._expiries.discard(session)
