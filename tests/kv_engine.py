@@ -60,7 +60,12 @@ class DictEngine:
         self.released: list[bytes] = []
         self.progress: dict[bytes, list[int]] = {}
         self.ended: list[tuple[bytes, str]] = []
+        self.busy_seconds = 0.0
+        """How long the transport's thread is kept when a block has arrived."""
         self._changed = threading.Condition()
+
+    def connect(self, transport: KvTransport) -> None:
+        self.transport = transport
 
     def store(self, names: Sequence[bytes]) -> list[int]:
         slots = list(range(len(self.slot_of), len(self.slot_of) + len(names)))
@@ -92,14 +97,18 @@ class DictEngine:
         with self._changed:
             self.progress.setdefault(transfer, []).append(blocks)
             self._changed.notify_all()
+        threading.Event().wait(self.busy_seconds)
 
     def pull_ended(self, transfer: bytes, failure: str) -> None:
         with self._changed:
             self.ended.append((transfer, failure))
             self._changed.notify_all()
 
-    def until(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = 10.0, *, poll: bool = False) -> None:
+        """`poll`: for a condition that no call of the transport announces."""
         with self._changed:
+            while poll and not condition():
+                self._changed.wait(0.001)
             assert self._changed.wait_for(condition, seconds), (self.ended, self.progress, self.released)
 
     def until_quiet(self, seconds: float) -> None:

@@ -49,7 +49,9 @@ class KvEngine(Protocol):
     """The engine's side, as the transport sees it. `fingerprint` says what gives its KV a meaning: blocks move between equal ones only."""
 
     fingerprint: bytes
-    memory: SlotMemory
+
+    @property
+    def memory(self) -> SlotMemory: ...
 
     def connect(self, transport: KvTransport) -> None:
         """From now on KV can move. Called once, on the event loop, before the first request."""

@@ -2,55 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from kv_engine import DictEngine, names_of
-from penstock.cluster.kv.handshake import Credentials
-from penstock.cluster.kv.puller import Patience
-from penstock.cluster.kv.transport import SocketTransport
-from penstock.wire.address import Address, TcpAddress, UnixAddress
+from kv_workers import QUICK, Workers, source_of
 from penstock.wire.messages import KvSource
-
-SECRET = "only for this test"
-QUICK = Patience(look_seconds=0.02, silent_looks=10, retry_seconds=0.05)
-
-
-class Workers:
-    """Transports in this process, each with its engine and thread."""
-
-    def __init__(self, directory: Path, kind: str) -> None:
-        self.kind = kind
-        self.secret = SECRET
-        self._directory = directory
-        self.transports: list[SocketTransport] = []
-
-    def start(self, engine: DictEngine, **options: object) -> SocketTransport:
-        name = f"worker-{len(self.transports)}"
-        address: Address = UnixAddress(str(self._directory / f"{name}.kv")) if self.kind == "unix" else TcpAddress("127.0.0.1", 0)
-        transport = SocketTransport(engine, Credentials(name, self.secret), address, patience=QUICK, **options)  # type: ignore[arg-type]
-        engine.transport = transport
-        transport.start()
-        self.transports.append(transport)
-        return transport
-
-    def close(self) -> None:
-        for transport in self.transports:
-            transport.close()
-            transport.check_integrity()
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workers]:
-    started = Workers(tmp_path, request.param)
-    yield started
-    started.close()
-
-
-def source_of(transport: SocketTransport, number: int = 1, *, waits: bool = False) -> KvSource:
-    return KvSource(number.to_bytes(16), str(transport.address), waits)
 
 
 def test_blocks_arrive_in_order_and_both_ends_know_of_the_end(workers: Workers) -> None:
