@@ -40,7 +40,7 @@ _HEADER = struct.Struct("<16sQ32s")
 _MAGIC = b"penstock KV 1\0\0\0"
 # The checksum of the rest, name and parent, the parent's length, the checksum of the data, and the order of writing.
 _RECORD = struct.Struct("<I16s16sIIQ")
-_RECORD_BYTES = 64
+RECORD_BYTES = 64
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -52,7 +52,7 @@ class _Record(NamedTuple):
 
     def pack(self) -> bytes:
         body = _RECORD.pack(0, self.name, self.parent, len(self.parent), self.checksum, self.order)[4:]
-        return (struct.pack("<I", crc32(body)) + body).ljust(_RECORD_BYTES, b"\0")
+        return (struct.pack("<I", crc32(body)) + body).ljust(RECORD_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> _Record | None:
@@ -74,9 +74,9 @@ class DiskTier:
         self._slot_bytes = slot_bytes
         self._stride = slot_bytes if slot_bytes < ALIGNMENT else -(-slot_bytes // ALIGNMENT) * ALIGNMENT
         self._seconds_per_block = seconds_per_block
-        self.slots = size // (self._stride + _RECORD_BYTES)
+        self.slots = size // (self._stride + RECORD_BYTES)
         if not self.slots:
-            raise ConfigError(f"--kv-disk-size is {size} bytes: expected at least {self._stride + _RECORD_BYTES}, the size of a KV block")
+            raise ConfigError(f"--kv-disk-size is {size} bytes: expected at least {self._stride + RECORD_BYTES}, the size of a KV block")
         self.on_done: Callable[[], None] = lambda: None
         self.dropped = 0
         """Records of an earlier process that could not be used."""
@@ -149,7 +149,7 @@ class DiskTier:
         try:
             if began >= self._full_until:
                 _write_all(self._blocks, data, slot * self._stride)
-                _write_all(self._index, memoryview(record.pack()), (slot + 1) * _RECORD_BYTES)
+                _write_all(self._index, memoryview(record.pack()), (slot + 1) * RECORD_BYTES)
                 self._order, self._records[slot] = record.order, record
             else:
                 failure = "full"
@@ -175,7 +175,7 @@ class DiskTier:
         """The old record would come back after a restart; its checksum keeps it from doing harm if this fails."""
         self._records.pop(slot, None)
         try:
-            _write_all(self._index, memoryview(bytes(_RECORD_BYTES)), (slot + 1) * _RECORD_BYTES)
+            _write_all(self._index, memoryview(bytes(RECORD_BYTES)), (slot + 1) * RECORD_BYTES)
         except OSError as error:
             self._failed("written", error)
 
@@ -198,31 +198,31 @@ class DiskTier:
 
     def _read_index(self, fingerprint: bytes) -> dict[int, _Record]:
         """The records of an earlier process, by slot. If its file is of another kind, it is begun anew."""
-        header = _HEADER.pack(_MAGIC, self._slot_bytes, fingerprint[:32]).ljust(_RECORD_BYTES, b"\0")
+        header = _HEADER.pack(_MAGIC, self._slot_bytes, fingerprint[:32]).ljust(RECORD_BYTES, b"\0")
         size = os.fstat(self._index).st_size
-        if os.pread(self._index, _RECORD_BYTES, 0) != header:
+        if os.pread(self._index, RECORD_BYTES, 0) != header:
             if size:
                 log.warning("%s is of another version or broken, and is begun anew", self._store)
-                self.dropped += max(0, size // _RECORD_BYTES - 1)
+                self.dropped += max(0, size // RECORD_BYTES - 1)
             os.ftruncate(self._index, 0)
             os.ftruncate(self._blocks, 0)
             _write_all(self._index, memoryview(header), 0)
             return {}
         # A smaller size than before: what is behind it is given back.
-        os.ftruncate(self._index, min(size, (self.slots + 1) * _RECORD_BYTES))
+        os.ftruncate(self._index, min(size, (self.slots + 1) * RECORD_BYTES))
         os.ftruncate(self._blocks, min(os.fstat(self._blocks).st_size, self.slots * self._stride))
         with os.fdopen(os.dup(self._index), "rb") as file:
-            file.seek(_RECORD_BYTES)
+            file.seek(RECORD_BYTES)
             return self._sound_records(file.read())
 
     def _sound_records(self, data: bytes) -> dict[int, _Record]:
         slots: dict[bytes, int] = {}
         records: dict[int, _Record] = {}
-        for slot, start in enumerate(range(0, len(data), _RECORD_BYTES)):
-            packed = data[start : start + _RECORD_BYTES]
+        for slot, start in enumerate(range(0, len(data), RECORD_BYTES)):
+            packed = data[start : start + RECORD_BYTES]
             if not any(packed):
                 continue
-            record = _Record.unpack(packed) if len(packed) == _RECORD_BYTES else None
+            record = _Record.unpack(packed) if len(packed) == RECORD_BYTES else None
             earlier = None if record is None else slots.get(record.name)
             if record is None or (earlier is not None and records[earlier].order > record.order):
                 self.dropped += 1
