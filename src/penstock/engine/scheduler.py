@@ -170,7 +170,8 @@ class Scheduler(Generic[S]):
         request = sequence.request
         if request.export is not None:
             self.transfers.expect(request.export.transfer, request.export.lease_seconds)
-        sequence.is_importing = not sequence.skips_cache and self.transfers.join(request, partial(self._end_import, sequence))
+        if not sequence.skips_cache:
+            sequence.is_importing = self.transfers.join(request, partial(self._end_import, sequence)) or self._load(sequence, is_next=False)
         self._last_place += 1
         self._wait(sequence, self._last_place)
 
@@ -251,6 +252,10 @@ class Scheduler(Generic[S]):
             leader = None if block is None or skips_cache else self._leaders.get(block)
             if leader is not None:
                 self._follow(sequence, leader, len(path))
+                self._ready.discard(sequence)
+                continue
+            if not skips_cache and self._load(sequence, is_next=True):
+                sequence.is_importing = True
                 self._ready.discard(sequence)
                 continue
             is_new = sequence.cached_tokens is None
@@ -388,6 +393,13 @@ class Scheduler(Generic[S]):
         if not sequence.is_importing:
             self._make_ready(sequence)
 
+    def _load(self, sequence: S, *, is_next: bool) -> bool:
+        """Begins to load from the tiers what is worth it. Returns whether the sequence has to wait for that."""
+        if self.transfers.nearby is None:
+            return False
+        wake = partial(self._end_import, sequence)
+        return self.transfers.load(sequence.request, sequence.tokens, len(self._running), wake, is_next=is_next)
+
     def _end_import(self, sequence: S) -> None:
         """What a waiting sequence could get from elsewhere is here. It computes the rest."""
         sequence.is_importing = False
@@ -449,6 +461,9 @@ class Scheduler(Generic[S]):
         self._commit(sequence)
         path = sequence.path
         self.sessions.retain(path, retention_seconds, now)
+        if is_over and self.cache.below is not None and path and path[0].leases:
+            # A session pauses here, or somebody wants the KV to be kept.
+            self.cache.below.pause(path)
         if is_over and sequence.request.export is not None:
             self.transfers.keep(sequence.request.export.transfer, path)
         self.cache.give_back(sequence.tail)

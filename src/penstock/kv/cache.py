@@ -32,6 +32,12 @@ class Below(Protocol):
 
     def end_lease(self, lease: Lease, *, free_exclusive: bool) -> None: ...
 
+    def supersede(self, lease: Lease, kept: Collection[bytes]) -> None:
+        """The lease holds no block any more except these."""
+
+    def protect(self, pages: Sequence[int]) -> None:
+        """Somebody else will write to these pages, at any moment."""
+
     def pause(self, path: Sequence[Node]) -> None:
         """These nodes will be needed again soon."""
 
@@ -152,6 +158,8 @@ class KVCache:
         pages = self.allocate(count, now)
         reserved = set(pages)
         self._fresh = [page for page in self._fresh if page not in reserved]
+        if self.below is not None:
+            self.below.protect(pages)
         return pages
 
     def take_fresh(self) -> list[int]:
@@ -251,6 +259,8 @@ class KVCache:
             if not (node.leases or node.is_public or node.references):
                 node.last_used = 0
             self._offer(node)
+        if self.below is not None:
+            self.below.supersede(lease, {node.name for node in kept})
 
     def snapshot(self) -> Snapshot:
         """All blocks that are cached now. It includes events that were not taken yet: their numbers are below its `next_number`."""

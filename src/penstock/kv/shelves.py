@@ -228,6 +228,17 @@ class Shelves:
                 shelf.settle(spot)
         return exclusive
 
+    def supersede(self, lease: Lease, kept: Collection[bytes]) -> None:
+        """Takes the lease from all blocks except these. Those that nobody else holds are the first to give way."""
+        held = self._held.get(lease, set())
+        for block in [block for block in held if block.name not in kept]:
+            held.discard(block)
+            assert block.leases is not None
+            block.leases.discard(lease)
+            if not block.leases and not block.is_public:
+                block.used = 0
+            self.use(block, 0)
+
     def announce(self, blocks: Iterable[TierBlock], shelf: Shelf) -> None:
         """These blocks can be loaded from now on."""
         self.report_left()

@@ -226,6 +226,10 @@ class Tiers:
             self._save([(node, tick) for node in nodes])
         self._shelves.report_left()
 
+    def protect(self, pages: Sequence[int]) -> None:
+        """Somebody else will write to these pages: what is saved of them is read first."""
+        self._copies.protect(pages)
+
     def drop(self, nodes: Iterable[Node]) -> None:
         """These nodes leave the device for good: their session was closed, and nobody else has used them."""
         for node in nodes:
@@ -242,6 +246,10 @@ class Tiers:
             for block in exclusive:
                 self._free(block)
             self._shelves.report_left()
+
+    def supersede(self, lease: Lease, kept: Collection[bytes]) -> None:
+        """The lease holds no block any more except these. Blocks that nobody else holds are the first to give way."""
+        self._shelves.supersede(lease, kept)
 
     def _free(self, block: TierBlock) -> None:
         self._to_write.pop(block.name, None)
@@ -345,7 +353,6 @@ class Tiers:
                 break
             blocks.append(block)
         load = self._loads[source.transfer] = Load(source.transfer, blocks, slots, self._clock())
-        self._copies.protect(slots)
         load.failure = "" if len(blocks) == len(names) else "a block has left its tier"
         # What is in host memory stays there until it is loaded.
         for index, block in enumerate(blocks):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -40,6 +40,9 @@ EXPECT_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
 """How long an import goes on while no block arrives, though its source is alive. A long queue there may take seconds."""
 
+NAMED_AT_ONCE = 64
+"""Blocks: most prompts have no block in a tier, and need only the first name."""
+
 NO_TRANSPORT = "the worker moves no KV"
 TOO_FEW_PAGES = "too few pages are free"
 NOTHING_ARRIVES = "the source computes for too long"
@@ -53,11 +56,20 @@ class Place(Protocol):
     def stop(self, transfer: bytes, /) -> None: ...
 
 
-class Nearby(Protocol):
-    """The tiers of this worker."""
+class Nearby(Place, Protocol):
+    """The tiers of this worker: `kv.tiers.Tiers`."""
 
-    def plan(self, names: Sequence[bytes]) -> Sequence[tuple[Place, int]]:
-        """From where the first of these blocks are worth loading, and how many, in order. Empty: none is."""
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def next_expiry(self) -> float: ...
+
+    def plan(self, names: Iterable[bytes]) -> int:
+        """How many of the first of these blocks are worth loading."""
+
+    def poll(self) -> None:
+        """Goes on with what was begun. Calls `arrived` and `pull_ended`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +89,7 @@ class Pull:
 
 @dataclass(slots=True, eq=False)
 class Import:
-    """The first `blocks` blocks of these tokens. `path` holds those that are here."""
+    """The first `blocks` blocks of these tokens. `path` holds those that are here. `is_next`: its generation waits for nothing else."""
 
     id: bytes
     source: KvSource | None
@@ -87,6 +99,7 @@ class Import:
     hold_seconds: float
     is_fetch: bool
     asked_at: float
+    is_next: bool = False
     state: Literal["queued", "pulling", "over"] = "queued"
     is_stopped: bool = False
     behind: Import | None = None
@@ -141,7 +154,9 @@ class Transfers:
 
     @property
     def has_work(self) -> bool:
-        """Whether the next `advance` may begin an import."""
+        """Whether the next `advance` may begin an import, or goes on with one."""
+        if self.nearby is not None and self.nearby.has_work:
+            return True
         if not self._queued or self._short_of == self._cache.free + self._cache.cached:
             return False
         return any(each.behind is None or each.behind.state != "pulling" for each in self._queued.values())
@@ -164,7 +179,8 @@ class Transfers:
     def next_expiry(self) -> float:
         """When something ends if nothing else happens."""
         least = self._ends.least()
-        return math.inf if least is None else least[0]
+        end = math.inf if least is None else least[0]
+        return end if self.nearby is None else min(end, self.nearby.next_expiry)
 
     @property
     def paths(self) -> Iterator[Sequence[Node]]:
@@ -201,6 +217,8 @@ class Transfers:
 
     def advance(self, now: float, running: int) -> None:
         """Call it first in a step. Ends what has run out, then begins imports for which there are pages, and one per running sequence."""
+        if self.nearby is not None:
+            self.nearby.poll()
         while (ended := self._ends.pop_due(now)) is not None:
             if isinstance(ended, Export):
                 self._report(ended.id, "expired", ended.asked_at)
@@ -244,9 +262,9 @@ class Transfers:
     def join(self, request: Submit, wake: Callable[[], None]) -> bool:
         """A generation comes. Returns whether it has to wait for an import, which is begun if there is none; then `wake` is called when
         that is over."""
-        if request.source is None and self.nearby is None:
+        if request.source is None:
             return False
-        key = _key(request)
+        key = request.source.transfer
         found = self._imports.get(key)
         if found is None:
             blocks = (len(request.token_ids) - 1) // self._cache.page_size
@@ -256,6 +274,32 @@ class Transfers:
         if found.state == "over":
             return False
         found.waiting[request.id] = wake
+        return True
+
+    def load(self, request: Submit, token_ids: Sequence[int], running: int, wake: Callable[[], None], *, is_next: bool) -> bool:
+        """Loads from the tiers what is worth it of a waiting generation, if there are pages for it. Returns whether it has to wait for
+        that; then `wake` is called when it is over. `is_next`: otherwise it starts now.
+
+        It may be called again: a first load of a few blocks may have shown that more of them are worth it.
+        """
+        blocks = (len(token_ids) - 1) // self._cache.page_size
+        earlier = self._imports.get(request.id)
+        if self.nearby is None or request.source is not None or not blocks or not _may_go_on(earlier):
+            return False
+        root = self._cache.root(request.root)
+        wanted = Import(request.id, None, token_ids, blocks, root, HOLD_SECONDS, False, self._clock(), is_next)
+        self._queued[wanted.id] = wanted
+        if not self._begin(wanted, self._clock(), running):
+            del self._queued[wanted.id]
+            return False
+        if wanted.state == "over":
+            self._ends.discard(wanted)
+            self._let_go(wanted)
+            return False
+        if earlier is not None:
+            self.end(earlier.id)
+        self._imports[wanted.id] = wanted
+        wanted.waiting[request.id] = wake
         return True
 
     def started(self, request: Submit) -> None:
@@ -403,17 +447,18 @@ class Transfers:
         cache, size = self._cache, self._cache.page_size
         path = cache.match_blocks(wanted.root.name, wanted.token_ids, wanted.blocks)
         first, parent = len(path), (path[-1] if path else wanted.root).name
-        count = min(wanted.blocks - first, self._max_reserved)
-        if count > 0:
+        count = max(0, min(wanted.blocks - first, self._max_reserved))
+        unused = running + sum([not node.references for node in path])
+        if count:
             ahead = self._pulled.get(block_hash(parent, wanted.token_ids[first * size : (first + 1) * size]))
             if ahead is not None:
                 wanted.behind = ahead
                 return True
-            unused = sum([not node.references for node in path])
-            if self._reserved + count > self._max_reserved or not cache.can_allocate(count + unused + running):
+            if wanted.source is not None and not self._has_room(wanted, count, unused):
                 return False
-        names = block_hashes(wanted.token_ids[first * size : (first + count) * size], size, parent) if count > 0 else []
-        runs = self._plan(wanted, names)
+        names, runs = self._plan(wanted, _names(wanted.token_ids, size, first, count, parent))
+        if wanted.source is None and not self._has_room(wanted, len(names), unused):
+            return False
         cache.hold(path)
         wanted.path, wanted.state = path, "pulling"
         self._ends.put(wanted, now + SILENCE_SECONDS)
@@ -422,17 +467,26 @@ class Transfers:
         self._pull(wanted, names, runs, now)
         return True
 
-    def _plan(self, wanted: Import, names: Sequence[bytes]) -> list[tuple[Place, KvSource, int]]:
-        """What comes from where: first from the tiers, the rest from the source."""
+    def _has_room(self, wanted: Import, count: int, unused: int) -> bool:
+        most = self._cache.pages if wanted.is_next else self._max_reserved
+        return self._reserved + count <= most and self._cache.can_allocate(count + unused)
+
+    def _plan(self, wanted: Import, names: Iterator[bytes]) -> tuple[list[bytes], list[tuple[Place, KvSource, int]]]:
+        """What comes, and from where: first from the tiers, the rest from the source. Names are made only as far as somebody asks."""
+        known: list[bytes] = []
         runs: list[tuple[Place, KvSource, int]] = []
-        if self.nearby is not None and names:
-            for place, count in self.nearby.plan(names):
+        if self.nearby is not None:
+            count = self.nearby.plan(_recorded(names, known))
+            if count:
                 self._local_pulls += 1
-                runs.append((place, KvSource(b"tier" + self._local_pulls.to_bytes(12), ""), count))
-        rest = len(names) - sum([count for _, _, count in runs])
+                runs.append((self.nearby, KvSource(b"tier" + self._local_pulls.to_bytes(12), ""), count))
+            if wanted.source is None:
+                return known[:count], runs
+        known += names
+        rest = len(known) - sum([count for _, _, count in runs])
         if rest and wanted.source is not None and self.transport is not None:
             runs.append((self.transport, wanted.source, rest))
-        return runs
+        return known, runs
 
     def _pull(self, wanted: Import, names: Sequence[bytes], runs: Sequence[tuple[Place, KvSource, int]], now: float) -> None:
         wanted.reserved = sum([count for _, _, count in runs])
@@ -580,6 +634,25 @@ class Transfers:
     def _report(self, transfer: bytes, outcome: TransferOutcome, since: float, blocks: int = 0, reason: str = "") -> None:
         size, seconds = blocks * self._block_bytes, self._clock() - since
         self._reports.append(TransferReport(transfer, outcome, blocks, size, seconds, reason))
+
+
+def _may_go_on(earlier: Import | None) -> bool:
+    """Whether a generation may load after this: it has loaded all that it wanted then."""
+    return earlier is None or (earlier.state == "over" and not earlier.reason and bool(earlier.pulls))
+
+
+def _names(token_ids: Sequence[int], size: int, first: int, count: int, parent: bytes) -> Iterator[bytes]:
+    """The names of these blocks, some at a time."""
+    for start in range(first, first + count, NAMED_AT_ONCE):
+        piece = block_hashes(token_ids[start * size : min(start + NAMED_AT_ONCE, first + count) * size], size, parent)
+        yield from piece
+        parent = piece[-1]
+
+
+def _recorded(names: Iterator[bytes], into: list[bytes]) -> Iterator[bytes]:
+    for name in names:
+        into.append(name)
+        yield name
 
 
 def _key(request: Submit) -> bytes:

@@ -334,6 +334,22 @@ def test_leased_blocks_give_way_last() -> None:
     assert world.run(tokens(1, 8)) == 8
 
 
+def test_what_a_turn_has_superseded_gives_way_first() -> None:
+    world = World(pages=32, host=16)
+    lease = world.lease()
+    world.run(tokens(1, 8), lease)
+    world.settle()
+    world.run([*tokens(1, 4), *tokens(9, 4)], lease)
+    kept = world.cache.match(ROOT, [*tokens(1, 4), *tokens(9, 4), -1])
+    world.cache.demote(lease, set(kept))
+    world.settle()
+    world.run(tokens(2, 8), world.lease())
+    world.settle()
+    world.check()
+    assert world.tiers.plan(block_hashes([*tokens(1, 4), *tokens(9, 4)], SIZE)) == 8
+    assert world.tiers.plan(block_hashes(tokens(1, 8), SIZE)) == 4
+
+
 def test_the_oldest_chain_gives_way_from_its_end() -> None:
     world = World(host=12)
     for number in (1, 2, 3):

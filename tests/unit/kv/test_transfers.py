@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import Any
@@ -22,7 +25,7 @@ from penstock.kv.transfers import (
     NO_TRANSPORT,
     NOTHING_ARRIVES,
     TOO_FEW_PAGES,
-    Place,
+    Nearby,
     Transfers,
 )
 from penstock.wire.messages import Export, Fetch, KvSource, SessionTurn, Submit, TransferReport
@@ -668,25 +671,37 @@ def test_a_preempted_generation_goes_on_with_its_export() -> None:
     assert d.known(prompt) == 8
 
 
-class Tier(Place):
-    """Blocks in host memory. `plan` finds what it has; a pull calls back at once."""
+class Tier(Nearby):
+    """Blocks in host memory. A pull ends with the next poll."""
 
-    def __init__(self, worker: Worker) -> None:
+    next_expiry = math.inf
+
+    def __init__(self, worker: Worker, most: int = 1000) -> None:
         self.worker = worker
+        self.most = most
         self.names: set[bytes] = set()
         self.fails = False
+        self.pulls: dict[bytes, tuple[Items[bytes], Items[int]]] = {}
 
-    def plan(self, names: Items[bytes]) -> list[tuple[Place, int]]:
-        count = next((index for index, name in enumerate(names) if name not in self.names), len(names))
-        return [(self, count)] if count else []
+    @property
+    def has_work(self) -> bool:
+        return bool(self.pulls)
+
+    def plan(self, names: Iterable[bytes]) -> int:
+        return min(self.most, len(list(itertools.takewhile(self.names.__contains__, names))))
 
     def pull(self, source: KvSource, names: Items[bytes], slots: Items[int]) -> None:
-        for name, slot in zip(names, slots, strict=True):
-            self.worker.memory.views(slot)[0][:] = name
-        self.worker.pull_ended(source.transfer, "the tier is damaged" if self.fails else "")
+        self.pulls[source.transfer] = names, slots
 
     def stop(self, transfer: bytes) -> None:
-        raise AssertionError("nothing is under way")
+        pass
+
+    def poll(self) -> None:
+        pulls, self.pulls = self.pulls, {}
+        for transfer, (names, slots) in pulls.items():
+            for name, slot in zip(names, slots, strict=True):
+                self.worker.memory.views(slot)[0][:] = name
+            self.worker.pull_ended(transfer, "the tier is damaged" if self.fails else "")
 
 
 def test_blocks_come_from_a_tier_and_the_rest_from_a_worker() -> None:
@@ -709,6 +724,69 @@ def test_blocks_come_from_a_tier_and_the_rest_from_a_worker() -> None:
     other.run(hub)
     assert other.sequences[3].cached_tokens == 40
     assert hub.copied == 6
+
+
+def test_a_small_load_is_followed_by_the_rest() -> None:
+    """As if the first few blocks had shown how fast the tier is."""
+    hub, _, d = two_workers()
+    prompt = prompt_of(1, 41)
+    tier = d.transfers.nearby = Tier(d, most=3)
+    tier.names.update(block_hashes(prompt, SIZE))
+    d.submit(1, prompt)
+    d.run(hub)
+    assert d.sequences[1].cached_tokens == 40
+    assert not d.transfers.imports
+    assert not d.transfers.held_pages
+
+
+def test_a_damaged_tier_is_not_tried_again_by_the_same_generation() -> None:
+    hub, _, d = two_workers()
+    prompt = prompt_of(1, 41)
+    tier = d.transfers.nearby = Tier(d)
+    tier.names.update(block_hashes(prompt, SIZE))
+    tier.fails = True
+    d.submit(1, prompt)
+    d.run(hub)
+    assert d.ended == [1]
+    assert d.sequences[1].cached_tokens == 0
+
+
+def test_a_generation_cancelled_while_it_loads_leaves_no_page() -> None:
+    hub, _, d = two_workers()
+    prompt = prompt_of(1, 41)
+    tier = d.transfers.nearby = Tier(d)
+    tier.names.update(block_hashes(prompt, SIZE))
+    d.submit(1, prompt)
+    assert d.transfers.imports == 1
+    d.cancel(1)
+    d.run(hub)
+    assert not d.transfers.imports
+    assert not d.transfers.held_pages
+
+
+def test_two_generations_load_the_same_blocks_once() -> None:
+    hub, _, d = two_workers()
+    prompt = prompt_of(1, 41)
+    tier = d.transfers.nearby = Tier(d)
+    tier.names.update(block_hashes(prompt, SIZE))
+    d.submit(1, prompt)
+    d.submit(2, prompt)
+    assert len(tier.pulls) == 1
+    d.run(hub)
+    assert [d.sequences[number].cached_tokens for number in (1, 2)] == [40, 40]
+
+
+def test_a_load_for_which_there_are_no_pages_waits_until_its_generation_is_next() -> None:
+    hub, _, d = two_workers(pages=16)
+    first, second = prompt_of(1, 41), prompt_of(2, 41)
+    tier = d.transfers.nearby = Tier(d)
+    tier.names.update(block_hashes(second, SIZE))
+    d.submit(1, first, max_tokens=8)
+    d.step()
+    d.submit(2, second)
+    assert not tier.pulls
+    d.run(hub)
+    assert d.sequences[2].cached_tokens == 40
 
 
 def test_a_damaged_tier_ends_the_pull_behind_it() -> None:
