@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -19,10 +20,11 @@ def names_of(count: int, chain: str = "a") -> list[bytes]:
 class MemorySlots:
     """A `SlotMemory`: strips of all slots, one after the other, with a gap at the front."""
 
-    def __init__(self, slots: int, strip_bytes: int = 4096, strips: int = 2) -> None:
+    def __init__(self, slots: int, strip_bytes: int = 4096, strips: int = 2, *, can_seal: bool = False) -> None:
         self.layout = SlotLayout(slots, strip_bytes, tuple(100 + strip * slots * strip_bytes for strip in range(strips)))
         size = 100 + strips * slots * strip_bytes
-        self.file = os.memfd_create("slots")
+        self.file = os.memfd_create("slots", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if can_seal else 0))
+        weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, size)
         self._bytes = memoryview(mmap.mmap(self.file, size))
 
@@ -50,9 +52,11 @@ class MemorySlots:
 class DictEngine:
     """A `KvEngine`. It answers an export at once with the blocks that it has, unless `is_manual`: then the test answers."""
 
-    def __init__(self, slots: int = 64, strip_bytes: int = 4096, fingerprint: bytes = b"equal", *, is_manual: bool = False) -> None:
+    def __init__(
+        self, slots: int = 64, strip_bytes: int = 4096, fingerprint: bytes = b"equal", *, is_manual: bool = False, can_seal: bool = False
+    ) -> None:
         self.fingerprint = fingerprint
-        self.memory = MemorySlots(slots, strip_bytes)
+        self.memory = MemorySlots(slots, strip_bytes, can_seal=can_seal)
         self.transport: KvTransport | None = None
         self.is_manual = is_manual
         self.slot_of: dict[bytes, int] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +15,9 @@ from kv_engine import DictEngine, MemorySlots, names_of
 from kv_peers import SECRET, ByHand, LyingSource, puller_by_hand
 from kv_workers import Workers, source_of
 from penstock.cluster.kv.frames import MAX_NAMES, MAX_OPEN_PULLS, Blocks, Ended, Join, Pull, SourceWelcome, Stop, Waiting, encode
+from penstock.cluster.kv.shared_memory import MIN_READ_BYTES, PeerSlots, read_only
 from penstock.kv.moving import SlotLayout
+from penstock.wire.errors import FrameMalformed
 from penstock.wire.messages import PROTOCOL_VERSION, Goodbye, KvSource
 
 LAYOUT = MemorySlots(64).layout
@@ -190,6 +194,25 @@ def test_the_honest_one_of_these_sources_is_believed(workers: Workers) -> None:
         transport.pull(pulled, NAMES, [7, 8, 9])
         assert here.until_ended(pulled.transfer) == ""
         assert all(here.memory.holds(slot, name) for slot, name in zip([7, 8, 9], NAMES, strict=True))
+        transport.close()
+
+
+def test_a_connection_that_was_silent_is_not_used_again(workers: Workers) -> None:
+    here = DictEngine()
+    transport = workers.start(here, streams=1)
+
+    def once_silent(peer: ByHand, asked: Pull) -> None:
+        if source.connections == 1:
+            peer.until_closed()
+        honest(peer, asked)
+
+    source = LyingSource(workers.directory, workers.kind, LAYOUT, once_silent)
+    with source.running():
+        first, second = KvSource(b"1" * 16, str(source.address)), KvSource(b"2" * 16, str(source.address))
+        transport.pull(first, NAMES, [7, 8, 9])
+        assert here.until_ended(first.transfer) == "the source is silent"
+        transport.pull(second, NAMES, [7, 8, 9])
+        assert here.until_ended(second.transfer) == ""
         transport.close()
 
 
@@ -409,3 +432,49 @@ def test_a_file_that_is_none(on_unix: Workers, passed: str) -> None:
         transport.close()
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize(("strip_bytes", "can_seal"), [(4096, True), (4096, False), (MIN_READ_BYTES, True)])
+def test_slots_are_mapped_if_that_is_safe_and_read_otherwise(on_unix: Workers, strip_bytes: int, can_seal: bool) -> None:
+    here, there = DictEngine(8, strip_bytes), DictEngine(8, strip_bytes, can_seal=can_seal)
+    names = names_of(5)
+    there.store(names)
+    source = source_of(on_unix.start(there))
+    on_unix.start(here).pull(source, names, [7, 6, 5, 4, 3])
+    assert here.until_ended(source.transfer) == ""
+    assert all(here.memory.holds(slot, name) for slot, name in zip([7, 6, 5, 4, 3], names, strict=True))
+    is_sealed = bool(fcntl.fcntl(there.memory.file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    assert is_sealed == can_seal
+    if can_seal:
+        with pytest.raises(PermissionError):
+            os.ftruncate(there.memory.file, 100)
+
+
+@pytest.mark.parametrize("can_seal", [True, False])
+def test_the_memory_of_a_source_that_has_gone_is_given_back(can_seal: bool) -> None:
+    slots = MemorySlots(8, can_seal=can_seal)
+    slots.fill(3, NAMES[0])
+    peer = PeerSlots(read_only(slots.file), slots.layout)
+    peer.open()
+    assert peer.is_mapped == can_seal
+    copy = MemorySlots(1)
+    peer.copy(3, copy.views(0))
+    assert copy.holds(0, NAMES[0])
+    with pytest.raises(FrameMalformed, match="no slot 8"):
+        peer.copy(8, copy.views(0))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    peer.close()
+    peer.close()
+    # A mapping has a descriptor of its own.
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - (2 if can_seal else 1)
+    assert not peer.is_mapped
+
+
+def test_a_file_that_was_passed_cannot_be_written() -> None:
+    slots = MemorySlots(8)
+    passed = read_only(slots.file)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(passed, b"mine", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(passed, 100, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    os.close(passed)

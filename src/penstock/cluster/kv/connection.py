@@ -127,18 +127,10 @@ class Connection:
         self._outgoing.clear()
         self.lost(error)
 
-    # Reading.
-
-    def _readable(self) -> None:
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            taken = 0
-            while not self.is_closed and taken < TURN_BYTES:
-                taken += self._read()
-            if self._is_tls and not self.is_closed:
-                # What OpenSSL has already read does not make the socket readable.
-                self._loop.call_soon(self._readable)
-        except _BLOCKED:
-            pass
+            yield
         except LinkError as error:
             self.close(error)
         except OSError as error:
@@ -146,6 +138,17 @@ class Connection:
         except BaseException:
             self.close(LinkError("an error in this worker"))
             raise
+
+    # Reading.
+
+    def _readable(self) -> None:
+        taken = 0
+        with self._errors(), contextlib.suppress(*_BLOCKED):
+            while not self.is_closed and taken < TURN_BYTES:
+                taken += self._read()
+            if self._is_tls and not self.is_closed:
+                # What OpenSSL has already read does not make the socket readable.
+                self._loop.call_soon(self._readable)
 
     def _read(self) -> int:
         views = list(islice(self._sink, MAX_VIEWS))
@@ -223,21 +226,17 @@ class Connection:
 
     def _writable(self) -> None:
         self._is_scheduled = False
-        try:
-            budget = TURN_BYTES
-            while budget > 0 and not self.is_closed:
-                if not self._outgoing and not self._refill():
-                    self._watch(False)
-                    return
-                budget -= self._write()
-            self.wake()
-        except _BLOCKED:
-            self._watch(True)
-        except OSError as error:
-            self.close(LinkBroken(f"the connection broke: {reason_of(error)}"))
-        except BaseException:
-            self.close(LinkError("an error in this worker"))
-            raise
+        budget = TURN_BYTES
+        with self._errors():
+            try:
+                while budget > 0 and not self.is_closed:
+                    if not self._outgoing and not self._refill():
+                        self._watch(False)
+                        return
+                    budget -= self._write()
+                self.wake()
+            except _BLOCKED:
+                self._watch(True)
 
     def _refill(self) -> bool:
         if self._messages:

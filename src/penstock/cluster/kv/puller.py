@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from penstock.cluster.kv.connection import BUFFER_BYTES, Connection, check_message, repeated
 from penstock.cluster.kv.frames import MAX_BLOCKS_PER_MESSAGE, SESSION_BYTES, Blocks, Ended, Join, KvMessage, Pull, Stop, Waiting
 from penstock.cluster.kv.handshake import Credentials, reach_source
-from penstock.cluster.kv.rate import Rate
 from penstock.cluster.kv.shared_memory import PeerSlots
 from penstock.kv.blocks import NAME_BYTES
 from penstock.kv.moving import KvEngine, SlotLayout
+from penstock.kv.rates import Rate
 from penstock.wire.address import Address, UnixAddress, parse_address
 from penstock.wire.errors import FrameMalformed, HandshakeRefused, LinkBroken, LinkError
 from penstock.wire.messages import KvSource
 
 log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,15 @@ class Peer:
     def look(self) -> None:
         """One look at whether the source is silent."""
         silent_looks = self._puller.patience.silent_looks
-        for pull in list(self.pulls.values()):
-            pull.silent_looks += 1
-            if pull.silent_looks > silent_looks:
-                self.end(pull, "the source is silent")
-        for connection in list(self.connections):
+        for connection in self.connections:
             connection.silent_looks = 0 if connection.has_heard or not self.pulls else connection.silent_looks + 1
             connection.has_heard = False
         if self.connections and all(connection.silent_looks >= silent_looks for connection in self.connections):
             self.lose(LinkBroken("the source is silent"))
+        for pull in list(self.pulls.values()):
+            pull.silent_looks += 1
+            if pull.silent_looks > silent_looks:
+                self.end(pull, "the source is silent")
 
     def lose(self, error: LinkError) -> None:
         """Its connections are gone, or useless. The next pull connects again."""
@@ -178,13 +180,13 @@ class Peer:
             self._puller.loop.call_soon(self._copy)
 
     def _copy_blocks(self, slots: PeerSlots, pull: ActivePull, message: Blocks) -> None:
-        before, memory, rate = pull.arrived, self._puller.engine.memory, self._puller.rate
-        rate.begin(self._puller.loop.time())
+        before, memory = pull.arrived, self._puller.engine.memory
+        self._puller.begin_blocks()
         for position, slot in enumerate(message.slots):
             slots.copy(slot, memory.views(pull.slots[message.first + position]))
             if not self.arrived(pull, message, position):
                 return
-        rate.add(len(message.slots) * memory.layout.slot_bytes, self._puller.loop.time())
+        self._puller.count_blocks(len(message.slots))
         self.report(pull, before)
 
     def _ask(self, pull: ActivePull) -> None:
@@ -245,7 +247,7 @@ class Peer:
             self._puller.check(welcome.fingerprint, welcome.layout)
             if dialog.files:
                 self.slots = PeerSlots(dialog.files.pop(), welcome.layout)
-                self.slots.check()
+                self.slots.open()
         except LinkError as error:
             dialog.refuse(error)
             self.lose(error)
@@ -309,7 +311,7 @@ class PullerConnection(Connection):
         if pull is None:
             return list(repeated(memoryview(bytearray(min(size, BUFFER_BYTES))), size))
         self._coming = pull, message
-        self._puller.rate.begin(self._puller.loop.time())
+        self._puller.begin_blocks()
         memory = self._puller.engine.memory
         return [strip for slot in pull.slots[message.first : message.first + count] for strip in memory.views(slot)]
 
@@ -322,7 +324,7 @@ class PullerConnection(Connection):
             return
         (pull, message), self._coming = self._coming, None
         count = len(message.checksums)
-        self._puller.rate.add(count * self._slot_bytes, self._puller.loop.time())
+        self._puller.count_blocks(count)
         before = pull.arrived
         if all(self._peer.arrived(pull, message, position) for position in range(count)):
             self._peer.report(pull, before)
@@ -349,6 +351,8 @@ class Puller:
         self.streams = streams
         self.loop = asyncio.get_running_loop()
         self.rate = Rate()
+        self.bytes_pulled, self.seconds_pulling = 0, 0.0
+        self._moved_at = 0.0
         self.is_closed = False
         self._peers: dict[Address, Peer] = {}
         self._pulls: dict[bytes, tuple[Peer, ActivePull]] = {}
@@ -385,6 +389,20 @@ class Puller:
     def ended(self, pull: ActivePull, failure: str) -> None:
         del self._pulls[pull.transfer]
         self.engine.pull_ended(pull.transfer, failure)
+
+    def begin_blocks(self) -> None:
+        """Blocks are announced. A long pause before them is not counted: nothing was being sent."""
+        now = self.loop.time()
+        if now - self._moved_at > PAUSE_SECONDS:
+            self._moved_at = now
+
+    def count_blocks(self, count: int) -> None:
+        """They are here. Measures the rate of all transfers together."""
+        size, now = count * self.engine.memory.layout.slot_bytes, self.loop.time()
+        seconds, self._moved_at = now - self._moved_at, now
+        self.bytes_pulled += size
+        self.seconds_pulling += seconds
+        self.rate.measure(size, seconds, now)
 
     def forget(self, peer: Peer) -> None:
         self._peers.pop(peer.address, None)

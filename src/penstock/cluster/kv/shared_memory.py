@@ -1,12 +1,15 @@
-"""Slots of another worker on this machine, read from the file that it has passed over a unix socket.
+"""Slots of another worker on this machine, copied from the file that it has passed over a unix socket.
 
-The file is read, not mapped: a read releases the interpreter's lock while it copies, and a file that became shorter is an error and not
-the end of this process.
+Long strips are read from the file: that copies without the interpreter's lock. Short ones are copied from a mapping: a system call for
+each, and the wait for the lock behind it, would take longer than the copy. A file is mapped only if it is sealed: else its owner could make
+it shorter, and reading the mapping would end this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import mmap
 import os
 import sys
 from collections.abc import Sequence
@@ -14,14 +17,17 @@ from collections.abc import Sequence
 from penstock.kv.moving import SlotLayout
 from penstock.wire.errors import FrameMalformed
 
-_GET_SEALS = 1034
-"""`fcntl.F_GET_SEALS`, which some builds of Python lack. Only files in memory have seals."""
+MIN_READ_BYTES = 256 * 1024
+"""Strips of this size and more are read, shorter ones are copied from a mapping."""
 
 
 def read_only(file: int) -> int:
-    """Another descriptor of a file in memory, which nobody can write through. -1 where that does not work."""
+    """Another descriptor of a file in memory, which nobody can write through. The file is sealed against shrinking, if it may be. -1 where
+    memory cannot be shared."""
     if file < 0 or sys.platform != "linux":
         return -1
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     try:
         return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -29,33 +35,50 @@ def read_only(file: int) -> int:
 
 
 class PeerSlots:
-    """The slots of another worker. Owns the descriptor."""
+    """The slots of another worker. Owns the descriptor and the mapping."""
 
     def __init__(self, file: int, layout: SlotLayout) -> None:
         self._file = file
         self._layout = layout
+        self._mapping: mmap.mmap | None = None
+        self._mapped: memoryview | None = None
 
-    def check(self) -> None:
+    @property
+    def is_mapped(self) -> bool:
+        return self._mapped is not None
+
+    def open(self) -> None:
         """Raises FrameMalformed unless all slots are in the file, and the file is in memory: reading it never waits."""
         layout = self._layout
         try:
-            fcntl.fcntl(self._file, _GET_SEALS)
+            # Only files in memory have seals.
+            seals = fcntl.fcntl(self._file, fcntl.F_GET_SEALS)
             size = os.fstat(self._file).st_size
         except OSError as error:
             raise FrameMalformed(f"the source passed something that is not a file in memory: {error.strerror}") from error
         if min(layout.starts) < 0 or max(layout.starts) + layout.slots * layout.strip_bytes > size:
             raise FrameMalformed(f"the source passed a file of {size:,} bytes, which does not hold its {layout.slots:,} slots")
+        if seals & fcntl.F_SEAL_SHRINK and layout.strip_bytes < MIN_READ_BYTES:
+            self._mapping = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
+            self._mapped = memoryview(self._mapping)
 
     def copy(self, slot: int, strips: Sequence[memoryview]) -> None:
-        """Copies one slot. Raises OSError when the file does not have it."""
+        """Copies one slot. Raises FrameMalformed or OSError when the file does not have it."""
         if not 0 <= slot < self._layout.slots:
             raise FrameMalformed(f"the source has no slot {slot}")
-        offset = slot * self._layout.strip_bytes
+        size, mapped = self._layout.strip_bytes, self._mapped
+        offset = slot * size
         for start, strip in zip(self._layout.starts, strips, strict=True):
-            if os.preadv(self._file, (strip,), start + offset) != len(strip):
+            if mapped is not None:
+                strip[:] = mapped[start + offset : start + offset + size]
+            elif os.preadv(self._file, (strip,), start + offset) != size:
                 raise FrameMalformed("the source's file has become shorter")
 
     def close(self) -> None:
+        if self._mapped is not None and self._mapping is not None:
+            self._mapped.release()
+            self._mapping.close()
+            self._mapped = self._mapping = None
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -106,11 +106,11 @@ class SocketTransport:
 
     @property
     def bytes_pulled(self) -> int:
-        return self._puller.rate.total_bytes
+        return self._puller.bytes_pulled
 
     @property
     def seconds_pulling(self) -> float:
-        return self._puller.rate.total_seconds
+        return self._puller.seconds_pulling
 
     @property
     def bytes_sent(self) -> int:
