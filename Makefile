@@ -15,9 +15,11 @@ QUIET_THREADS := OMP_WAIT_POLICY=PASSIVE
 ENGINE_TESTS := tests/contract/backends tests/contract/test_http_route.py tests/contract/test_streaming_sessions.py tests/e2e/engines
 ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+# vLLM leaves a ZMQ context open at the end of the process.
+PAIR_WARNINGS := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
 
-.PHONY: help serve test test-vllm test-sglang test-clients check fix bench bench-engine bench-cluster bench-api bench-requests bench-costs fuzz docs setup lock
+.PHONY: help serve test test-vllm test-sglang test-disaggregation test-clients check fix bench bench-engine bench-cluster bench-api bench-requests bench-costs fuzz docs setup lock
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,6 +40,12 @@ test-sglang: ## Run the engine tests with a real SGLang.
 	python=$$($(ENGINE_PYTHON) sglang) && \
 	$(ENGINE_SETTINGS) $(QUIET_THREADS) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang_cpu \
 	$$python -m pytest $(ENGINE_TESTS) --engine sglang $(ARGS)
+
+# Two engines at a time, each on a core of its own. Most of the time is their start.
+test-disaggregation: ## Run the tests with pairs of real vLLMs: one computes a prompt, the other continues.
+	python=$$($(ENGINE_PYTHON) vllm) && \
+	$(ENGINE_SETTINGS) $(QUIET_THREADS) PYTHONPATH=$(CURDIR)/src \
+	$$python -m pytest $(PAIR_WARNINGS) tests/contract/disaggregation/test_vllm.py $(ARGS)
 
 # The clients are set up outside the checkout, like the engines. The tests themselves need the environment of `make setup`.
 test-clients: setup ## Run the tests with real clients: Codex, Claude Code, OpenCode and libraries for agents.

@@ -23,7 +23,7 @@ from penstock.config.commands import WorkerSettings
 from penstock.wire.messages import BlocksCleared, Export, KvEvents, KvSource, Role, Segment, Submit, TransferReport
 from penstock.worker.backend import Backend
 
-QUIET_NIXL = Path(__file__).parents[2] / "engines" / "quiet_nixl"
+PAIRS = Path(__file__).parents[2] / "engines" / "pairs"
 ON_LOOPBACK = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 """As between machines: over shared memory, an engine would read the KV even of one that is frozen."""
 PATIENCE = "6"
@@ -51,6 +51,15 @@ class Side:
                 self.cached.clear()
             elif event.tier == "device":
                 (self.cached.update if hasattr(event, "parent") else self.cached.difference_update)(event.blocks)
+
+    def freeze(self) -> None:
+        """The engine and its helpers, one of which has the KV."""
+        for process in (self.process, *self.process.children(recursive=True)):
+            process.suspend()
+
+    def thaw(self) -> None:
+        for process in (self.process, *self.process.children(recursive=True)):
+            process.resume()
 
     def fail(self) -> None:
         self.failures += 1
@@ -129,7 +138,8 @@ def _environment(**changes: str) -> Iterator[None]:
 
 async def _start(setup: Setup, role: Role, folder: str, number: int, flags: Sequence[str]) -> Side:
     """Each on a core of its own."""
-    arguments = setup.arguments(chat_model(), "--listen", f"unix:{folder}/{role}.sock", "--role", role, "--kv-patience", PATIENCE, *flags)
+    patience = () if "--kv-patience" in flags else ("--kv-patience", PATIENCE)
+    arguments = setup.arguments(chat_model(), "--listen", f"unix:{folder}/{role}.sock", "--role", role, *patience, *flags)
     settings = cast(WorkerSettings, load(arguments, {}).settings)
     side: Side
     backend, _ = make_backend(settings, lambda: side.fail())
@@ -146,7 +156,7 @@ async def _start(setup: Setup, role: Role, folder: str, number: int, flags: Sequ
 @asynccontextmanager
 async def running_pair(engine: str, *flags: str) -> AsyncIterator[Pair]:
     setup = SETUPS[engine]
-    setup = replace(setup, environment={**setup.environment, **ON_LOOPBACK}, import_path=setup.import_path or QUIET_NIXL)
+    setup = replace(setup, environment={**setup.environment, **ON_LOOPBACK}, import_path=setup.import_path or PAIRS)
     setup.prepare()
     sides: list[Side] = []
     with tempfile.TemporaryDirectory(prefix="pair-") as folder:

@@ -118,11 +118,11 @@ def test_an_engine_that_is_frozen(running: Running) -> None:
     async def check(pair: Pair) -> None:
         transfer, prompt = os.urandom(16), pair.prompt("frozen", 300)
         ticket = unpack_ticket(await pair.ticket(prompt, transfer))
-        pair.prefill.process.suspend()
+        pair.prefill.freeze()
         try:
             await _recovered(pair, prompt, transfer, ticket)
         finally:
-            pair.prefill.process.resume()
+            pair.prefill.thaw()
 
     running.run(check(running.pair))
 

@@ -186,17 +186,19 @@ class ExternalBackend:
         return ("sessions", *found, *(("kv_events",) if self._feed is not None else ()))
 
     def submit(self, request: Submit) -> None:
-        fault = self._failure or validate_submit(request, self.model.vocab_size, self.model.context_length)
+        fault, moves = self._failure or validate_submit(request, self.model.vocab_size, self.model.context_length), self._handovers.moves
         if fault is None and request.grammar is not None and self._grammars is None:
             fault = Fault("unsupported", f"{self.model.engine} has no grammar on this worker: see the worker's log or `penstock doctor`")
         if fault is None and request.root and "isolation" not in self.model.capabilities:
             fault = Fault(
                 "unsupported", f"{self.model.engine} takes no `cache_salt`, and would share KV between API keys: --share-prefixes"
             )
+        if fault is None and moves is not None and not moves.computes and request.export is None and request.source is None:
+            fault = Fault("unsupported", f"{self.model.engine} is one half of a pair here, and cannot run this alone", retryable=True)
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
-        if request.source is not None and self._handovers.moves is None:
+        if request.source is not None and moves is None:
             self._report(TransferReport(request.source.transfer, "failed", reason="this engine moves no KV"))
         session, state = self._sessions.begin_turn(request.session, request.lane)
         generation = self._open[request.id] = _Generation(request, session, state)

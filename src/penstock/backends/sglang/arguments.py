@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
-from penstock.backends.external.in_process import EnginePackage, version_numbers
+from penstock.backends.external.in_process import EnginePackage, free_port, version_numbers
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 
@@ -50,7 +50,7 @@ def make_arguments(settings: EngineSettings, server_args: Any, events: EventEndp
     Raises ConfigError for arguments that SGLang rejects, that are given twice, or that could lose tokens.
     """
     given = _given(settings.engine_args, server_args)
-    chosen = {**_defaults(given, events), **_from_settings(settings, given)}
+    chosen = {**_defaults(given, events), **_role(settings, given), **_from_settings(settings, given)}
     values = {**given, **chosen}
     _refuse(values, version)
     parser = _parser(server_args)
@@ -115,6 +115,19 @@ def _defaults(given: Mapping[str, Any], events: EventEndpoints) -> dict[str, Any
         if not any(given.get(other) for other in ("radix_cache_backend", "enable_lmcache", "enable_kv_cache_sharding")):
             defaults["enable_session_radix_cache"] = True
     return {field: value for field, value in defaults.items() if field not in given}
+
+
+def _role(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes it one half of a pair: one computes prompts, the other continues them."""
+    if settings.role == "aggregated":
+        return {}
+    wanted: dict[str, Any] = {"disaggregation_mode": settings.role, "disaggregation_transfer_backend": "nixl"}
+    if settings.role == "prefill":
+        # Where the other half asks for it.
+        wanted |= {"host": settings.kv_host, "disaggregation_bootstrap_port": free_port(settings.kv_host)}
+    if given.get("disaggregation_mode", settings.role) != settings.role:
+        raise ConfigError(f"--role is {settings.role} and --engine-args has --disaggregation-mode {given['disaggregation_mode']}")
+    return {field: value for field, value in wanted.items() if field not in given}
 
 
 def _refuse(values: Mapping[str, Any], version: str) -> None:
@@ -194,5 +207,5 @@ def _features(version: str, flags: Collection[str], parameters: Collection[str])
         Feature("isolation", "cache_salt" in parameters, "API keys share no KV, by its cache_salt"),
         Feature("incremental output", version_numbers(version) >= MERGES_FROM, "--incremental-streaming-output; cumulative always works"),
         Feature("seeds", "enable_deterministic_inference" in flags, "only with --enable-deterministic-inference"),
-        Feature("disaggregation", is_disaggregated, "with --disaggregation-mode prefill or decode"),
+        Feature("disaggregation", is_disaggregated, "--role, by its nixl backend, or another of --disaggregation-transfer-backend"),
     )

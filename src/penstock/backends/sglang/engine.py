@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import inspect
 import logging
 import multiprocessing
@@ -21,12 +22,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, KvMoves
 from penstock.backends.external.in_process import InProcessEngine
 from penstock.backends.sglang.arguments import PACKAGE, make_arguments
 from penstock.backends.sglang.requests import ChunkReader, as_parameters, meeting_parameters
 from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.config.engines import EngineSettings
+from penstock.wire.address import TcpAddress
 from penstock.wire.messages import Capability, Fault
 
 log = logging.getLogger(__name__)
@@ -131,6 +133,8 @@ class SglangEngine(InProcessEngine):
     def _load(self, directory: Path) -> Any:
         # Logprobs are those of the model's own distribution, as everywhere in Penstock.
         os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+        # How often an engine that waits for KV asks whether the other one lives. It gives up after two failures.
+        os.environ.setdefault("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "1")
         # SGLang's processes inherit this. Ctrl-C is for the worker, which finishes its work before it ends the engine.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         events = EventEndpoints(f"{IPC}{directory}/events", f"{IPC}{directory}/replay")
@@ -173,7 +177,18 @@ class SglangEngine(InProcessEngine):
             max_batch=arguments["effective_max_running_requests_per_dp"] or 0,
             events=self._endpoints,
             capabilities=self._capabilities(),
+            moves=self._moves(arguments),
         )
+
+    def _moves(self, arguments: dict[str, Any]) -> KvMoves | None:
+        if self.disaggregation == "null":
+            return None
+        if self.disaggregation == "prefill":
+            self._address = str(TcpAddress(arguments["host"], arguments["disaggregation_bootstrap_port"]))
+        names = ("dtype", "kv_cache_dtype", "page_size", "model_path")
+        meaning = (self.package.version(), *(arguments[name] for name in names))
+        fingerprint = hashlib.blake2b(repr(meaning).encode(), digest_size=16).digest()
+        return KvMoves("meeting", fingerprint, self._address, computes=False)
 
     def _capabilities(self) -> tuple[Capability, ...]:
         capabilities: list[Capability] = ["logprobs"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.backends.external import backend as external_backend
 from penstock.backends.external.backend import ExternalBackend
-from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, KvMoves
+from penstock.backends.external.handover import Ticket
 from penstock.backends.external.kv_events import BlockMirror, EngineRemoved, EngineStored
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.wire.codec import pack_logprobs
@@ -19,10 +22,12 @@ from penstock.wire.errors import GrammarError
 from penstock.wire.messages import (
     BlocksStored,
     Delta,
+    Export,
     Fault,
     Finish,
     Grammar,
     KvEvents,
+    KvSource,
     ModelInfo,
     PromptReport,
     Segment,
@@ -126,6 +131,7 @@ class Rig:
         self.failures = 0
         self.segments: list[Segment] = []
         self.events: list[KvEvents] = []
+        self.reports: list[TransferReport] = []
         self.emits = 0
         self.feeds: list[Feed] = []
         self.make_feed = Feed
@@ -140,8 +146,9 @@ class Rig:
     def _fail(self) -> None:
         self.failures += 1
 
-    def emit(self, segments: Sequence[Segment], events: KvEvents | None, _: Sequence[TransferReport] = ()) -> None:
+    def emit(self, segments: Sequence[Segment], events: KvEvents | None, transfers: Sequence[TransferReport] = ()) -> None:
         self.emits += 1
+        self.reports += transfers
         self.segments += segments
         if events is not None:
             self.events.append(events)
@@ -352,6 +359,71 @@ async def test_every_field_of_a_request_reaches_the_engine() -> None:
         assert {field: getattr(request, field) for field in asked} == asked
         assert request.is_retained
         assert request.session_id is None
+
+
+TRANSFER = bytes(range(16))
+MOVES = replace(FACTS, moves=KvMoves("ticket", b"fingerprint", "tcp://127.0.0.1:1", 64))
+
+
+async def test_a_prompt_for_another_engine_ends_with_a_ticket() -> None:
+    ticket = Ticket(time.time(), 12.0, b"where").pack()
+    async with running(MOVES) as rig:
+        assert (rig.backend.model.kv_fingerprint, rig.backend.model.kv_handover) == (b"fingerprint", "ticket")
+        assert (rig.backend.model.kv_address, rig.backend.model.kv_block_bytes) == ("tcp://127.0.0.1:1", 64)
+        request = await rig.begin(submit(1, [1, 2, 3, 8], 1, offset=1, export=Export(TRANSFER, 5.0)))
+        assert (request.token_ids, request.max_tokens, request.export) == ((1, 2, 3, 8), 1, Export(TRANSFER, 5.0))
+        rig.say(request, chunk(5, cached_tokens=2), chunk(finish="length", ticket=ticket))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.deltas(1) == [Delta(1, (), None, PromptReport(2))], "its token is not used"
+        assert rig.terminals(1) == [Finish("length")]
+        assert rig.reports == [TransferReport(TRANSFER, ticket=ticket)]
+        assert rig.backend.stats().exports == 1
+        rig.backend.end_transfer(TRANSFER)
+        assert rig.backend.stats().exports == 0
+
+
+async def test_under_a_grammar_both_engines_have_the_same_prompt() -> None:
+    """The target generates what came before again, from the start of the grammar."""
+    grammar: dict[str, Any] = {"grammar": Grammar("regex", "a+"), "offset": 1}
+    async with running(MOVES) as rig:
+        exported = await rig.begin(submit(1, [1, 2, 3, 8], 1, export=Export(TRANSFER, 5.0), **grammar))
+        source = KvSource(TRANSFER, "", ticket=Ticket(time.time(), 12.0, b"where").pack())
+        taken = await rig.begin(submit(2, [1, 2, 3, 8], 8, source=source, **grammar))
+        assert exported.token_ids == taken.token_ids == (1, 2, 3)
+        assert (exported.lark, taken.source) == (None, source)
+
+
+async def test_kv_that_does_not_come_is_computed() -> None:
+    async with running(MOVES) as rig:
+        request = await rig.begin(submit(1, source=KvSource(TRANSFER, "", ticket=b"not one")))
+        assert request.source is None
+        rig.say(request, chunk(5, 6, finish="stop"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert [delta.token_ids for delta in rig.deltas(1)] == [(5, 6)]
+        assert [report.outcome for report in rig.reports] == ["failed"]
+
+
+async def test_an_engine_whose_kv_does_not_move() -> None:
+    async with running() as rig:
+        exported = await rig.begin(submit(1, max_tokens=0, export=Export(TRANSFER, 5.0)))
+        taken = await rig.begin(submit(2, source=KvSource(TRANSFER, "tcp://a:1")))
+        assert (exported.export, taken.source) == (None, None)
+        rig.say(exported, chunk(5, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.terminals(1) == [Finish("length")]
+        assert [report.outcome for report in rig.reports] == ["failed", "failed"]
+
+
+async def test_one_half_of_a_pair_runs_nothing_alone() -> None:
+    facts = replace(FACTS, moves=KvMoves("meeting", b"fingerprint", computes=False))
+    async with running(facts) as rig:
+        rig.backend.submit(submit(1))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        (fault,) = rig.terminals(1)
+        assert isinstance(fault, Fault)
+        assert (fault.code, fault.retryable) == ("unsupported", True)
+        assert not rig.engine.requests
+        assert (await rig.begin(submit(2, source=KvSource(TRANSFER, "tcp://a:1")))).source is not None
 
 
 async def test_cancelled_before_its_task_has_begun() -> None:

@@ -276,6 +276,10 @@ class Arguments:
         for name in ("incremental-streaming-output", "disable-radix-cache", "enable-session-radix-cache", "allow-auto-truncate"):
             parser.add_argument(f"--{name}", action="store_true")
         parser.add_argument("--enable-streaming-session", action="store_true")
+        parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--disaggregation-mode", choices=["null", "prefill", "decode"], default="null")
+        parser.add_argument("--disaggregation-transfer-backend", default="mooncake")
+        parser.add_argument("--disaggregation-bootstrap-port", type=int, default=8998)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
@@ -301,6 +305,17 @@ class TestArguments:
         arguments, _ = made("--page-size 32 --grammar-backend xgrammar --radix-eviction-policy lfu --log-level info")
         assert (arguments.page_size, arguments.grammar_backend, arguments.radix_eviction_policy) == (32, "xgrammar", "lfu")
         assert arguments.log_level == "info"
+
+    def test_a_role_makes_it_one_half_of_a_pair(self) -> None:
+        assert made()[0].disaggregation_mode == "null"
+        prefill, _ = made(role="prefill", kv_host="127.0.0.2")
+        assert (prefill.disaggregation_mode, prefill.disaggregation_transfer_backend, prefill.host) == ("prefill", "nixl", "127.0.0.2")
+        assert prefill.disaggregation_bootstrap_port != 8998, "two on one machine"
+        decode, _ = made("--disaggregation-transfer-backend mooncake_tcp", role="decode")
+        assert (decode.disaggregation_mode, decode.disaggregation_transfer_backend) == ("decode", "mooncake_tcp")
+        assert made("--disaggregation-bootstrap-port 77", role="prefill")[0].disaggregation_bootstrap_port == 77
+        with pytest.raises(ConfigError, match="--role is decode and --engine-args has --disaggregation-mode prefill"):
+            made("--disaggregation-mode prefill", role="decode")
 
     def test_penstocks_flags_are_handed_on(self) -> None:
         arguments, _ = made(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.backends.external.engine import EngineRefused, EngineRequest, EventEndpoints, Feature
+from penstock.backends.external.handover import HandoverFailed, unpack_ticket
 from penstock.backends.vllm.arguments import PACKAGE, event_endpoints, features_in, merge_flags, report, why_no_events
 from penstock.backends.vllm.engine import VllmEngine
+from penstock.backends.vllm.handover import connector_settings, ticket_of, transfer_parameters
 from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
@@ -326,3 +330,87 @@ def test_the_report_of_a_package_that_lacks_features(tmp_path: Path) -> None:
     features = features_in(tmp_path, has_llguidance=True, has_nixl=False)
     assert available(features) == {"sessions"}
     assert all(feature.detail for feature in features)
+
+
+def whereabouts(**changes: Any) -> dict[str, Any]:
+    """As vLLM 0.32 writes them, with fields that nobody reads."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[7, 8, 9]],
+        "remote_engine_id": "0f012bdd-33fb-446a-b1c9-af0c4d4a9519",
+        "remote_request_id": "a" * 32,
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": 65,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        **changes,
+    }
+
+
+def ended(found: dict[str, Any] | None, made_at: float = 0.0) -> SimpleNamespace:
+    return SimpleNamespace(kv_transfer_params=found, metrics=SimpleNamespace(last_token_ts=made_at))
+
+
+def test_a_ticket_says_where_the_kv_is_and_since_when() -> None:
+    """The lease began in vLLM's core. Its answer may have waited for this process."""
+    waited = 3.0
+    ticket = unpack_ticket(ticket_of(ended(whereabouts(), time.monotonic() - waited), 12.0))
+    assert ticket.lease_seconds == 12.0
+    assert time.time() - ticket.made >= waited
+    parameters = transfer_parameters(ticket.body, 65, 32)
+    assert parameters.items() <= whereabouts().items()
+    assert parameters.keys() == whereabouts().keys() - {"remote_blocks_expiry_time", "transfer_mode"}
+
+
+@pytest.mark.parametrize("found", [None, {}, whereabouts(do_remote_prefill=False), whereabouts(transfer_mode="push")], ids=str)
+def test_no_ticket(found: dict[str, Any] | None) -> None:
+    assert ticket_of(ended(found), 12.0) == b""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_block_ids": [[7, 8]]},
+        {"remote_block_ids": [[7, 8, 9, 10]]},
+        {"remote_block_ids": [[]]},
+        {"remote_block_ids": []},
+        {"remote_block_ids": [[7, 8, -1]]},
+        {"remote_block_ids": [[7, 8, 2**31]]},
+        {"remote_block_ids": [[7, 8, "9"]]},
+        {"remote_port": 0},
+        {"remote_port": 65536},
+        {"remote_port": True},
+        {"remote_host": ""},
+        {"remote_host": "a host"},
+        {"remote_host": "x" * 257},
+        {"remote_engine_id": "a\nb"},
+        {"tp_size": 0},
+        {"tp_size": 4097},
+    ],
+    ids=str,
+)
+def test_a_ticket_that_vllm_cannot_use(changes: dict[str, Any]) -> None:
+    """A wrong number of blocks fails an assertion in vLLM's core, which ends it."""
+    with pytest.raises(HandoverFailed):
+        transfer_parameters(msgspec.msgpack.encode(whereabouts(**changes)), 65, 32)
+
+
+def test_several_kinds_of_attention_may_have_fewer_blocks() -> None:
+    transfer_parameters(msgspec.msgpack.encode(whereabouts(remote_block_ids=[[7, 8, 9], [4]])), 65, 32)
+
+
+def test_a_worker_with_a_role_has_the_connector() -> None:
+    assert connector_settings(SETTINGS) is None
+    for role in ("prefill", "decode"):
+        connector = connector_settings(EngineSettings("/models/tiny", role=role))  # type: ignore[arg-type]
+        assert connector is not None
+        assert (connector["kv_connector"], connector["kv_role"], connector["kv_load_failure_policy"]) == (
+            "NixlConnector",
+            "kv_both",
+            "fail",
+        )
