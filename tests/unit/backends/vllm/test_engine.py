@@ -407,7 +407,7 @@ def test_several_kinds_of_attention_may_have_fewer_blocks() -> None:
 def test_a_worker_with_a_role_has_the_connector() -> None:
     assert connector_settings(SETTINGS) is None
     for role in ("prefill", "decode"):
-        connector = connector_settings(EngineSettings("/models/tiny", role=role))  # type: ignore[arg-type]
+        connector = connector_settings(EngineSettings("/models/tiny", role=role))
         assert connector is not None
         assert (connector["kv_connector"], connector["kv_role"], connector["kv_load_failure_policy"]) == (
             "NixlConnector",
