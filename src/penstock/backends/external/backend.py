@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -169,14 +169,18 @@ class ExternalBackend:
             except Exception:
                 await self.close()
                 raise
-        self._handovers.moves = moves = facts.moves
+        self._handovers.moves = facts.moves
+        moves = facts.moves or KvMoves("blocks", b"")
         self.model = replace(
             self.model,
             context_length=facts.context_length,
             block_size=facts.block_size,
             max_batch=facts.max_batch,
             capabilities=self._capabilities(facts),
-            **({} if moves is None else _kv_of(moves)),
+            kv_fingerprint=moves.fingerprint,
+            kv_address=moves.address,
+            kv_block_bytes=moves.block_bytes,
+            kv_handover=moves.handover,
         )
         self._begin(self._watch(), "engine watch")
         log.info("%s is loaded after %.1f s", self.model.name, time.monotonic() - began)
@@ -472,16 +476,6 @@ class ExternalBackend:
             assert generation.task is not None
             generation.task.cancel()
         self._on_failure()
-
-
-def _kv_of(moves: KvMoves) -> dict[str, Any]:
-    """The fields of ModelInfo."""
-    return {
-        "kv_fingerprint": moves.fingerprint,
-        "kv_address": moves.address,
-        "kv_block_bytes": moves.block_bytes,
-        "kv_handover": moves.handover,
-    }
 
 
 def _engine_seed(request: Submit, position: int) -> int | None:

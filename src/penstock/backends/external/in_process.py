@@ -270,11 +270,8 @@ def _describe_end(descriptor: int) -> str:
 
 def free_port(host: str) -> int:
     """A port that nothing listens on now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as taken:
-        taken.bind((host, 0))
-        port: int = taken.getsockname()[1]
-        return port
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        return int(taken.getsockname()[1])
 
 
 def end_with(pid: int) -> None:

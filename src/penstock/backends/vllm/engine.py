@@ -246,7 +246,6 @@ class Pulls:
 
     def __init__(self) -> None:
         self.size = 0
-        self.failures = 0
 
     def __call__(self, *_: Any) -> Pulls:
         return self
@@ -257,7 +256,6 @@ class Pulls:
             # A connector of several connectors has one part per connector.
             for part in (counted, *(part for part in counted.values() if isinstance(part, dict))):
                 self.size += sum(part.get("bytes_transferred", ()))
-                self.failures += len(part.get("num_failed_transfers", ())) + len(part.get("num_failed_handshakes", ()))
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

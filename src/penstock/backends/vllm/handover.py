@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from typing import Annotated, Any
 
 import msgspec
@@ -46,14 +45,15 @@ class Whereabouts(Struct, frozen=True, omit_defaults=True, gc=False):
 _DECODER = msgspec.msgpack.Decoder(Whereabouts)
 
 
-def ticket_of(output: Any, lease_seconds: float) -> bytes:
-    """The ticket that comes with vLLM's last output; empty if it has none. The lease began when vLLM's core made that output."""
+def ticket_of(output: Any, lease_seconds: float, now: tuple[float, float]) -> bytes:
+    """The ticket that comes with vLLM's last output; empty if it has none. The lease began when vLLM's core made that output. `now` is the
+    time by the clock of that, which counts from the start of the machine, and the time of day."""
     found = output.kv_transfer_params
     if not found or not found.get("do_remote_prefill") or found.get("transfer_mode", "pull") != "pull":
         return b""
     where = msgspec.convert({name: found[name] for name in Whereabouts.__struct_fields__ if name in found}, Whereabouts)
-    made_at = getattr(output.metrics, "last_token_ts", 0.0) or time.monotonic()
-    return Ticket(time.time() - (time.monotonic() - made_at), lease_seconds, msgspec.msgpack.encode(where)).pack()
+    made = now[1] - (now[0] - (getattr(output.metrics, "last_token_ts", 0.0) or now[0]))
+    return Ticket(made, lease_seconds, msgspec.msgpack.encode(where)).pack()
 
 
 def transfer_parameters(body: bytes, tokens: int, block_size: int) -> dict[str, Any]:

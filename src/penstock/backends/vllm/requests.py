@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,7 +57,7 @@ def chunk_of(output: Any, top: int | None, lease_seconds: float | None = None) -
         if len(logprobs) != len(token_ids):
             raise EngineRefused(Fault("engine_error", f"vLLM gave {len(logprobs)} logprobs for {len(token_ids)} tokens"))
     prompt = tuple(_entries(output.prompt_logprobs, top or 0)) if output.prompt_logprobs else None
-    ticket = b"" if lease_seconds is None else ticket_of(output, lease_seconds)
+    ticket = b"" if lease_seconds is None else ticket_of(output, lease_seconds, (time.monotonic(), time.time()))
     return Chunk(token_ids, logprobs, FINISHES.get(completion.finish_reason), output.num_cached_tokens, prompt, ticket)
 
 

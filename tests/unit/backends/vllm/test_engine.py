@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,10 +357,9 @@ def ended(found: dict[str, Any] | None, made_at: float = 0.0) -> SimpleNamespace
 
 def test_a_ticket_says_where_the_kv_is_and_since_when() -> None:
     """The lease began in vLLM's core. Its answer may have waited for this process."""
-    waited = 3.0
-    ticket = unpack_ticket(ticket_of(ended(whereabouts(), time.monotonic() - waited), 12.0))
-    assert ticket.lease_seconds == 12.0
-    assert time.time() - ticket.made >= waited
+    ticket = unpack_ticket(ticket_of(ended(whereabouts(), 5.0), 12.0, (65.0, 1000.0)))
+    assert (ticket.made, ticket.lease_seconds) == (940.0, 12.0)
+    assert unpack_ticket(ticket_of(ended(whereabouts()), 12.0, (65.0, 1000.0))).made == 1000.0
     parameters = transfer_parameters(ticket.body, 65, 32)
     assert parameters.items() <= whereabouts().items()
     assert parameters.keys() == whereabouts().keys() - {"remote_blocks_expiry_time", "transfer_mode"}
@@ -369,7 +367,7 @@ def test_a_ticket_says_where_the_kv_is_and_since_when() -> None:
 
 @pytest.mark.parametrize("found", [None, {}, whereabouts(do_remote_prefill=False), whereabouts(transfer_mode="push")], ids=str)
 def test_no_ticket(found: dict[str, Any] | None) -> None:
-    assert ticket_of(ended(found), 12.0) == b""
+    assert ticket_of(ended(found), 12.0, (65.0, 1000.0)) == b""
 
 
 @pytest.mark.parametrize(
