@@ -40,11 +40,11 @@ def make_model(name: str = "simulator", tokenizer: str = "words", **changes: Any
 class Worker:
     """A worker on a Unix socket. Leaving the context is an orderly end."""
 
-    def __init__(self, folder: Path, name: str, model: ModelInfo | None = None, **config: Any) -> None:
+    def __init__(self, folder: Path, name: str, model: ModelInfo | None = None, kind: type[Simulator] = Simulator, **config: Any) -> None:
         self.name = name
         self.address = UnixAddress(str(folder / f"{name}.sock"))
         settings = SimulatorConfig(**{"step_ms": 1.0, "session_grace": 0.0, **config})
-        self.simulator = Simulator(settings, model or make_model(), Vocabulary(WORDS, 1))
+        self.simulator = kind(settings, model or make_model(), Vocabulary(WORDS, 1))
         self.runtime = WorkerRuntime(self.simulator)
         self.server = WorkerServer(self.runtime, name, self.address, SECRET)
 

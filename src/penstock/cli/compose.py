@@ -59,8 +59,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A worker that ends waits this long for its front ends to take over its generations.
+# A worker that ends waits this long for its front ends to take over its generations, and then for other workers to pull their KV.
 HAND_OVER_SECONDS = 2.0
+KV_HAND_OVER_SECONDS = 5.0
 # How long each step may take when a front end ends. All steps and the clean-up take less than a second after the grace time.
 EXPEL_SECONDS = 0.15  # requests end with a fault
 CANCEL_SECONDS = 0.1  # those that cannot are cancelled
@@ -109,6 +110,8 @@ async def run_worker(settings: WorkerSettings) -> int:
         if not runtime.is_idle:
             runtime.hand_over()
             await _until(lambda: runtime.is_idle, HAND_OVER_SECONDS)
+        # Those who take over pull the KV from here.
+        await _until(lambda: not runtime.owes_kv or stop.is_cut, KV_HAND_OVER_SECONDS)
         await server.close()
         await _close(runtime, transport)
     log.info("%s has ended", settings.name)
@@ -348,7 +351,7 @@ def _key_generations(keyring: Keyring, dispatcher: Dispatcher) -> dict[tuple[str
 def _read_cluster(
     cluster: Cluster, admission: Admission, transcripts: Transcripts, responses: SqliteStore | None, keyring: Keyring
 ) -> ClusterReading:
-    pool, router, sessions = cluster.pool, cluster.router, cluster.sessions
+    pool, router, sessions, transfers = cluster.pool, cluster.router, cluster.sessions, cluster.dispatcher.transfers
     return ClusterReading(
         workers={member.name: member.link.stats for member in pool.members},
         links_lost=pool.links_lost,
@@ -360,6 +363,12 @@ def _read_cluster(
         queued=cluster.dispatcher.queued,
         key_generations=_key_generations(keyring, cluster.dispatcher),
         migrations=cluster.dispatcher.migrations,
+        prefill_choices=router.prefill_choices,
+        transfers=transfers.counts,
+        transfers_open=len(transfers.open),
+        transfer_bytes=transfers.bytes_moved,
+        transfer_durations=transfers.durations,
+        transfer_seconds=transfers.seconds,
         stopped=cluster.dispatcher.suspects.stopped,
         suspects=len(cluster.dispatcher.suspects),
         sessions=len(sessions),

@@ -16,8 +16,10 @@ from msgspec import structs
 
 from penstock.cluster.links.worker_link import Generation, WorkerLink, WorkerReport
 from penstock.cluster.pool import Member, WorkerPool
+from penstock.cluster.relay import Relay, first_leg
 from penstock.cluster.sessions.turn import Turn
 from penstock.cluster.suspects import Suspects
+from penstock.cluster.transfers import Ending, Transfer, Transfers
 from penstock.cluster.waiting import WaitingQueue, may_wait
 from penstock.config.front_end import DispatchLimits
 from penstock.fairness import cost_of
@@ -25,7 +27,18 @@ from penstock.router.policy import Decision
 from penstock.router.router import Assignment, Candidate, Router
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, PenstockError
-from penstock.wire.messages import GENERATION_ID_BYTES, Draining, Fault, PromptReport, SessionTurn, Snapshot, Step, Submit
+from penstock.wire.messages import (
+    GENERATION_ID_BYTES,
+    Draining,
+    Fault,
+    Finish,
+    PromptReport,
+    Role,
+    SessionTurn,
+    Snapshot,
+    Step,
+    Submit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +56,26 @@ UNKNOWN_BATCH = 4096
 
 
 class Attempt(Generation):
-    """A generation on one worker."""
+    """A generation on one worker. `transfer`: this worker pulls its blocks from another one. `is_prefill`: it is there only for its prompt
+    and one token."""
 
-    __slots__ = ("assignment", "id", "is_waiting", "member", "production", "session", "started_at")
+    __slots__ = ("assignment", "id", "is_cut", "is_prefill", "is_waiting", "member", "production", "session", "started_at", "transfer")
 
     def __init__(
-        self, production: Production, member: Member, generation_id: bytes, assignment: Assignment, session: SessionTurn | None
+        self,
+        production: Production,
+        member: Member,
+        generation_id: bytes,
+        assignment: Assignment,
+        session: SessionTurn | None,
+        transfer: Transfer | None = None,
+        *,
+        is_prefill: bool = False,
     ) -> None:
         super().__init__(production.mailbox)
+        self.transfer = transfer
+        self.is_prefill = is_prefill
+        self.is_cut = False
         self.production = production
         self.member = member
         self.id = generation_id
@@ -62,12 +87,31 @@ class Attempt(Generation):
     def reported(self, report: PromptReport) -> None:
         self._begun()
         self.assignment.first_token()
-        self.production.turn.reported(self.member.name, self.session, report)
+        if self.transfer is not None:
+            self.production.dispatcher.transfers.use(self.transfer)
+        if self.is_prefill:
+            self.production.turn.prefilled(self.member.name, report)
+        else:
+            self.production.turn.reported(self.member.name, self.session, report)
+
+    def finished(self, finish: Finish) -> None:
+        if self.is_prefill and finish.reason == "length":
+            # The length was ours.
+            self.is_cut = True
+            self.end()
+        else:
+            super().finished(finish)
 
     def ended(self, error: PenstockError | None) -> None:
         self._begun()
-        self.assignment.ended()
+        self.release()
         self.production.attempt_ended(self, error)
+
+    def release(self) -> None:
+        """It takes nothing of its worker any more."""
+        self.assignment.ended()
+        if self.transfer is not None:
+            self.production.dispatcher.transfers.end(self.transfer)
 
     def _begun(self) -> None:
         """It has left the worker's queue."""
@@ -78,7 +122,7 @@ class Attempt(Generation):
     def cancel(self) -> None:
         """Stops the generation on its worker."""
         self.member.link.cancel(self.id)
-        self.assignment.ended()
+        self.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +130,8 @@ class Production:
     """One generation, on as many workers as it takes. Its mailbox gets every token once and, unless it is cancelled, one terminal.
 
     It is in one place at a time: on a worker, in the queue of its model, or in a pause before the next attempt. It has no task: the
-    links and the queue call it. `failed` holds the links that failed it since its last token.
+    links and the queue call it. `failed` holds the links that failed it since its last token. While a worker computes its prompt for
+    another one, `_relay` is its place there. `left_behind` is the attempt on a worker that drains, which has its KV.
     """
 
     dispatcher: Dispatcher
@@ -98,6 +143,8 @@ class Production:
     born: int
     died_at: int | None = None
     failed: set[WorkerLink] = field(default_factory=set)
+    left_behind: Attempt | None = None
+    _relay: Relay | None = None
     _attempt: Attempt | None = None
     _pause: asyncio.Handle | None = None
     _fruitless: int = 0
@@ -106,8 +153,17 @@ class Production:
 
     def __post_init__(self) -> None:
         if self.request.prompt:
-            self._shares = True
-            self.dispatcher.shared_prompts[self.request.prompt] += 1
+            self._share()
+
+    def _share(self) -> None:
+        self._shares = True
+        self.dispatcher.shared_prompts[self.request.prompt] += 1
+
+    def share_prompt(self) -> None:
+        """Gives its prompt a name, so that it travels to a worker once, though two messages have it."""
+        if not self.request.prompt:
+            self.request = structs.replace(self.request, prompt=self.request.id)
+            self._share()
 
     def try_send(self) -> bool:
         """Sends it if a worker has room for it. Returns whether it was sent; True, too, when it cannot be sent and has failed."""
@@ -140,9 +196,20 @@ class Production:
         """How many tokens it has made where it runs."""
         return 0 if self._attempt is None else self.mailbox.next_offset - self._attempt.started_at
 
+    @property
+    def wanted_role(self) -> Role:
+        """What a worker must be good at. A generation of one token has nothing to decode; with a session, its worker matters more."""
+        is_short = self.request.max_tokens <= self.request.offset + 1 and self.turn.session is None
+        return "prefill" if is_short else "decode"
+
+    @property
+    def may_be_relayed(self) -> bool:
+        """Whether another worker may compute its prompt. Tried once: afterwards its worker computes what is missing."""
+        return self.wanted_role == "decode" and not (self.failed or self.mailbox.history or self.request.offset)
+
     def cancel(self) -> None:
         """Stops it, wherever it is. Does nothing when it has ended."""
-        self._release_prompt()
+        self._release()
         attempt, pause = self._attempt, self._pause
         self._attempt = self._pause = None
         if attempt is not None:
@@ -155,27 +222,43 @@ class Production:
 
     def fail(self, fault: Fault) -> None:
         """Ends it with this fault."""
-        self._release_prompt()
+        self._release()
         self.dispatcher.suspects.discard(self)
         self.mailbox.end(fault)
 
-    def _release_prompt(self) -> None:
-        """It has ended, and needs the prompt that it shares no more."""
+    def _release(self) -> None:
+        """It has ended: it needs its prompt, its other place and its KV no more."""
         if self._shares:
             self._shares = False
             self.dispatcher.release_prompt(self.request.prompt)
+        self._drop_relay("cancelled")
+        self.forget_left_behind()
+
+    def _drop_relay(self, ending: Ending) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.drop(ending)
+
+    def forget_left_behind(self) -> None:
+        """Nobody pulls its KV from the worker that drains."""
+        attempt, self.left_behind = self.left_behind, None
+        if attempt is not None:
+            attempt.member.link.end_transfers([attempt.id])
 
     def attempt_ended(self, attempt: Attempt, error: PenstockError | None) -> None:
         """Called by an attempt. Without an error the mailbox has its terminal."""
         if attempt is not self._attempt:
             return  # cancelled
         self._attempt = None
-        if error is None:
-            self._release_prompt()
+        if attempt.is_cut:
+            # Later: the link is in the middle of a frame, or of its own end.
+            self._pause = asyncio.get_running_loop().call_soon(self._guarded, self._hand_on)
+        elif error is None:
+            self._release()
         elif isinstance(error, GenerationFault) and not error.fault.retryable:
             self.fail(error.fault)
         else:
-            # Later: the link is in the middle of a frame, or of its own end.
+            self._drop_relay("lost")
             self._pause = asyncio.get_running_loop().call_soon(self._guarded, partial(self._continue, attempt, error))
 
     def next_request(self) -> Submit:
@@ -204,6 +287,38 @@ class Production:
         """Ends it after an error of ours."""
         self.fail(Fault("internal_error", f"{type(error).__name__} while generating"))
 
+    def relayed(self, relay: Relay) -> None:
+        """It was sent to a worker that computes its prompt, and has a place at another one."""
+        self._relay = relay
+
+    def _hand_on(self) -> None:
+        """Its prompt is computed and its first token made. It continues where it has its place, or anywhere."""
+        self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
+        relay, self._relay = self._relay, None
+        if relay is not None and relay.is_alive:
+            try:
+                self._attempt = self.dispatcher.send_on(self, relay)
+            except PenstockError as error:
+                self.fail(Fault(type(error).__name__, str(error)))
+            return
+        if relay is not None:
+            relay.drop("lost")
+        self.send_again()
+
+    def transfer_was_late(self) -> None:
+        """If its prompt is still being computed elsewhere, that is given up: its own worker computes."""
+        attempt = self._attempt
+        if attempt is None or not attempt.is_prefill:
+            return
+        self._attempt = None
+        attempt.abandon()
+        attempt.cancel()
+        self._drop_relay("stalled")
+        self.failed.add(attempt.member.link)
+        self.dispatcher.migrations["prefill_stalled"] += 1
+        self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
+        self._guarded(self.send_again)
+
     def _continue(self, attempt: Attempt, error: PenstockError) -> None:
         """On another worker, after this attempt failed; after a pause when there is no other."""
         link, age = attempt.member.link, self.mailbox.next_offset - attempt.started_at
@@ -214,6 +329,7 @@ class Production:
         if isinstance(error, GenerationFault):
             fault, has_died = error.fault, False
             self._fruitless += not age
+            self._leave_behind(attempt, fault)
         else:
             fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
             has_died = link.has_died
@@ -233,6 +349,14 @@ class Production:
             self._pause = asyncio.get_running_loop().call_later(seconds, self._guarded, self.send_again)
         else:
             self.send_again()
+
+    def _leave_behind(self, attempt: Attempt, fault: Fault) -> None:
+        """A worker that drains offers the KV of what it hands over, under the generation's id, until it is told that nobody needs it."""
+        self.forget_left_behind()
+        if fault.code == "draining" and attempt.member.model.kv_fingerprint:
+            self.left_behind = attempt
+            if self.mailbox.next_offset == attempt.started_at:
+                self.forget_left_behind()
 
     def hold(self, seconds: float) -> None:
         """Pauses it, and has it judged after that time, unless `end_hold` comes first."""
@@ -275,6 +399,7 @@ class Dispatcher:
         self._deserted: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self.migrations: Counter[str] = Counter()
+        self.transfers = Transfers(clock)
         self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, clock)
         # By model and lane: how many wait at workers, and who waits here with none there.
         self._unbegun: Counter[tuple[str, str]] = Counter()
@@ -368,6 +493,7 @@ class Dispatcher:
 
     def joined(self, member: Member) -> None:
         member.link.on_report = partial(self._reported, member)
+        member.link.on_transfers = partial(self.transfers.reported, member)
         if self._router.join(member.name, member.model):
             member.link.request_snapshot()
         if self.suspects.deaths:
@@ -376,8 +502,12 @@ class Dispatcher:
 
     def left(self, member: Member) -> None:
         self._router.leave(member.name)
+        owners = self.transfers.left(member)
         if member.link.has_died:
-            self.suspects.record(member.link)
+            death = self.suspects.record(member.link)
+            for owner in owners:
+                # It was there, too.
+                owner.turn.deaths |= {death.number}
         else:
             self.suspects.left(member.link)
 
@@ -425,6 +555,8 @@ class Dispatcher:
             members = [member for member in self._others(production) or members if member.link.has_just_spoken]
         if self.suspects.deaths and production in self.suspects:
             members = [member for member in members if self.suspects.is_free(member.link)]
+        helpers = self._helpers(production, members)
+        members = _with_role(members, production.wanted_role)
         usable = {member.name: member for member in members}
         rooms = {name: self._has_room(member) for name, member in usable.items()}
         if not any(rooms.values()) and self._may_overdraw(production):
@@ -437,38 +569,107 @@ class Dispatcher:
         block_size = next(iter(usable.values())).model.block_size
         blocks = -(-len(production.request.token_ids) // block_size)
         names = partial(turn.block_names, production.request.token_ids, block_size, production.request.root)
-        decision = self._router.choose(candidates, names, blocks, preferred, why, turn.hints.router)
+        decision = self._router.choose(candidates, names, blocks, preferred, why, turn.hints.router, helpers)
         if decision is None:
             return None
-        member = usable[decision.worker]
+        member, move = usable[decision.worker], decision.move
+        source = None if move is None else self._pool.find(move.worker)
+        if move is not None and move.reason == "prefill" and source is not None:
+            return self._send_relayed(production, member, source, decision, blocks)
         return self._send(production, member, decision, blocks)
+
+    def _helpers(self, production: Production, members: list[Member]) -> list[str]:
+        """Those of these workers that could compute its prompt for another one."""
+        found = [member.name for member in members if "prefill" in member.model.roles and self._has_room(member)]
+        if not found or not production.may_be_relayed or (self.suspects.deaths and production in self.suspects):
+            return []
+        return found
 
     def _send(self, production: Production, member: Member, decision: Decision, blocks: int) -> Attempt:
         request = production.next_request()
         session = production.turn.sent(production.mailbox.index, decision)
-        if session is not None:
-            request = structs.replace(request, session=session)
-        attempt = Attempt(production, member, request.id, self._router.sent(decision, decision.names, blocks), session)
+        transfer = self._begin_pull(production, member, decision)
+        if session is not None or transfer is not None:
+            request = structs.replace(request, session=session, source=None if transfer is None else transfer.message)
+        assignment = self._router.sent(decision, decision.names, blocks)
+        attempt = Attempt(production, member, request.id, assignment, session, transfer)
+        if self.suspects.deaths and production in self.suspects:
+            member.link.ping()
+        self._submit(attempt, request)
+        return attempt
+
+    def _submit(self, attempt: Attempt, request: Submit) -> None:
         try:
-            if self.suspects.deaths and production in self.suspects:
-                member.link.ping()
-            member.link.submit(request, attempt)
+            attempt.member.link.submit(request, attempt)
         except PenstockError:
-            attempt.assignment.ended()
+            attempt.release()
             raise
+        production = attempt.production
         self._unbegun[production.model, production.request.lane] += 1
+
+    def _begin_pull(self, production: Production, member: Member, decision: Decision) -> Transfer | None:
+        """The transfer of blocks that the worker lacks and another one has, if that is cheaper than computing them."""
+        if production.left_behind is not None and (inherited := self._inherit(production, member, decision)) is not None:
+            return inherited
+        move = decision.move
+        source = None if move is None else self._pool.find(move.worker)
+        if move is None or source is None or source.is_quiet or source.link in production.failed or move.reason == "prefill":
+            return None
+        return self.transfers.begin(production, source, member, move.reason, move.seconds)
+
+    def _inherit(self, production: Production, member: Member, decision: Decision) -> Transfer | None:
+        """The transfer from the worker that drains and has computed all of this generation's blocks."""
+        left_behind = production.left_behind
+        assert left_behind is not None
+        there = (len(production.request.token_ids) + production.mailbox.next_offset - 1) // member.model.block_size
+        move = self._router.inherit(member.name, left_behind.member.name, decision.overlap, there)
+        if move is None or left_behind.member.link.lost.done():
+            production.forget_left_behind()
+            return None
+        production.left_behind = None
+        return self.transfers.begin(production, left_behind.member, member, "drain", move.seconds, left_behind.id)
+
+    def _send_relayed(self, production: Production, member: Member, helper: Member, decision: Decision, blocks: int) -> Attempt:
+        """One worker computes the prompt and makes the first token. The other one pulls the blocks meanwhile, and continues."""
+        assert decision.move is not None
+        production.share_prompt()
+        session = production.turn.sent(production.mailbox.index, decision)
+        transfer = self.transfers.begin(production, helper, member, "prefill", decision.move.seconds)
+        relay = Relay(self.transfers, transfer, member, self._router.sent(decision, (), blocks), session, decision.move.seconds)
+        production.relayed(relay)
+        request = first_leg(production.next_request(), transfer)
+        there = structs.replace(decision, worker=helper.name, overlap=decision.move.overlap)
+        attempt = Attempt(production, helper, request.id, self._router.sent(there, decision.names, blocks), None, is_prefill=True)
+        self._submit(attempt, request)
+        try:
+            relay.fetch(request)
+        except PenstockError:
+            # The other worker will compute what it lacks.
+            self.transfers.end(transfer, "lost")
+        return attempt
+
+    def send_on(self, production: Production, relay: Relay) -> Attempt:
+        """Sends it to the worker where it has its place, which has its KV or is pulling it."""
+        source = relay.take()
+        request = structs.replace(production.next_request(), session=relay.session, source=source)
+        transfer = None if source is None else relay.transfer
+        attempt = Attempt(production, relay.member, request.id, relay.assignment, relay.session, transfer)
+        self._submit(attempt, request)
         return attempt
 
     def _has_room(self, member: Member) -> bool:
         """A quiet worker has no room: it would not begin before it speaks again."""
         link, batch = member.link, member.model.max_batch or UNKNOWN_BATCH
-        return link.unbegun < self._limits.worker_queue and link.active < batch + self._limits.worker_queue and not member.is_quiet
+        expected = link.active + link.reserved
+        return link.unbegun < self._limits.worker_queue and expected < batch + self._limits.worker_queue and not member.is_quiet
 
     async def _watch_deserted(self) -> None:
         """Ends the wait for workers that do not come."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = self._clock()
+            if self.transfers.open:
+                self.transfers.tick()
             self.suspects.tick()
             for model in {*self._queues, *self.suspects.models}:
                 queue = self._queue(model)
@@ -480,3 +681,8 @@ class Dispatcher:
                     message = f"no worker for model {model!r} came within {self._limits.worker_wait:g} s"
                     queue.fail(now - self._limits.worker_wait, Fault("no_worker", message))
                     self.suspects.fail(model, now - self._limits.worker_wait, Fault("no_worker", message))
+
+
+def _with_role(members: list[Member], wanted: Role) -> list[Member]:
+    """Those that are meant for this and answer. Without one, all of them: each can do everything."""
+    return [member for member in members if member.is_for(wanted) and not member.is_quiet] or members

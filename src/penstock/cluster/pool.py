@@ -15,7 +15,7 @@ from penstock.config.commands import FrontEndSettings
 from penstock.text.tokenizers.cache import Fetch
 from penstock.wire.address import Address, TcpAddress
 from penstock.wire.errors import HandshakeRefused, LinkBroken, LinkError, PenstockError, WorkerStalled
-from penstock.wire.messages import ModelInfo
+from penstock.wire.messages import ModelInfo, Role
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,9 @@ class Member:
     name: str
     model: ModelInfo
     link: WorkerLink
+
+    def is_for(self, role: Role) -> bool:
+        return role in self.model.roles or "aggregated" in self.model.roles
 
     @property
     def is_quiet(self) -> bool:

@@ -14,6 +14,7 @@ from penstock.wire.errors import ConfigError
 
 Policy = Literal["kv", "round-robin", "least-loaded", "random"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+Disaggregation = Literal["auto", "always", "never"]
 MIB = 2**20
 MAX_QUOTA = 10**12
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
@@ -155,6 +156,12 @@ class RouterSettings:
         name="router_overload_factor",
         unit="FACTOR",
         minimum=1,
+    )
+    disaggregation: Disaggregation = setting(
+        "auto",
+        "whether prompts are computed by workers with --role prefill, for those that continue them; auto: when that is cheaper, by "
+        "measured rates and load; always: whenever there is such a worker; never: only if no other worker is left",
+        choices=get_args(Disaggregation),
     )
 
 

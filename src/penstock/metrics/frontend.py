@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -92,6 +92,13 @@ class ClusterReading:
     queued: int = 0
     key_generations: Mapping[tuple[str, ...], float] = field(default_factory=dict)
     migrations: Mapping[str, int] = field(default_factory=dict)
+    prefill_choices: Mapping[str, int] = field(default_factory=dict)
+    transfers: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    """Transfers of KV that have ended, by reason and outcome."""
+    transfers_open: int = 0
+    transfer_bytes: Mapping[str, int] = field(default_factory=dict)
+    transfer_durations: Sequence[int] = (0,) * (len(BUCKETS) + 1)
+    transfer_seconds: float = 0.0
     stopped: int = 0
     suspects: int = 0
     sessions: int = 0
@@ -174,6 +181,11 @@ def _tool_calls(tally: Tally) -> dict[str, float]:
 FIRST_TOKEN_SECONDS = (
     "penstock_time_to_first_token_seconds",
     "Seconds from the arrival of a request to its first token, as the front end sees it.",
+)
+
+TRANSFER_SECONDS = (
+    "penstock_kv_transfer_seconds",
+    "Seconds that transfers of KV between workers took, as the worker saw it that pulled. Blocks that were still computed are waited for.",
 )
 
 STALL_SECONDS = (
@@ -272,6 +284,16 @@ DECLARATIONS = (
         "Generations that did not go to the worker of their session or key. gone: no link; quiet: silent; overloaded: too busy."),
     Declaration("counter", "penstock_migrations", ("reason",), lambda _, reading: reading.migrations,
         "Generations that continued on another worker, by the code of the fault that ended them on the first."),
+    Declaration("counter", "penstock_prefill_choices", ("choice",), lambda _, reading: reading.prefill_choices,
+        "Generations for which a prefill worker was free. elsewhere: it computed the prompt; here: the decode worker did, as that was "
+        "cheaper; cached: the decode worker had it."),
+    Declaration("counter", "penstock_kv_transfers", ("reason", "outcome"), lambda _, reading: reading.transfers,
+        "Transfers of KV between workers that have ended. done, failed: as the worker reports that pulled; cancelled: the generation was "
+        "over; lost: a worker was; stalled: given up. What did not come was computed."),
+    Declaration("gauge", "penstock_kv_transfers_open", (), lambda _, reading: reading.transfers_open,
+        "Transfers of KV between workers that have not ended."),
+    Declaration("counter", "penstock_kv_transfer_bytes", ("reason",), lambda _, reading: reading.transfer_bytes,
+        "Bytes of KV that workers pulled from each other."),
     Declaration("gauge", "penstock_generations_suspected", (), lambda _, reading: reading.suspects,
         "Generations of a worker that died, which wait to be tried alone on another."),
     Declaration("counter", "penstock_generations_stopped", (), lambda _, reading: reading.stopped,
@@ -337,20 +359,21 @@ class _Collector(Collector):
         reading, tally = self._read(), self._tally
         yield _histogram(FIRST_TOKEN_SECONDS, BUCKETS, tally.first_tokens, tally.first_token_seconds)
         yield _histogram(STALL_SECONDS, STALL_BUCKETS, tally.stalls, tally.stall_seconds)
+        yield _histogram(TRANSFER_SECONDS, BUCKETS, reading.transfer_durations, reading.transfer_seconds)
         for declaration in DECLARATIONS:
             if self._with_keys or KEY_LABEL not in declaration.labels:
                 yield declaration.collect(tally, reading)
         tally.longest_stall = 0.0
 
 
-def _histogram(described: tuple[str, str], buckets: tuple[float, ...], counts: list[int], total: float) -> Metric:
+def _histogram(described: tuple[str, str], buckets: tuple[float, ...], counts: Sequence[int], total: float) -> Metric:
     bounds = [*map(floatToGoString, buckets), "+Inf"]
     return HistogramMetricFamily(*described, list(zip(bounds, accumulate(counts), strict=True)), total)
 
 
 def reference() -> str:
     """The page docs/reference/metrics.md."""
-    rows = [f"| `{name}` | histogram | | {text} |" for name, text in (FIRST_TOKEN_SECONDS, STALL_SECONDS)]
+    rows = [f"| `{name}` | histogram | | {text} |" for name, text in (FIRST_TOKEN_SECONDS, STALL_SECONDS, TRANSFER_SECONDS)]
     for kind, name, labels, _, text in DECLARATIONS:
         shown = f"{name}_total" if kind == "counter" else name
         rows.append(f"| `{shown}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |")

@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from penstock.config.front_end import Policy, RouterSettings
+from penstock.router.moving import Move
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS, SessionAction
 
 Preference = Literal["session", "affinity", "parent"]
@@ -72,7 +73,8 @@ class Decision(Struct, frozen=True):
     """The worker, and why.
 
     `diverted` says why the preferred worker was not taken; `reason` then belongs to the choice that was made instead. `costs` has the
-    workers that were compared. `names` are the prompt's block names, if the router needed them.
+    workers that were compared. `names` are the prompt's block names, if the router needed them. `move`: blocks of the prompt come from
+    another worker.
     """
 
     worker: str
@@ -82,6 +84,7 @@ class Decision(Struct, frozen=True):
     cost: float = 0.0
     costs: tuple[tuple[str, float], ...] = ()
     names: Sequence[bytes] = ()
+    move: Move | None = None
 
 
 def choose(view: Sequence[WorkerView], request: RouteRequest, settings: RouterSettings, turn: int, draw: float) -> Decision | None:

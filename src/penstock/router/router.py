@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from msgspec import Struct, structs
 
 from penstock.config.front_end import Policy, RouterSettings
 from penstock.router.index import KvFeed, PrefixIndex
+from penstock.router.moving import MIN_MOVED_BLOCKS, Move, MoveReason, Place, Prompt, choose_prefill, choose_source
 from penstock.router.policy import Decision, Preference, RouteRequest, WorkerView, choose
 from penstock.wire.messages import KvEvents, ModelInfo, Snapshot, WorkerStats
 
@@ -31,16 +32,23 @@ class Candidate(Struct, frozen=True, gc=False):
 class _Worker:
     """What is known about one worker."""
 
-    model: str
+    model: ModelInfo
     feed: KvFeed | None
     load: WorkerLoad
+    stats: WorkerStats = field(default_factory=WorkerStats)
+
+    @property
+    def kin(self) -> bytes:
+        """Workers with the same value can use each other's KV. Empty: its KV does not move."""
+        return self.model.kv_fingerprint if self.model.kv_address else b""
 
 
 class Router:
     """Knows the workers of all models, and chooses among the candidates of a call. No method waits or does I/O.
 
     A worker is known from `join` to `leave`. Reports of unknown workers are ignored: a link may end at any moment. `decisions` counts
-    choices by reason, `diversions` counts preferred workers that were not taken, by reason.
+    choices by reason, `diversions` counts preferred workers that were not taken, by reason, `prefill_choices` who computed the prompts
+    that a prefill worker could have computed.
     """
 
     def __init__(
@@ -49,10 +57,13 @@ class Router:
         self.settings = settings
         self.decisions: Counter[str] = Counter()
         self.diversions: Counter[str] = Counter()
+        self.prefill_choices: Counter[str] = Counter()
         self.index = PrefixIndex()
         self._clock = clock
         self._draw = draw
         self._workers: dict[str, _Worker] = {}
+        # How many workers can use each other's KV, by what they have in common.
+        self._kin: Counter[bytes] = Counter()
         self._last_names: Sequence[bytes] = ()
         self._last_workers: set[str] = set()
         self._last_predicted = 0.0
@@ -64,12 +75,15 @@ class Router:
         self.leave(worker)
         has_events = "kv_events" in model.capabilities
         self.index.join(worker, self.settings.sibling_seconds if has_events else self.settings.prediction_seconds)
-        self._workers[worker] = _Worker(model.name, KvFeed(self.index, worker) if has_events else None, WorkerLoad())
+        joined = self._workers[worker] = _Worker(model, KvFeed(self.index, worker) if has_events else None, WorkerLoad())
+        self._kin[joined.kin] += 1
         return has_events
 
     def leave(self, worker: str) -> None:
         """Forgets the worker. Unknown workers are ignored."""
-        if self._workers.pop(worker, None) is not None:
+        left = self._workers.pop(worker, None)
+        if left is not None:
+            self._kin[left.kin] -= 1
             self.index.leave(worker)
             self._last_workers.discard(worker)
 
@@ -89,6 +103,7 @@ class Router:
         known = self._workers.get(worker)
         if known is not None:
             known.load.report(stats)
+            known.stats = stats
 
     def choose(
         self,
@@ -98,22 +113,23 @@ class Router:
         preferred: str | None = None,
         preferred_reason: Preference = "session",
         policy: Policy | None = None,
+        helpers: Sequence[str] = (),
     ) -> Decision | None:
         """The worker for a prompt of `blocks` blocks, the last of which may be partly filled; None when there is no candidate.
 
-        `prompt` is the names of its full blocks, or a function that returns them. The function is called only if there is more than one
-        candidate and the policy is `kv`, even if a worker is preferred: without the overlap its load would be estimated too high. The
-        decision then has the names.
+        `prompt` is the names of its full blocks, or a function that returns them. The function is called only if they matter: there is
+        more than one candidate and the policy is `kv`, even if a worker is preferred, as without the overlap its load would be estimated
+        too high; or KV can be moved. The decision then has the names. `helpers` are workers that could compute the prompt for it.
         """
         if not candidates:
             return None
         names: Sequence[bytes] = ()
-        if len(candidates) > 1 and (policy or self.settings.policy) == "kv":
+        if (len(candidates) > 1 and (policy or self.settings.policy) == "kv") or self._can_move(candidates[0].name):
             names = prompt() if callable(prompt) else prompt
         overlaps = self.index.overlaps(names, self._clock()) if names else {}
         view = [self._view(candidate, overlaps.get(candidate.name, 0)) for candidate in candidates]
         first = self._workers.get(candidates[0].name)
-        model = first.model if first is not None else ""
+        model = first.model.name if first is not None else ""
         turn = self._turns[model]
         self._turns[model] = turn + 1
         request = RouteRequest(blocks, preferred, preferred_reason, policy)
@@ -122,7 +138,48 @@ class Router:
         self.decisions[decision.reason] += 1
         if decision.diverted is not None:
             self.diversions[decision.diverted] += 1
-        return structs.replace(decision, names=names) if names else decision
+        if not names:
+            return decision
+        reason: MoveReason = "session" if preferred_reason == "session" and preferred not in (None, decision.worker) else "peer"
+        move = self._move(decision, blocks, overlaps, helpers, reason) if self._can_move(decision.worker) else None
+        return structs.replace(decision, names=names, move=move)
+
+    def inherit(self, worker: str, source: str, overlap: int, blocks: int) -> Move | None:
+        """For a generation of so many full blocks that leaves a worker that drains: whether its new worker pulls them from there."""
+        known = self._workers.get(worker)
+        if known is None or not self._are_kin(worker, source):
+            return None
+        prompt = Prompt(blocks + 1, known.model.block_size)
+        return choose_source(self._place(worker, overlap), prompt, [self._place(source, blocks)], "drain", margin=1.0)
+
+    def _can_move(self, worker: str) -> bool:
+        known = self._workers.get(worker)
+        return known is not None and bool(known.kin) and self._kin[known.kin] > 1
+
+    def _are_kin(self, one: str, other: str) -> bool:
+        known, peer = self._workers.get(one), self._workers.get(other)
+        return one != other and known is not None and peer is not None and bool(known.kin) and known.kin == peer.kin
+
+    def _move(
+        self, decision: Decision, blocks: int, overlaps: Mapping[str, int], helpers: Sequence[str], reason: MoveReason
+    ) -> Move | None:
+        """Where blocks of the prompt come from, if not from the chosen worker itself."""
+        chosen = decision.worker
+        prompt, target = Prompt(blocks, self._workers[chosen].model.block_size), self._place(chosen, decision.overlap)
+        able = [self._place(name, overlaps.get(name, 0)) for name in helpers if self._are_kin(chosen, name)]
+        if able:
+            choice, move = choose_prefill(target, prompt, able, self.settings.disaggregation)
+            self.prefill_choices[choice] += 1
+            if move is not None:
+                return move
+        enough = decision.overlap + MIN_MOVED_BLOCKS
+        peers = [self._place(name, known) for name, known in overlaps.items() if known >= enough and self._are_kin(chosen, name)]
+        return choose_source(target, prompt, peers, reason) if peers else None
+
+    def _place(self, worker: str, overlap: int) -> Place:
+        known = self._workers[worker]
+        waiting = known.load.to_prefill * known.model.block_size
+        return Place.of(worker, overlap, waiting, known.load.generations, known.model.kv_block_bytes, known.stats)
 
     def sent(self, decision: Decision, names: Sequence[bytes], blocks: int, now: float | None = None) -> Assignment:
         """The generation was sent. Its load counts until the assignment ends, and its blocks are expected on the worker."""

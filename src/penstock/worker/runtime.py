@@ -208,6 +208,11 @@ class WorkerRuntime:
         return not self._open and not any(port.outbox.waiting for port in self.ports)
 
     @property
+    def open_transfers(self) -> int:
+        """Transfers of KV that front ends have begun here and not ended."""
+        return len(self._transfers)
+
+    @property
     def owes_kv(self) -> bool:
         """Whether other workers pull KV from here, or may still do so for a generation that was handed over."""
         return bool(self._handed_over) or self._backend.stats().exports > 0

@@ -36,7 +36,9 @@ from penstock.wire.messages import (
     Delta,
     Draining,
     DropPrompt,
+    EndTransfer,
     Fault,
+    Fetch,
     Finish,
     Hello,
     Message,
@@ -55,6 +57,7 @@ from penstock.wire.messages import (
     Submit,
     TokenizerPiece,
     TokenizerRequest,
+    TransferReport,
     Welcome,
     WorkerStats,
 )
@@ -90,6 +93,16 @@ class Generation:
 
     def ended(self, error: PenstockError | None) -> None:
         """Called once. Without an error the Finish is in the mailbox; an error is not."""
+
+    def finished(self, finish: Finish) -> None:
+        """The worker has no more for it."""
+        self.mailbox.end(finish)
+        self.end()
+
+    def abandon(self) -> None:
+        """What still comes of it is dropped."""
+        self.mailbox = Mailbox(Doorbell())
+        self.mailbox.cancel()
 
     def begin(self, delta: Delta, report: PromptReport) -> Delta:
         """The first delta of this worker. The reader learns of the prompt once, however many workers computed it."""
@@ -142,6 +155,10 @@ class WorkerLink(LinkProtocol):
         """Generations without a token so far: they wait at the worker, or their prompts are being computed."""
         self.on_report: Callable[[WorkerReport], None] = lambda _: None
         """Called with what the worker reports about itself. The segments of a Step are then in their mailboxes."""
+        self.on_transfers: Callable[[Sequence[TransferReport]], None] = lambda _: None
+        """Called with what the worker reports about transfers, before the segments of the same Step are delivered."""
+        self.reserved = 0
+        """Generations that will come here: another worker computes their prompts now."""
 
     @property
     def active(self) -> int:
@@ -203,6 +220,20 @@ class WorkerLink(LinkProtocol):
         self._write_soon(encode_frame(self._without_prompt(request) if request.prompt else request))
         self._generations[request.id] = generation
         self.unbegun += 1
+
+    def fetch(self, request: Fetch) -> None:
+        """Has the worker pull KV from another one. Raises LinkError when the link is lost. For a prompt without generated tokens."""
+        if self.lost.done():
+            raise self.lost.result()
+        if request.prompt:
+            self._send_prompt(request.prompt, request.token_ids)
+            request = structs.replace(request, token_ids=())
+        self._write_soon(encode_frame(request))
+
+    def end_transfers(self, ids: Sequence[bytes]) -> None:
+        """These transfers are over, here as their source or as their target."""
+        if not self.lost.done():
+            self._write_soon(encode_frame(EndTransfer(tuple(ids))))
 
     def drop_prompt(self, name: bytes) -> None:
         """No generation will share this prompt any more."""
@@ -284,6 +315,8 @@ class WorkerLink(LinkProtocol):
     def _hear(self, message: Message) -> None:
         match message:
             case Step():
+                if message.transfers:
+                    self.on_transfers(message.transfers)
                 self._deliver(message)
                 self.on_report(message)
             case Snapshot():
@@ -374,8 +407,7 @@ class WorkerLink(LinkProtocol):
         del self._generations[segment.id]
         match segment.terminal:
             case Finish() as finish:
-                generation.mailbox.end(finish)
-                generation.end()
+                generation.finished(finish)
             case Fault() as fault:
                 generation.end(GenerationFault(fault))
 
@@ -383,8 +415,7 @@ class WorkerLink(LinkProtocol):
         """One generation's stream is broken: that generation fails, with an error in the log. The link and the others go on."""
         log.error("generation %s broke its stream: %s", segment.id.hex(), error)
         generation.end(GenerationFault(Fault("stream_breach", f"the stream from the worker broke: {error}")))
-        generation.mailbox = Mailbox(Doorbell())
-        generation.mailbox.cancel()
+        generation.abandon()
         if segment.terminal is not None:
             self._generations.pop(segment.id, None)
         self.cancel(segment.id)
@@ -392,10 +423,13 @@ class WorkerLink(LinkProtocol):
     def _without_prompt(self, request: Submit) -> Submit:
         """The request without the prompt that it shares, which is sent before it unless the worker has it."""
         length = len(request.token_ids) - request.offset
-        if request.prompt not in self._prompts:
-            self._write_soon(encode_frame(Prompt(request.prompt, request.token_ids[:length])))
-            self._prompts.add(request.prompt)
+        self._send_prompt(request.prompt, request.token_ids[:length])
         return structs.replace(request, token_ids=request.token_ids[length:])
+
+    def _send_prompt(self, name: bytes, token_ids: tuple[int, ...]) -> None:
+        if name not in self._prompts:
+            self._write_soon(encode_frame(Prompt(name, token_ids)))
+            self._prompts.add(name)
 
     def _write_soon(self, frame: bytes) -> None:
         """The first frame of a turn of the event loop is written at once, the others of that turn in few writes."""

@@ -158,6 +158,11 @@ class Turn:
             self._has_followed = True
             self.sessions.follow_affinity(self, self.affinity_key, worker)
 
+    def prefilled(self, worker: str, report: PromptReport) -> None:
+        """A worker has computed the prompt for another one, which will have the session and all that follows."""
+        if self.worker is None:
+            self.worker, self.cached_tokens = worker, report.cached_tokens
+
     def describe_session(self) -> dict[str, object] | None:
         """What the answer tells about the session; None for a request without one."""
         wish = self.hints.session
@@ -182,10 +187,13 @@ class Turn:
 
 
 def _described(choice: int, decision: Decision) -> dict[str, object]:
-    return {
+    described: dict[str, object] = {
         "choice": choice,
         "worker": decision.worker,
         "reason": decision.reason,
         "diverted": decision.diverted,
         "overlap_blocks": decision.overlap,
     }
+    if decision.move is not None:
+        described["kv_from"] = {"worker": decision.move.worker, "reason": decision.move.reason}
+    return described

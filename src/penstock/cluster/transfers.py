@@ -1,0 +1,151 @@
+"""The records of KV that moves between two workers, for the generations of this front end: one per transfer, and none after it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from penstock.cluster.pool import Member
+from penstock.cluster.sessions.turn import Turn
+from penstock.metrics.frontend import BUCKETS
+from penstock.router.moving import MoveReason
+from penstock.wire.messages import TRANSFER_ID_BYTES, KvSource, TransferReport
+
+Ending = Literal["cancelled", "lost", "stalled"]
+"""How a transfer ends on which the target has not reported: its generation is over; a worker was lost; it took too long."""
+
+LEASE_SECONDS = 10.0
+"""How long the source keeps blocks after its generation, and the target pulled blocks before theirs. Both are told when it is over, so
+this counts only if this front end is lost or cut off."""
+
+# A transfer is given up after this many times the time that it should take, or if its source says nothing at this many looks while it
+# computes: a worker speaks every BEACON_SECONDS. At four looks a second, that is one second.
+PATIENCE_FACTOR = 4.0
+MIN_PATIENCE_SECONDS = 1.0
+SILENT_LOOKS = 4
+
+
+class Owner(Protocol):
+    """The generation of a transfer."""
+
+    turn: Turn
+
+    def transfer_was_late(self) -> None:
+        """It was given up."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Blocks on their way from one worker to another. `waits`: the source computes them at this moment."""
+
+    id: bytes
+    owner: Owner
+    source: Member
+    target: Member
+    reason: MoveReason
+    started: float
+    deadline: float
+    waits: bool = False
+    has_arrived: bool = False
+    """The target has reported its end. The source knows, and the target keeps the blocks for the generation."""
+    is_used: bool = False
+    """The generation has begun at the target."""
+    _frames: int = -1
+    _silent_looks: int = 0
+
+    @property
+    def message(self) -> KvSource:
+        return KvSource(self.id, self.source.model.kv_address, self.waits)
+
+    def is_late(self, now: float) -> bool:
+        """One look at it."""
+        frames, self._frames = self._frames, self.source.link.frames
+        self._silent_looks = self._silent_looks + 1 if frames == self._frames and self.waits else 0
+        return not self.has_arrived and (now >= self.deadline or self._silent_looks >= SILENT_LOOKS)
+
+
+def patience(expected_seconds: float) -> float:
+    """How long something may take that should take `expected_seconds`."""
+    return max(MIN_PATIENCE_SECONDS, PATIENCE_FACTOR * expected_seconds)
+
+
+@dataclass(eq=False)
+class Transfers:
+    """The transfers that have not ended. Whatever ends one, both workers are told, and its outcome is counted once."""
+
+    clock: Callable[[], float] = time.monotonic
+    open: dict[bytes, Transfer] = field(default_factory=dict)
+    counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By reason and outcome."""
+    bytes_moved: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    durations: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    """Those on which the target has reported, by their length."""
+    seconds: float = 0.0
+
+    def begin(
+        self, owner: Owner, source: Member, target: Member, reason: MoveReason, expected_seconds: float, name: bytes = b""
+    ) -> Transfer:
+        """`name` is an id that the source knows already."""
+        now = self.clock()
+        identity = name or secrets.token_bytes(TRANSFER_ID_BYTES)
+        transfer = Transfer(identity, owner, source, target, reason, now, now + patience(expected_seconds), waits=reason == "prefill")
+        self.open[identity] = transfer
+        return transfer
+
+    def reported(self, member: Member, reports: Iterable[TransferReport]) -> None:
+        """What a worker says. A source only says that its lease is over; then the target fails to pull, and says so."""
+        for report in reports:
+            transfer = self.open.get(report.id)
+            if transfer is None or transfer.target is not member or report.outcome is None or transfer.has_arrived:
+                continue
+            transfer.has_arrived = True
+            self._count(transfer, report)
+            transfer.source.link.end_transfers([transfer.id])
+            if transfer.is_used:
+                self.end(transfer)
+
+    def was_computed(self, transfer: Transfer, expected_seconds: float) -> None:
+        """The source has computed all blocks: this is what is left of the transfer."""
+        transfer.waits = False
+        transfer.deadline = self.clock() + patience(expected_seconds)
+
+    def use(self, transfer: Transfer) -> None:
+        """Its generation has begun at the target, which reports the end of the transfer before that, or together with it."""
+        transfer.is_used = True
+        if transfer.has_arrived:
+            self.end(transfer)
+
+    def end(self, transfer: Transfer, ending: Ending = "cancelled") -> None:
+        """Ends it at both workers. Does nothing when it has ended."""
+        if self.open.pop(transfer.id, None) is None:
+            return
+        if not transfer.has_arrived:
+            self.counts[transfer.reason, ending] += 1
+            transfer.source.link.end_transfers([transfer.id])
+        transfer.target.link.end_transfers([transfer.id])
+
+    def left(self, member: Member) -> list[Owner]:
+        """This worker was lost. What it moved is ended at the other end, which computes instead. Returns the owners of that."""
+        lost = [each for each in self.open.values() if each.target is member or (each.source is member and not each.has_arrived)]
+        for transfer in lost:
+            self.end(transfer, "lost")
+        return [transfer.owner for transfer in lost]
+
+    def tick(self) -> None:
+        """Ends those that take too long."""
+        now = self.clock()
+        for transfer in [each for each in self.open.values() if each.is_late(now)]:
+            self.end(transfer, "stalled")
+            transfer.owner.transfer_was_late()
+
+    def _count(self, transfer: Transfer, report: TransferReport) -> None:
+        self.counts[transfer.reason, report.outcome or ""] += 1
+        self.bytes_moved[transfer.reason] += report.size
+        self.durations[bisect_left(BUCKETS, report.seconds)] += 1
+        self.seconds += report.seconds

@@ -1,0 +1,418 @@
+"""A prompt computed by one worker and continued by another: whoever fails, the tokens are the same, and nothing is left of the transfer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from penstock.backends.simulator import Simulator
+from penstock.cluster import suspects
+from penstock.cluster.pool import Member
+from penstock.config.front_end import RouterSettings
+from penstock.router.policy import Hints, SessionWish
+from penstock.wire.messages import (
+    Delta,
+    Fault,
+    Fetch,
+    Finish,
+    PromptReport,
+    Role,
+    Segment,
+    SessionTurn,
+    Submit,
+    TransferOutcome,
+    TransferReport,
+)
+from workers import FrontEnd, Reader, Worker, expected, make_model, submit, until
+
+PROMPT = 320
+POISON = 666
+ALWAYS = RouterSettings(disaggregation="always")
+
+
+class Mover(Simulator):
+    """A simulator that reports on transfers what the test says. It computes what it has not pulled, so tokens are always right."""
+
+    outcome: TransferOutcome | None = "done"
+    """None: it says nothing."""
+    is_held = False
+    """It begins nothing that comes from now on."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.submits: list[Submit] = []
+        self.fetches: list[Fetch] = []
+        self.ended: list[bytes] = []
+        self.held: list[Submit] = []
+        self.on_poison: Callable[[], None] = lambda: None
+
+    def submit(self, request: Submit) -> None:
+        self.submits.append(request)
+        if request.seed == POISON:
+            asyncio.get_running_loop().call_soon(self.on_poison)
+        if request.source is not None and request.source.transfer not in [fetch.source.transfer for fetch in self.fetches]:
+            self.answer(request.source.transfer)
+        if self.is_held:
+            self.held.append(request)
+        else:
+            super().submit(request)
+
+    def cancel(self, generation: bytes) -> None:
+        self.held = [request for request in self.held if request.id != generation]
+        super().cancel(generation)
+
+    def fetch(self, request: Fetch) -> None:
+        self.fetches.append(request)
+        self.answer(request.source.transfer)
+
+    def end_transfer(self, transfer: bytes) -> None:
+        self.ended.append(transfer)
+
+    def let_go(self) -> None:
+        self.is_held = False
+        for request in self.held:
+            super().submit(request)
+        self.held = []
+
+    def emit(self, segment: Segment) -> None:
+        self._emit([segment], None)
+
+    def answer(self, transfer: bytes) -> None:
+        if self.outcome is not None:
+            asyncio.get_running_loop().call_soon(self._emit, (), None, [TransferReport(transfer, self.outcome, 20, 20 * 64, 0.01)])
+
+
+class MovingWorker(Worker):
+    simulator: Mover
+
+    def __init__(self, folder: Path, name: str, role: Role = "aggregated", **config: Any) -> None:
+        model = make_model(roles=(role,), kv_fingerprint=b"same", kv_address=f"unix:{name}.kv", kv_block_bytes=64)
+        super().__init__(folder, name, model, Mover, **{"step_ms": 1.0, **config})
+        self.simulator.on_poison = self.break_links
+
+    @property
+    def submits(self) -> list[Submit]:
+        return self.simulator.submits
+
+
+class Cluster:
+    """Workers by name: p… are prefill workers, d… decode workers, others neither."""
+
+    def __init__(self, workers: dict[str, MovingWorker], front_end: FrontEnd) -> None:
+        self.workers = workers
+        self.front_end = front_end
+        self.transfers = front_end.dispatcher.transfers
+
+    def __getitem__(self, name: str) -> MovingWorker:
+        return self.workers[name]
+
+    def member(self, name: str) -> Member:
+        member = self.front_end.pool.find(name)
+        assert member is not None
+        return member
+
+    async def check_settled(self) -> None:
+        """Nothing is left of any transfer, here and at the workers that are connected."""
+        await until(lambda: not any(worker.runtime.open_transfers for worker in self.workers.values()))
+        assert not self.transfers.open
+        assert not self.front_end.dispatcher.shared_prompts
+        for member in self.front_end.pool.members:
+            assert member.link.reserved == 0, member.name
+            await until(lambda member=member: self.front_end.router.load_of(member.name) == 0)  # type: ignore[misc]
+
+
+@asynccontextmanager
+async def cluster(folder: Path, names: str, router: RouterSettings = ALWAYS, **options: Any) -> AsyncIterator[Cluster]:
+    roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
+    workers = {name: MovingWorker(folder, name, roles.get(name[0], "aggregated")) for name in names.split()}
+    for worker in workers.values():
+        await worker.__aenter__()
+    try:
+        async with FrontEnd(list(workers.values()), router=router, **options) as front_end:
+            made = Cluster(workers, front_end)
+            yield made
+            await made.check_settled()
+    finally:
+        for worker in workers.values():
+            await worker.__aexit__()
+
+
+async def finished(task: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(20):
+        await asyncio.shield(task)
+
+
+async def test_one_worker_computes_and_another_continues(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        request = submit(1, 50, PROMPT, logprobs=2, prompt_logprobs=True)
+        turn, reader = await both.front_end.run(request)
+        assert reader.tokens == expected(1, 50)
+        (first,), (second,), (fetch,) = both["p"].submits, both["d"].submits, both["d"].simulator.fetches
+        assert (first.max_tokens, first.offset, first.token_ids) == (1, 0, request.token_ids)
+        assert (second.max_tokens, second.offset, second.token_ids) == (50, 1, (*request.token_ids, reader.tokens[0]))
+        assert (first.prompt_logprobs, second.prompt_logprobs, second.export) == (True, False, None)
+        assert first.export is not None
+        assert second.source is not None
+        assert first.export.transfer == second.source.transfer == fetch.source.transfer
+        assert (fetch.source.address, fetch.source.waits, fetch.token_ids) == ("unix:p.kv", True, request.token_ids)
+        delta, terminal = reader.read()
+        assert delta is not None
+        assert delta.prompt is not None
+        assert delta.prompt.logprobs is not None
+        assert delta.logprobs is not None
+        assert (len(delta.logprobs), terminal) == (50, Finish("length"))
+        assert both.transfers.counts == {("prefill", "done"): 1}
+        assert (turn.worker, turn.describe_route(has_costs=False)[0]["kv_from"]) == ("d", {"worker": "p", "reason": "prefill"})
+
+
+async def test_choices_and_many_prompts_at_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p0 p1 d0 d1") as both:
+        ids = submit(1, 40, PROMPT).token_ids
+        started = [both.front_end.start(structs.replace(submit(n, 40), token_ids=ids, prompt=b"s" * 16)) for n in range(4)]
+        started += [both.front_end.start(submit(n, 40, PROMPT)) for n in range(4, 40)]
+        for _, task in started:
+            await finished(task)
+        assert [reader.tokens for reader, _ in started] == [expected(n, 40) for n in range(40)]
+        assert {request.max_tokens for name in ("p0", "p1") for request in both[name].submits} == {1}
+        assert both.transfers.counts == {("prefill", "done"): 40}
+        assert all(both[name].simulator.fetches for name in ("d0", "d1"))
+
+
+async def test_an_end_at_the_first_token_is_the_end(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        reader, task = await in_prefill(both, None)
+        (request,) = both["p"].simulator.held
+        both["p"].simulator.emit(Segment(request.id, None, Finish("stop")))
+        await finished(task)
+        assert reader.read() == (None, Finish("stop"))
+        assert both["d"].submits == []
+        assert both.transfers.counts == {("prefill", "cancelled"): 1}
+
+
+async def test_a_session_is_leased_where_it_is_decoded(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        for _ in range(2):
+            turn, _ = await both.front_end.run(submit(1, 20, PROMPT), Hints(SessionWish("s")))
+            assert (turn.state, turn.worker) == ("open", "d")
+        assert [request.session for request in both["p"].submits] == [None] * len(both["p"].submits)
+        assert all(isinstance(request.session, SessionTurn) for request in both["d"].submits)
+        assert (both["p"].simulator.stats().sessions, both["d"].simulator.stats().sessions) == (0, 1)
+
+
+async def test_what_needs_no_decoding_goes_to_a_prefill_worker(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        await both.front_end.run(submit(1, 1, PROMPT))
+        await both.front_end.run(submit(2, 0, PROMPT))
+        assert (len(both["p"].submits), both["d"].submits) == (2, [])
+
+
+@pytest.mark.parametrize("names", ["p0 p1", "d0 d1", "p", "d"])
+async def test_a_role_without_workers_is_taken_over(tmp_path: Path, names: str) -> None:
+    async with cluster(tmp_path, names) as some:
+        started = [some.front_end.start(submit(n, 40, PROMPT)) for n in range(10)]
+        for _, task in started:
+            await finished(task)
+        assert [reader.tokens for reader, _ in started] == [expected(n, 40) for n in range(10)]
+
+
+async def in_prefill(both: Cluster, outcome: TransferOutcome | None = "done") -> tuple[Reader, asyncio.Task[None]]:
+    """A generation whose prompt is being computed, for as long as the test wants."""
+    for worker in both.workers.values():
+        worker.simulator.outcome = outcome
+    both["p"].simulator.is_held = True
+    reader, task = both.front_end.start(submit(1, 200, PROMPT))
+    await until(lambda: bool(both["p"].simulator.held) and any(worker.simulator.fetches for worker in both.workers.values()))
+    return reader, task
+
+
+def dies(worker: MovingWorker) -> None:
+    worker.break_links()
+
+
+def faults(worker: MovingWorker) -> None:
+    (request,) = worker.simulator.held
+    worker.simulator.held = []
+    worker.simulator.emit(Segment(request.id, None, Fault("out_of_memory", "too large", retryable=True)))
+
+
+def drains(worker: MovingWorker) -> None:
+    worker.runtime.drain()
+    worker.runtime.hand_over()
+
+
+def stalls(_: MovingWorker) -> None:
+    """It never makes the token."""
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed", None])
+@pytest.mark.parametrize("fails", [dies, faults, drains, stalls])
+async def test_without_its_first_token_the_decode_worker_computes(
+    tmp_path: Path, fails: Callable[[MovingWorker], None], outcome: TransferOutcome | None
+) -> None:
+    if fails is stalls and outcome is not None:
+        pytest.skip("a second each")
+    async with cluster(tmp_path, "p d") as both:
+        reader, task = await in_prefill(both, outcome)
+        fails(both["p"])
+        await finished(task)
+        assert reader.tokens == expected(1, 200)
+        (request,) = both["d"].submits
+        assert (request.offset, request.max_tokens, request.source) == (0, 200, None)
+        both["p"].simulator.let_go()
+        await both.check_settled()
+        assert both.front_end.dispatcher.migrations.total() == 1
+
+
+async def test_a_token_that_comes_too_late_is_dropped(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        reader, task = await in_prefill(both, None)
+        (late,), (transfer,) = both["p"].simulator.held, both.transfers.open.values()
+        # It is on the wire when the front end gives up.
+        both["p"].simulator.emit(Segment(late.id, Delta(0, expected(1, 1), None, PromptReport(0)), Finish("length")))
+        both.transfers.end(transfer, "stalled")
+        transfer.owner.transfer_was_late()
+        await finished(task)
+        assert reader.tokens == expected(1, 200)
+        assert [request.offset for request in both["d"].submits] == [0]
+        assert both.transfers.counts == {("prefill", "stalled"): 1}
+
+
+@pytest.mark.parametrize("fails", [dies, drains])
+async def test_a_decode_worker_that_leaves_before_the_token_is_replaced(tmp_path: Path, fails: Callable[[MovingWorker], None]) -> None:
+    async with cluster(tmp_path, "p d0 d1") as both:
+        reader, task = await in_prefill(both)
+        (chosen,) = [name for name in ("d0", "d1") if both[name].simulator.fetches]
+        other = {"d0": "d1", "d1": "d0"}[chosen]
+        member = both.member(chosen)
+        fails(both[chosen])
+        await until(lambda: not member.link.is_usable)
+        both["p"].simulator.let_go()
+        await finished(task)
+        assert reader.tokens == expected(1, 200)
+        assert both[chosen].submits == []
+        (request,) = both[other].submits
+        assert request.offset == 1
+        assert request.source is not None, "p has its blocks"
+        assert request.source.address == "unix:p.kv"
+
+
+@pytest.mark.parametrize("names", ["p d", "p d a"])
+async def test_both_workers_die(tmp_path: Path, names: str) -> None:
+    async with cluster(tmp_path, names, trial_seconds=0.0) as both:
+        reader, task = await in_prefill(both)
+        both["p"].break_links()
+        both["d"].break_links()
+        both["p"].simulator.is_held = False
+        await finished(task)
+        assert reader.tokens == expected(1, 200)
+
+
+async def test_the_source_dies_while_the_decode_worker_waits_for_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        both["d"].simulator.outcome = None
+        both["d"].simulator.is_held = True
+        reader, task = both.front_end.start(submit(1, 200, PROMPT))
+        await until(lambda: bool(both["d"].simulator.held))
+        (transfer,) = both.transfers.open
+        assert both["d"].simulator.ended == []
+        both["p"].break_links()
+        await until(lambda: both["d"].simulator.ended == [transfer])
+        both["d"].simulator.let_go()
+        await finished(task)
+        assert reader.tokens == expected(1, 200)
+        assert both.transfers.counts == {("prefill", "lost"): 1}
+
+
+async def test_a_decode_worker_that_dies_with_the_generation(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d0 d1") as both:
+        reader, task = both.front_end.start(submit(1, 500, PROMPT))
+        await until(lambda: len(reader.tokens) > 30)
+        (chosen,) = [name for name in ("d0", "d1") if both[name].submits]
+        both[chosen].break_links()
+        await finished(task)
+        assert reader.tokens == expected(1, 500)
+
+
+async def test_a_pull_that_nobody_reports_on_is_given_up(tmp_path: Path) -> None:
+    """The generation waits at the decode worker for a transfer that does not end."""
+    async with cluster(tmp_path, "p d") as both:
+        both["d"].simulator.outcome = None
+        both["d"].simulator.is_held = True
+        _, task = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["d"].simulator.held))
+        (transfer,) = both.transfers.open
+        await until(lambda: both["d"].simulator.ended == [transfer])
+        assert transfer in both["p"].simulator.ended
+        both["d"].simulator.let_go()
+        await finished(task)
+        assert both.transfers.counts == {("prefill", "stalled"): 1}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "waiting", "decode"])
+async def test_a_client_that_leaves_in_any_phase_leaves_nothing(tmp_path: Path, phase: str) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        both["d"].simulator.outcome = None if phase != "decode" else "done"
+        both["d"].simulator.is_held = phase == "waiting"
+        both["p"].simulator.is_held = phase == "prefill"
+        reader, task = both.front_end.start(submit(1, 5_000, PROMPT))
+        await until(lambda: bool(both["p"].simulator.held or both["d"].simulator.held or len(reader.tokens) > 20))
+        task.cancel()
+        await asyncio.wait([task])
+        await both.check_settled()
+        for worker in both.workers.values():
+            await until(lambda worker=worker: worker.runtime.is_idle)  # type: ignore[misc]
+
+
+async def test_a_request_that_kills_its_workers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it kills those that compute its prompt, or those that continue."""
+    monkeypatch.setattr(suspects, "HOLD_SECONDS", 0.5)
+    async with cluster(tmp_path, "p0 p1 d0 d1", trial_seconds=5.0) as both:
+        calm = [both.front_end.start(submit(n, 300, PROMPT)) for n in range(8)]
+        _, task = both.front_end.start(structs.replace(submit(99, 100, PROMPT), seed=POISON))
+        with pytest.raises(Exception, match="it is not tried again"):
+            await finished(task)
+        for _, other in calm:
+            await finished(other)
+        assert [reader.tokens for reader, _ in calm] == [expected(n, 300) for n in range(8)]
+        assert both.front_end.dispatcher.suspects.deaths <= 4
+
+
+async def test_a_session_that_moves_brings_its_kv_along(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "a b", RouterSettings()) as both:
+        turn, _ = await both.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
+        home = turn.worker
+        assert home is not None
+        other = {"a": "b", "b": "a"}[home]
+        both[home].runtime.drain()
+        await until(lambda: both.member(home).link.draining)
+        turn, reader = await both.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
+        assert (turn.worker, turn.state, reader.tokens) == (other, "moved", expected(1, 20))
+        (request,) = both[other].submits
+        assert request.source is not None
+        assert (request.source.address, request.source.waits) == (f"unix:{home}.kv", False)
+        assert both.transfers.counts == {("session", "done"): 1}
+
+
+async def test_a_worker_that_drains_hands_its_kv_over(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "a b", RouterSettings()) as both:
+        started = [both.front_end.start(submit(n, 2_000, PROMPT)) for n in range(20)]
+        await until(lambda: min(len(reader.tokens) for reader, _ in started) > 50)
+        moved = {request.id for request in both["a"].submits}
+        old = both["a"]
+        old.runtime.drain()
+        old.runtime.hand_over()
+        owed = [old.runtime.owes_kv]
+        for _, task in started:
+            await finished(task)
+        assert [reader.tokens for reader, _ in started] == [expected(n, 2_000) for n in range(20)]
+        sources = [request.source for request in both["b"].submits if request.offset]
+        assert {source.transfer for source in sources if source is not None} == moved
+        await until(lambda: not old.runtime.owes_kv)
+        assert owed == [True]
+        assert both.transfers.counts == {("drain", "done"): len(moved)}
