@@ -21,6 +21,7 @@ from penstock.wire.messages import (
     Fault,
     Fetch,
     Finish,
+    KvHandover,
     PromptReport,
     Role,
     Segment,
@@ -54,6 +55,8 @@ class Mover(Simulator):
 
     def submit(self, request: Submit) -> None:
         self.submits.append(request)
+        if request.export is not None and self.model.kv_handover == "ticket" and self.outcome is not None:
+            asyncio.get_running_loop().call_soon(self._emit, (), None, [TransferReport(request.export.transfer, ticket=b"a ticket")])
         if request.seed == POISON:
             asyncio.get_running_loop().call_soon(self.on_poison)
         if request.source is not None and request.source.transfer not in [fetch.source.transfer for fetch in self.fetches]:
@@ -91,9 +94,9 @@ class Mover(Simulator):
 class MovingWorker(Worker):
     simulator: Mover
 
-    def __init__(self, folder: Path, name: str, role: Role = "aggregated", **config: Any) -> None:
-        model = make_model(roles=(role,), kv_fingerprint=b"same", kv_address=f"unix:{name}.kv", kv_block_bytes=64)
-        super().__init__(folder, name, model, Mover, **{"step_ms": 1.0, **config})
+    def __init__(self, folder: Path, name: str, role: Role = "aggregated", handover: KvHandover = "blocks") -> None:
+        kv: dict[str, Any] = {"kv_fingerprint": b"same", "kv_address": f"unix:{name}.kv", "kv_block_bytes": 64, "kv_handover": handover}
+        super().__init__(folder, name, make_model(roles=(role,), **kv), Mover, step_ms=1.0)
         self.simulator.on_poison = self.break_links
 
     @property
@@ -128,9 +131,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, names: str, router: RouterSettings = ALWAYS, **options: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    folder: Path, names: str, router: RouterSettings = ALWAYS, handover: KvHandover = "blocks", **options: Any
+) -> AsyncIterator[Cluster]:
     roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
-    workers = {name: MovingWorker(folder, name, roles.get(name[0], "aggregated")) for name in names.split()}
+    workers = {name: MovingWorker(folder, name, roles.get(name[0], "aggregated"), handover) for name in names.split()}
     for worker in workers.values():
         await worker.__aenter__()
     try:
@@ -219,6 +224,40 @@ async def test_a_role_without_workers_is_taken_over(tmp_path: Path, names: str) 
         for _, task in started:
             await finished(task)
         assert [reader.tokens for reader, _ in started] == [expected(n, 40) for n in range(10)]
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["ticket", "no ticket"])
+async def test_engines_of_others_need_a_ticket_and_the_second_makes_all_tokens(tmp_path: Path, is_given: bool) -> None:
+    async with cluster(tmp_path, "p d", handover="ticket") as both:
+        both["p"].simulator.outcome = "done" if is_given else None
+        _, reader = await both.front_end.run(submit(1, 50, PROMPT, logprobs=2))
+        assert reader.tokens == expected(1, 50)
+        (first,), (second,) = both["p"].submits, both["d"].submits
+        assert (first.max_tokens, second.offset, both["d"].simulator.fetches) == (0, 0, [])
+        assert (None if second.source is None else second.source.ticket) == (b"a ticket" if is_given else None)
+        assert both.transfers.counts == {("prefill", "done" if is_given else "failed"): 1}
+        await both.front_end.run(submit(2, 50, PROMPT, prompt_logprobs=True))
+        assert len(both["p"].submits) == 1, "who computes the prompt has its logprobs"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_engines_of_others_may_have_to_work_at_the_same_time(tmp_path: Path, fails: bool) -> None:
+    async with cluster(tmp_path, "p d", handover="meeting") as both:
+        both["p"].simulator.is_held = both["d"].simulator.is_held = True
+        both["d"].simulator.outcome = None if fails else "done"
+        reader, task = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["p"].simulator.held and both["d"].simulator.held))
+        (first,), (second,) = both["p"].submits, both["d"].submits
+        assert first.export is not None
+        assert second.source is not None
+        assert (first.max_tokens, second.offset, first.export.transfer) == (0, 0, second.source.transfer)
+        if fails:
+            both["p"].break_links()
+            await until(lambda: both["d"].simulator.ended == [first.export.transfer])  # type: ignore[union-attr]
+        both["d"].simulator.let_go()
+        await finished(task)
+        assert reader.tokens == expected(1, 50)
+        assert both.transfers.counts == {("prefill", "lost" if fails else "done"): 1}
 
 
 async def in_prefill(both: Cluster, outcome: TransferOutcome | None = "done") -> tuple[Reader, asyncio.Task[None]]:

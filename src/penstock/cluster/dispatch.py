@@ -131,7 +131,8 @@ class Production:
 
     It is in one place at a time: on a worker, in the queue of its model, or in a pause before the next attempt. It has no task: the
     links and the queue call it. `failed` holds the links that failed it since its last token. While a worker computes its prompt for
-    another one, `_relay` is its place there. `left_behind` is the attempt on a worker that drains, which has its KV.
+    another one, `relay` is its place there; if both must work at the same time, `beside` is the attempt that computes the prompt.
+    `left_behind` is the attempt on a worker that drains, which has its KV.
     """
 
     dispatcher: Dispatcher
@@ -144,7 +145,8 @@ class Production:
     died_at: int | None = None
     failed: set[WorkerLink] = field(default_factory=set)
     left_behind: Attempt | None = None
-    _relay: Relay | None = None
+    relay: Relay | None = None
+    beside: Attempt | None = None
     _attempt: Attempt | None = None
     _pause: asyncio.Handle | None = None
     _fruitless: int = 0
@@ -235,9 +237,12 @@ class Production:
         self.forget_left_behind()
 
     def _drop_relay(self, ending: Ending) -> None:
-        relay, self._relay = self._relay, None
+        relay, beside = self.relay, self.beside
+        self.relay = self.beside = None
         if relay is not None:
             relay.drop(ending)
+        if beside is not None:
+            beside.cancel()
 
     def forget_left_behind(self) -> None:
         """Nobody pulls its KV from the worker that drains."""
@@ -247,8 +252,12 @@ class Production:
 
     def attempt_ended(self, attempt: Attempt, error: PenstockError | None) -> None:
         """Called by an attempt. Without an error the mailbox has its terminal."""
+        if attempt is self.beside:
+            self.beside = None
+            if error is not None and self._attempt is not None and self._attempt.transfer is not None:
+                self.dispatcher.transfers.end(self._attempt.transfer, "lost")
         if attempt is not self._attempt:
-            return  # cancelled
+            return  # cancelled, or beside it
         self._attempt = None
         if attempt.is_cut:
             # Later: the link is in the middle of a frame, or of its own end.
@@ -287,14 +296,10 @@ class Production:
         """Ends it after an error of ours."""
         self.fail(Fault("internal_error", f"{type(error).__name__} while generating"))
 
-    def relayed(self, relay: Relay) -> None:
-        """It was sent to a worker that computes its prompt, and has a place at another one."""
-        self._relay = relay
-
     def _hand_on(self) -> None:
         """Its prompt is computed and its first token made. It continues where it has its place, or anywhere."""
         self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
-        relay, self._relay = self._relay, None
+        relay, self.relay = self.relay, None
         if relay is not None and relay.is_alive:
             try:
                 self._attempt = self.dispatcher.send_on(self, relay)
@@ -580,7 +585,13 @@ class Dispatcher:
 
     def _helpers(self, production: Production, members: list[Member]) -> list[str]:
         """Those of these workers that could compute its prompt for another one."""
-        found = [member.name for member in members if "prefill" in member.model.roles and self._has_room(member)]
+        found = [
+            member.name
+            for member in members
+            if "prefill" in member.model.roles
+            and self._has_room(member)
+            and (member.model.kv_handover == "blocks" or not production.request.prompt_logprobs)
+        ]
         if not found or not production.may_be_relayed or (self.suspects.deaths and production in self.suspects):
             return []
         return found
@@ -635,12 +646,20 @@ class Dispatcher:
         production.share_prompt()
         session = production.turn.sent(production.mailbox.index, decision)
         transfer = self.transfers.begin(production, helper, member, "prefill", decision.move.seconds)
-        relay = Relay(self.transfers, transfer, member, self._router.sent(decision, (), blocks), session, decision.move.seconds)
-        production.relayed(relay)
+        relay = Relay(self.transfers, transfer, member, self._router.sent(decision, (), blocks), session, decision.move.pull_seconds)
+        production.relay = relay
         request = first_leg(production.next_request(), transfer)
         there = structs.replace(decision, worker=helper.name, overlap=decision.move.overlap)
         attempt = Attempt(production, helper, request.id, self._router.sent(there, decision.names, blocks), None, is_prefill=True)
+        handover = helper.model.kv_handover
+        if handover != "blocks":
+            # The other one makes all tokens.
+            attempt.abandon()
         self._submit(attempt, request)
+        if handover == "meeting":
+            production.relay, production.beside = None, attempt
+            production.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
+            return self.send_on(production, relay)
         try:
             relay.fetch(request)
         except PenstockError:

@@ -37,13 +37,17 @@ class Relay:
         return self.member.link.is_usable and not self.member.is_quiet
 
     def fetch(self, request: Submit) -> None:
-        """Begins the pull. Raises LinkError when the worker is lost."""
+        """Begins the pull, where it can begin before all is computed. Raises LinkError when the worker is lost."""
+        if self.member.model.kv_handover != "blocks":
+            return
         fetch = Fetch(self.transfer.message, request.token_ids, LEASE_SECONDS, request.root, request.lane, request.prompt)
         self.member.link.fetch(fetch)
 
     def take(self) -> KvSource | None:
         """The generation goes there now. Where its blocks are, unless the transfer has ended."""
         self.member.link.reserved -= 1
+        if self.member.model.kv_handover == "ticket" and not self.transfer.ticket:
+            self.transfers.end(self.transfer, "failed")
         if self.transfer.id not in self.transfers.open:
             return None
         self.transfers.was_computed(self.transfer, self.pull_seconds)
@@ -57,6 +61,7 @@ class Relay:
 
 
 def first_leg(request: Submit, transfer: Transfer) -> Submit:
-    """The request as the worker gets it that computes the prompt: for one token, and without what is kept after the end."""
-    export = Export(transfer.id, LEASE_SECONDS)
-    return structs.replace(request, max_tokens=request.offset + 1, retention_seconds=0.0, session=None, export=export)
+    """The request as the worker gets it that computes the prompt: for one token, and without what is kept after the end. Of engines of
+    others, the second one makes all tokens."""
+    tokens, export = int(transfer.source.model.kv_handover == "blocks"), Export(transfer.id, LEASE_SECONDS)
+    return structs.replace(request, max_tokens=request.offset + tokens, retention_seconds=0.0, session=None, export=export)

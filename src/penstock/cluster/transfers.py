@@ -16,18 +16,19 @@ from penstock.metrics.frontend import BUCKETS
 from penstock.router.moving import MoveReason
 from penstock.wire.messages import TRANSFER_ID_BYTES, KvSource, TransferReport
 
-Ending = Literal["cancelled", "lost", "stalled"]
-"""How a transfer ends on which the target has not reported: its generation is over; a worker was lost; it took too long."""
+Ending = Literal["cancelled", "lost", "stalled", "failed", "expired"]
+"""How a transfer ends on which the target has not reported: its generation is over; a worker was lost; it took too long; the source has
+failed, or its lease is over."""
 
 LEASE_SECONDS = 10.0
 """How long the source keeps blocks after its generation, and the target pulled blocks before theirs. Both are told when it is over, so
 this counts only if this front end is lost or cut off."""
 
 # A transfer is given up after this many times the time that it should take, or if its source says nothing at this many looks while it
-# computes: a worker speaks every BEACON_SECONDS. At four looks a second, that is one second.
+# computes. There are four a second. Our own engines speak twice a second, engines of others once.
 PATIENCE_FACTOR = 4.0
 MIN_PATIENCE_SECONDS = 1.0
-SILENT_LOOKS = 4
+SILENT_LOOKS = {"blocks": 4, "ticket": 8, "meeting": 8}
 
 
 class Owner(Protocol):
@@ -51,6 +52,7 @@ class Transfer:
     started: float
     deadline: float
     waits: bool = False
+    ticket: bytes = b""
     has_arrived: bool = False
     """The target has reported its end. The source knows, and the target keeps the blocks for the generation."""
     is_used: bool = False
@@ -60,13 +62,13 @@ class Transfer:
 
     @property
     def message(self) -> KvSource:
-        return KvSource(self.id, self.source.model.kv_address, self.waits)
+        return KvSource(self.id, self.source.model.kv_address, self.waits, self.ticket)
 
     def is_late(self, now: float) -> bool:
         """One look at it."""
         frames, self._frames = self._frames, self.source.link.frames
         self._silent_looks = self._silent_looks + 1 if frames == self._frames and self.waits else 0
-        return not self.has_arrived and (now >= self.deadline or self._silent_looks >= SILENT_LOOKS)
+        return not self.has_arrived and (now >= self.deadline or self._silent_looks >= SILENT_LOOKS[self.source.model.kv_handover])
 
 
 def patience(expected_seconds: float) -> float:
@@ -99,16 +101,16 @@ class Transfers:
         return transfer
 
     def reported(self, member: Member, reports: Iterable[TransferReport]) -> None:
-        """What a worker says. A source only says that its lease is over; then the target fails to pull, and says so."""
         for report in reports:
             transfer = self.open.get(report.id)
-            if transfer is None or transfer.target is not member or report.outcome is None or transfer.has_arrived:
+            if transfer is None or transfer.has_arrived:
                 continue
-            transfer.has_arrived = True
-            self._count(transfer, report)
-            transfer.source.link.end_transfers([transfer.id])
-            if transfer.is_used:
-                self.end(transfer)
+            if transfer.source is member:
+                transfer.ticket = report.ticket
+                if report.outcome is not None and report.outcome != "done":
+                    self.end(transfer, report.outcome)
+            elif transfer.target is member and report.outcome is not None:
+                self._arrived(transfer, report)
 
     def was_computed(self, transfer: Transfer, expected_seconds: float) -> None:
         """The source has computed all blocks: this is what is left of the transfer."""
@@ -144,7 +146,11 @@ class Transfers:
             self.end(transfer, "stalled")
             transfer.owner.transfer_was_late()
 
-    def _count(self, transfer: Transfer, report: TransferReport) -> None:
+    def _arrived(self, transfer: Transfer, report: TransferReport) -> None:
+        transfer.has_arrived = True
+        transfer.source.link.end_transfers([transfer.id])
+        if transfer.is_used:
+            self.end(transfer)
         self.counts[transfer.reason, report.outcome or ""] += 1
         self.bytes_moved[transfer.reason] += report.size
         self.durations[bisect_left(BUCKETS, report.seconds)] += 1

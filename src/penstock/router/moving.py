@@ -16,6 +16,8 @@ MoveReason = Literal["prefill", "session", "peer", "drain"]
 # Assumed until a worker has measured them: prompt tokens per second, and bytes per second from another worker.
 UNMEASURED_PREFILL_RATE = 5_000.0
 UNMEASURED_PULL_RATE = 1e9
+UNMEASURED_SECONDS = 10.0
+"""A worker that has not measured its rate is not given up before it could have computed a prompt slowly."""
 # What a pull takes besides its bytes: messages to both workers, and the connection between them.
 PULL_SECONDS = 0.01
 # A second that the streams of a worker are held up counts this much for each of them, compared with a second until a first token.
@@ -37,13 +39,14 @@ class Place(Struct, frozen=True, gc=False):
     prefill_rate: float = UNMEASURED_PREFILL_RATE
     pull_rate: float = UNMEASURED_PULL_RATE
     block_bytes: int = 0
+    is_measured: bool = True
 
     @classmethod
     def of(cls, name: str, overlap: int, waiting_tokens: int, streams: int, block_bytes: int, stats: WorkerStats) -> Place:
         """With the rates that the worker has measured."""
         waiting = max(waiting_tokens, stats.tokens_to_compute)
         rates = stats.prefill_rate or UNMEASURED_PREFILL_RATE, stats.pull_rate or UNMEASURED_PULL_RATE
-        return cls(name, overlap, waiting, streams, *rates, block_bytes)
+        return cls(name, overlap, waiting, streams, *rates, block_bytes, bool(stats.prefill_rate))
 
 
 class Prompt(Struct, frozen=True, gc=False):
@@ -59,12 +62,13 @@ class Prompt(Struct, frozen=True, gc=False):
 
 class Move(Struct, frozen=True, gc=False):
     """Blocks come from `worker`: it has them, or computes them if `reason` is `prefill`. `overlap` is how many of them it has now.
-    `seconds`: when they should all have come."""
+    `seconds`: when they should all have come, `pull_seconds` of these are for the bytes alone."""
 
     worker: str
     reason: MoveReason
     overlap: int
     seconds: float
+    pull_seconds: float
 
 
 PrefillChoice = Literal["elsewhere", "here", "cached"]
@@ -91,7 +95,7 @@ def choose_source(target: Place, prompt: Prompt, peers: Sequence[Place], reason:
         seconds = pull_seconds(target, gained)
         cost = seconds + compute_cost(target, prompt.lacking(peer))
         if best is None or cost < best[0]:
-            best = cost, Move(peer.name, reason, peer.overlap, seconds)
+            best = cost, Move(peer.name, reason, peer.overlap, seconds, seconds)
     return best[1] if best is not None and _is_better(best[0], here, margin) else None
 
 
@@ -112,7 +116,9 @@ def choose_prefill(target: Place, prompt: Prompt, helpers: Sequence[Place], wish
     if wish != "always" and not is_better:
         return "here", None
     seconds = (helper.waiting_tokens + prompt.lacking(helper)) / helper.prefill_rate + pull
-    return "elsewhere", Move(helper.name, "prefill", helper.overlap, seconds)
+    if not helper.is_measured:
+        seconds = max(seconds, UNMEASURED_SECONDS)
+    return "elsewhere", Move(helper.name, "prefill", helper.overlap, seconds, pull)
 
 
 def _is_better(moving: float, computing: float, margin: float) -> bool:

@@ -147,7 +147,7 @@ class Router:
     def inherit(self, worker: str, source: str, overlap: int, blocks: int) -> Move | None:
         """For a generation of so many full blocks that leaves a worker that drains: whether its new worker pulls them from there."""
         known = self._workers.get(worker)
-        if known is None or not self._are_kin(worker, source):
+        if known is None or known.model.kv_handover != "blocks" or not self._are_kin(worker, source):
             return None
         prompt = Prompt(blocks + 1, known.model.block_size)
         return choose_source(self._place(worker, overlap), prompt, [self._place(source, blocks)], "drain", margin=1.0)
@@ -165,13 +165,16 @@ class Router:
     ) -> Move | None:
         """Where blocks of the prompt come from, if not from the chosen worker itself."""
         chosen = decision.worker
-        prompt, target = Prompt(blocks, self._workers[chosen].model.block_size), self._place(chosen, decision.overlap)
+        model = self._workers[chosen].model
+        prompt, target = Prompt(blocks, model.block_size), self._place(chosen, decision.overlap)
         able = [self._place(name, overlaps.get(name, 0)) for name in helpers if self._are_kin(chosen, name)]
         if able:
             choice, move = choose_prefill(target, prompt, able, self.settings.disaggregation)
             self.prefill_choices[choice] += 1
             if move is not None:
                 return move
+        if model.kv_handover != "blocks":
+            return None
         enough = decision.overlap + MIN_MOVED_BLOCKS
         peers = [self._place(name, known) for name, known in overlaps.items() if known >= enough and self._are_kin(chosen, name)]
         return choose_source(target, prompt, peers, reason) if peers else None

@@ -79,7 +79,7 @@ def test_the_cheapest_helper_is_taken_and_its_time_expected() -> None:
 
 def test_blocks_are_pulled_from_the_peer_with_the_most_if_that_is_cheaper() -> None:
     peers = [place("some", overlap=200), place("most", overlap=490)]
-    assert choose_source(place(), LONG, peers, "peer") == Move("most", "peer", 490, pull_seconds(place(), 490))
+    assert choose_source(place(), LONG, peers, "peer") == Move("most", "peer", 490, *[pull_seconds(place(), 490)] * 2)
     assert choose_source(place(overlap=490 - MIN_MOVED_BLOCKS + 1), LONG, peers, "peer") is None, "too few to be worth it"
     assert choose_source(place(pull_rate=1e8), LONG, peers, "peer") is None, "computing is faster"
     assert choose_source(place(prefill_rate=1e6), LONG, peers, "peer") is None
