@@ -202,7 +202,8 @@ class EngineConfig(SessionSettings):
     """The embedded engine and its KV memory, sized for a model.
 
     A step computes at most `token_budget` tokens, of prompts and answers together: the longer a step, the longer everybody waits for the
-    next token. `reproducible`: the same rounding for any batch, as far as the matrix library can.
+    next token. `reproducible`: the same rounding for any batch, as far as the matrix library can. `host_slots`: blocks of KV that have a
+    place in host memory.
     """
 
     context_length: int
@@ -211,6 +212,7 @@ class EngineConfig(SessionSettings):
     max_batch: int = EmbeddedSettings.max_batch
     token_budget: int = CPU_TOKEN_BUDGET
     reproducible: bool = EmbeddedSettings.reproducible
+    host_slots: int = 0
 
 
 @dataclass(frozen=True)

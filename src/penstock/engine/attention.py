@@ -69,10 +69,13 @@ class KVStore:
         if device.type == "cuda":
             # cuDNN's attention plans every new shape, which takes a tenth of a second. Here shapes are new all the time.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        shape = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
+        shape = (2, model.layers, pages, page_size, model.kv_heads, model.head_dim)
         self.is_exact = is_exact
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        self.device = device
+        both = _zeros(shape, dtype, device)
+        self.keys, self.values = both
+        # The same memory as words: [2 * layers, pages, words], keys first. A copy needs no numbers.
+        self.strips = both.view(2 * model.layers, pages, -1).view(torch.int64)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)

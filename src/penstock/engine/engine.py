@@ -12,8 +12,10 @@ import torch
 from penstock.config.engines import EngineConfig
 from penstock.engine.attention import KVStore
 from penstock.engine.batch import BatchBuilder
+from penstock.engine.host_slots import HostSlots
 from penstock.engine.memory import StepBudget, is_out_of_memory, release_unused, smaller
 from penstock.engine.model import Model
+from penstock.engine.page_copies import PageCopies
 from penstock.engine.sampler import NO_TOKEN, MaskPool, Sampled, Sampler, apply_mask, prompt_logprobs
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import SampledSequence
@@ -81,10 +83,14 @@ class Engine:
         self._refused: list[Segment] = []
         self._budget = StepBudget(config.token_budget, config.page_size)
         self._memory_failures = 0
+        self.copies = None if not config.host_slots else PageCopies(self._store, HostSlots(self._store, config.host_slots))
+        """Between pages and host memory; None without host memory."""
+        # How long the last step took, by the bits of its number of rows.
+        self._step_seconds: dict[int, float] = {}
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._refused or self._compiling)
+        return self._scheduler.has_work or bool(self._refused or self._compiling) or (self.copies is not None and self.copies.is_busy)
 
     @property
     def next_expiry(self) -> float:
@@ -131,6 +137,8 @@ class Engine:
         return msgspec.structs.replace(self._scheduler.stats(len(self._compiling)), memory_failures=self._memory_failures)
 
     def close(self) -> None:
+        if self.copies is not None:
+            self.copies.close()
         self._masks.close()
         if self._compile_queue is not None:
             self._compile_queue.close()
@@ -149,15 +157,25 @@ class Engine:
     def step(self) -> list[Segment]:
         """Computes what the scheduler chooses and returns what is new."""
         now = self._clock()
+        if self.copies is not None:
+            self.copies.poll()
         self._scheduler.expire(now)
         self._take_compiled(now)
         segments, self._refused = self._refused, []
         work = self._builder.order(self._schedule(now))
-        self._store.wipe(self._cache.take_fresh())
+        self._wipe(self._cache.take_fresh())
         if work:
             segments += self._run(work)
             self._budget.succeeded()
+            self._step_seconds[_bits(work)] = self._clock() - now
+        elif self.copies is not None:
+            self.copies.wait()
         return segments
+
+    def _wipe(self, pages: list[int]) -> None:
+        if self.copies is not None:
+            self.copies.protect(pages)
+        self._store.wipe(pages)
 
     def _validate(self, request: Submit) -> Fault | None:
         """The fault of a request that can never run."""
@@ -217,7 +235,10 @@ class Engine:
         restricted = [(sequence.matcher, index) for index, (sequence, _) in enumerate(drawn) if sequence.matcher is not None]
         # The masks are filled in threads while the model computes.
         self._masks.begin(restricted)
-        hidden = self.model.forward(self._builder.build(work), self._store)
+        batch = self._builder.build(work)
+        if self.copies is not None:
+            self.copies.start(self._step_seconds.get(_bits(work), 0.0))
+        hidden = self.model.forward(batch, self._store)
         # What is not a number in a row's keys or values, in any layer, is in its last state, too.
         are_finite = hidden.sum(-1, dtype=torch.float32).isfinite()
         reports = [self._prompt_logprobs(item, hidden[end - item.length : end]) for item, end in zip(work, ends, strict=True)]
@@ -293,6 +314,11 @@ class Engine:
         if sequence.is_reported:
             return None
         return self._scheduler.report(sequence, None if sequence.prompt_logprobs is None else pack_logprobs(sequence.prompt_logprobs))
+
+
+def _bits(work: list[Work[SampledSequence]]) -> int:
+    """Steps of the same bits take a similar time."""
+    return sum(item.length for item in work).bit_length()
 
 
 def _set_matcher(sequence: SampledSequence, compiled: GrammarMatcher) -> Fault | None:

@@ -1,0 +1,271 @@
+"""Copies between pages of KV and host slots, beside the steps of the model.
+
+The KV of a page lies in 2 × layers strips, far apart; a slot is one strip. So some pages at a time are gathered into a buffer on the
+device, in the order of a slot, and then copied. A load goes the other way. Gathering is one kernel and takes a twentieth of the time.
+
+On a GPU each direction has a stream of its own. What could go wrong, and why it does not:
+
+- A save reads a page before the model has written it. Its stream waits for all that the model was given to do before.
+- The model overwrites a page before its save has read it. `protect` makes the model's stream wait. So the owner of a page may give it away
+  as soon as it has called `save`.
+- The model reads a page before its load is complete. The owner shows the page to nobody before it is told that the load has ended.
+- A step waits for copies. Its own small copies, of inputs and tokens, queue behind ours in the GPU's copy engine. So ours start when the
+  inputs are on their way and end before the tokens come back: `start` is told how long the step takes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention import KVStore
+from penstock.engine.host_slots import HostSlots
+
+# Bytes of the buffer on a GPU, for each direction. Copies of this size run at 95 % of the bus's rate.
+STAGING_BYTES = 64 * 2**20
+# The part of a step in which saves may run. Nobody waits for them.
+SAVE_SHARE = 0.5
+# The same for loads. A request waits for them.
+LOAD_SHARE = 0.8
+# An engine with nothing to compute starts copies for this long at once. A step that comes then waits no longer for its inputs.
+IDLE_SECONDS = 0.01
+
+Mark = torch.cuda.Event | None
+"""A point in a stream; None on a CPU, where it is always passed."""
+
+
+@dataclass(eq=False)
+class _Copy:
+    """One call of `save` or `load`. Pages and slots are in the order of the slots: neighbours are copied together."""
+
+    pages: list[int]
+    slots: list[int]
+    on_end: Callable[[], None]
+    index: Tensor | None = None
+    started: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A part of a copy that is under way."""
+
+    copy: _Copy
+    pages: list[int]
+    is_last: bool
+    is_read: Mark
+    is_done: Mark
+
+    def wait(self) -> None:
+        if self.is_done is not None:
+            self.is_done.synchronize()
+
+
+class _Lane:
+    """The copies of one direction, in the order of their calls. `pages` and `slots` are [number, strips of a page, words]."""
+
+    def __init__(self, pages: Tensor, slots: Tensor, piece: int) -> None:
+        self._pages, self._slots, self._piece = pages, slots, piece
+        self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None
+        self._staging = torch.empty((piece, *pages.shape[1:]), dtype=pages.dtype, device=pages.device) if pages.is_cuda else None
+        self.queue: deque[_Copy] = deque()
+        self.running: deque[_Piece] = deque()
+        self.seconds_per_page = 0.0
+
+    def add(self, pages: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> None:
+        order = sorted(zip(slots, pages, strict=True))
+        self.queue.append(_Copy([page for _, page in order], [slot for slot, _ in order], on_end))
+
+    def start(self, most: float) -> None:
+        """Starts copies of at most so many pages."""
+        if self._stream is not None and self.queue and most > 0:
+            self._stream.wait_stream(torch.cuda.current_stream(self._pages.device))
+        with self._in_stream():
+            while self.queue and most > 0:
+                most -= self._launch(self.queue[0], int(min(most, self._piece)))
+
+    def pages_under_way(self) -> int:
+        return sum(len(piece.pages) for piece in self.running if not _is_passed(piece.is_done))
+
+    def take_ended(self) -> Iterator[_Piece]:
+        while self.running and _is_passed(self.running[0].is_done):
+            yield self.running.popleft()
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _launch(self, copy: _Copy, most: int) -> int:
+        first, last = copy.started, min(copy.started + most, len(copy.pages))
+        if copy.index is None:
+            # The driver has taken what it needs of this memory when the call returns: it is not pinned.
+            copy.index = torch.tensor(copy.pages, dtype=torch.int64).to(self._pages.device, non_blocking=True)
+        is_read = self._move(copy.index[first:last], copy.slots[first:last])
+        copy.started = last
+        is_last = last == len(copy.pages)
+        if is_last:
+            self.queue.popleft()
+        self.running.append(_Piece(copy, copy.pages[first:last], is_last, is_read, self._mark()))
+        return last - first
+
+    def _move(self, index: Tensor, slots: list[int]) -> Mark:
+        """Copies these pages. Returns the point from which on its source may be overwritten."""
+        raise NotImplementedError
+
+    def _mark(self) -> Mark:
+        return None if self._stream is None else self._stream.record_event()
+
+    def _in_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class _Saves(_Lane):
+    def _move(self, index: Tensor, slots: list[int]) -> Mark:
+        if self._staging is None:
+            for first, last, slot in _runs(slots):
+                torch.index_select(self._pages, 0, index[first:last], out=self._slots[slot : slot + last - first])
+            return None
+        gathered = torch.index_select(self._pages, 0, index, out=self._staging[: len(index)])
+        is_read = self._mark()
+        for first, last, slot in _runs(slots):
+            self._slots[slot : slot + last - first].copy_(gathered[first:last], non_blocking=True)
+        return is_read
+
+
+class _Loads(_Lane):
+    def _move(self, index: Tensor, slots: list[int]) -> Mark:
+        for first, last, slot in _runs(slots):
+            source = self._slots[slot : slot + last - first]
+            if self._staging is None:
+                self._pages.index_copy_(0, index[first:last], source)
+            else:
+                self._staging[first:last].copy_(source, non_blocking=True)
+        if self._staging is not None:
+            self._pages.index_copy_(0, index, self._staging[: len(index)])
+        return None
+
+
+class PageCopies:
+    """Saves pages to slots and loads them back. The engine's thread calls it, in each step: `protect`, `start`, `poll`.
+
+    While a copy is under way, nobody else writes its slots; while it is a save, nobody else reads them.
+    """
+
+    def __init__(self, store: KVStore, slots: HostSlots) -> None:
+        self.slots = slots
+        self._device = store.device
+        pages = store.strips.transpose(0, 1)
+        piece = max(1, min(STAGING_BYTES // slots.layout.slot_bytes, len(pages), slots.layout.slots))
+        self._saves, self._loads = _Saves(pages, slots.tensor, piece), _Loads(pages, slots.tensor, piece)
+        # Pages that saves have not read yet, as far as the host knows.
+        self._saving: Counter[int] = Counter()
+        self._measure(range(piece))
+
+    @property
+    def is_busy(self) -> bool:
+        return any(lane.queue or lane.running for lane in (self._loads, self._saves))
+
+    @property
+    def save_rate(self) -> float:
+        """Bytes per second, measured at the start."""
+        return self.slots.layout.slot_bytes / self._saves.seconds_per_page
+
+    @property
+    def load_rate(self) -> float:
+        return self.slots.layout.slot_bytes / self._loads.seconds_per_page
+
+    def save(self, pages: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> None:
+        """Queues a copy of each page to the slot at the same place. `on_end` is called by `poll`."""
+        self._saving.update(pages)
+        self._saves.add(pages, slots, on_end)
+
+    def load(self, slots: Sequence[int], pages: Sequence[int], on_end: Callable[[], None]) -> None:
+        """Queues a copy of each slot to the page at the same place. The model may read the pages after `poll` has called `on_end`."""
+        self._loads.add(pages, slots, on_end)
+
+    def protect(self, pages: Iterable[int]) -> None:
+        """Call it before these pages are written anew: saves that still read them come first."""
+        if not self._saving or self._saving.keys().isdisjoint(wanted := set(pages)):
+            return
+        # Up to the last copy that has one of them: saves run in order.
+        last = max((at for at, copy in enumerate(self._saves.queue) if not wanted.isdisjoint(copy.pages)), default=-1)
+        self._saves.start(sum(len(copy.pages) - copy.started for copy in list(self._saves.queue)[: last + 1]))
+        readers = [piece.is_read for piece in self._saves.running if piece.is_read is not None and not wanted.isdisjoint(piece.pages)]
+        if readers:
+            torch.cuda.current_stream(self._device).wait_event(readers[-1])
+
+    def start(self, step_seconds: float = math.inf) -> None:
+        """Starts as many of the queued copies as fit into a step of this length; on a CPU, all of them.
+
+        Call it when the step's inputs are on their way to the device, and after pages that were allocated are wiped.
+        """
+        for lane, share in ((self._loads, LOAD_SHARE), (self._saves, SAVE_SHARE)):
+            if lane.queue:
+                lane.start(math.inf if self._device.type == "cpu" else _room(lane, step_seconds * share))
+
+    def poll(self) -> None:
+        """Calls `on_end` of all copies that have ended."""
+        for piece in self._loads.take_ended():
+            _end(piece)
+        for piece in self._saves.take_ended():
+            for page in piece.pages:
+                self._saving[page] -= 1
+                if not self._saving[page]:
+                    del self._saving[page]
+            _end(piece)
+
+    def wait(self) -> None:
+        """Starts copies and waits on the host for a part of them. For an engine that has nothing to compute."""
+        self.start(IDLE_SECONDS)
+        for lane in (self._loads, self._saves):
+            if lane.running:
+                lane.running[0].wait()
+                return
+
+    def close(self) -> None:
+        """Drops what is queued and waits for what is under way. The slots are gone then."""
+        self._loads.synchronize()
+        self._saves.synchronize()
+        self.slots.close()
+
+    def _measure(self, numbers: Sequence[int]) -> None:
+        """Copies some pages to slots and back. The first time is slower."""
+        for _ in range(2):
+            for lane in (self._saves, self._loads):
+                lane.add(numbers, numbers, lambda: None)
+                lane.synchronize()
+                began = time.perf_counter()
+                lane.start(math.inf)
+                lane.synchronize()
+                lane.seconds_per_page = max(1e-9, time.perf_counter() - began) / len(numbers)
+                list(lane.take_ended())
+
+
+def _room(lane: _Lane, seconds: float) -> float:
+    """How many pages can be copied in this time, beside those under way. At least one, if there are none."""
+    under_way = lane.pages_under_way()
+    return max(seconds / lane.seconds_per_page - under_way, 0 if under_way else 1)
+
+
+def _is_passed(mark: Mark) -> bool:
+    return mark is None or mark.query()
+
+
+def _end(piece: _Piece) -> None:
+    if piece.is_last:
+        piece.copy.on_end()
+
+
+def _runs(slots: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Neighbours among these sorted slots: their first place, the place behind the last one, and the first slot."""
+    first = 0
+    for place in range(1, len(slots) + 1):
+        if place == len(slots) or slots[place] != slots[place - 1] + 1:
+            yield first, place, slots[first]
+            first = place
