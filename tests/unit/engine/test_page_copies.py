@@ -101,6 +101,22 @@ def test_the_owner_is_told_when_all_of_a_copy_has_ended() -> None:
     copies.close()
 
 
+def test_a_copy_that_is_larger_than_a_step_has_room_for_goes_on_in_the_next() -> None:
+    """On a GPU: on a CPU all is copied at once, so this asks the part that both share."""
+    store = make_store(SHAPES[0])
+    copies = PageCopies(store, HostSlots(store, 40))
+    before = [bytes_of(store, page) for page in range(12)]
+    ended: list[str] = []
+    copies.save(range(10), range(10), lambda: ended.append("first"))
+    copies.save([10, 11], [20, 10], lambda: ended.append("second"))
+    for pages, known in ((4, []), (0, []), (5, []), (2, ["first"]), (9, ["first", "second"])):
+        copies._saves.start(pages)
+        copies.poll()
+        assert ended == known
+    assert [bytes(copies.slots.views(slot)[0]) for slot in (*range(10), 20, 10)] == before
+    copies.close()
+
+
 def test_making_copies_changes_no_page() -> None:
     store = make_store(SHAPES[1])
     before = store.strips.clone()
