@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 
 import numpy
@@ -30,11 +31,9 @@ class HostSlots:
         self.file = os.memfd_create("penstock-kv-slots")
         os.ftruncate(self.file, max(1, slots) * self.layout.slot_bytes)
         self._memory = mmap.mmap(self.file, 0)
-        # Touched by all of torch's threads: pinning would touch page after page in one thread, at half a second per GB.
+        # Touched by all of torch's threads: pinning would touch it in one thread, at half a second per GB.
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8).zero_()
-        self._is_pinned = store.device.type == "cuda"
-        if self._is_pinned:
-            _check(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
+        self._release = weakref.finalize(self, _release, self.file, _pin(self._bytes) if store.device.type == "cuda" else None)
         self.tensor: Tensor = self._bytes.view(torch.int64).view(max(1, slots), strips.shape[0], strips.shape[2])
 
     def views(self, slot: int) -> tuple[memoryview]:
@@ -45,13 +44,9 @@ class HostSlots:
         return checksum(strips)
 
     def close(self) -> None:
-        """No copy is under way, and nobody uses a view any more."""
-        if self._is_pinned:
-            self._is_pinned = False
-            _check(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+        """No copy is under way, and nobody uses a view any more. Also done when nobody has this object any more."""
+        self._release()
+        self.file = -1
 
 
 def checksum(strips: Sequence[memoryview]) -> int:
@@ -77,6 +72,17 @@ def _factors(count: int) -> NDArray[numpy.uint64]:
     return factors
 
 
-def _check(status: int) -> None:
-    if int(status):
-        raise MemoryError(f"pinning host memory for KV failed: CUDA error {int(status)}")
+def _pin(memory: Tensor) -> int:
+    """Returns the address, to unpin it."""
+    address = memory.data_ptr()
+    status = int(torch.cuda.cudart().cudaHostRegister(address, memory.numel(), 0))  # type: ignore[no-untyped-call]
+    if status:
+        raise MemoryError(f"cannot pin {memory.numel() / 2**30:.1f} GiB of host memory for KV: CUDA error {status}")
+    return address
+
+
+def _release(file: int, pinned: int | None) -> None:
+    """Memory that is unmapped while it is pinned could never be pinned again."""
+    if pinned is not None:
+        torch.cuda.cudart().cudaHostUnregister(pinned)  # type: ignore[no-untyped-call]
+    os.close(file)

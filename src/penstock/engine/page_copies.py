@@ -32,7 +32,7 @@ from penstock.engine.attention import KVStore
 from penstock.engine.host_slots import HostSlots
 
 # Bytes of the buffer on a GPU, for each direction. Copies of this size run at 95 % of the bus's rate.
-STAGING_BYTES = 64 * 2**20
+STAGING_BYTES = 128 * 2**20
 # The part of a step in which saves may run. Nobody waits for them.
 SAVE_SHARE = 0.5
 # The same for loads. A request waits for them.
@@ -105,7 +105,7 @@ class _Lane:
 
     def __init__(self, pages: Tensor, slots: Tensor, piece: int) -> None:
         self._pages, self._slots, self._piece = pages, slots, piece
-        self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None
+        self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None  # type: ignore[no-untyped-call]
         self._staging = torch.empty((piece, *pages.shape[1:]), dtype=pages.dtype, device=pages.device) if pages.is_cuda else None
         self._copy_many = _find_batch_copy() if pages.is_cuda else None
         self.queue: deque[_Copy] = deque()
@@ -300,7 +300,7 @@ class PageCopies:
 
 
 def _is_passed(mark: Mark) -> bool:
-    return mark is None or mark.query()
+    return mark is None or bool(mark.query())  # type: ignore[no-untyped-call]
 
 
 def _end(piece: _Piece) -> None:
