@@ -18,9 +18,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy
@@ -31,12 +30,13 @@ from torch import Tensor
 from penstock.engine.attention import KVStore
 from penstock.engine.host_slots import HostSlots
 
-# Bytes of the buffer on a GPU, for each direction. Copies of this size run at 95 % of the bus's rate.
-STAGING_BYTES = 128 * 2**20
-# The part of a step in which saves may run. Nobody waits for them.
-SAVE_SHARE = 0.5
+# Bytes of the buffer on a GPU, for each direction, and the part of the KV memory that it may be. All that a step has room for fits in.
+MAX_STAGING_BYTES = 256 * 2**20
+MAX_STAGING_PART = 1 / 64
+# The part of a step in which saves may run: nobody waits for them. They are still several times as fast as prompts are computed.
+SAVE_SHARE = 0.25
 # The same for loads. A request waits for them.
-LOAD_SHARE = 0.8
+LOAD_SHARE = 0.5
 # An engine with nothing to compute starts copies for this long at once. A step that comes then waits no longer for its inputs.
 IDLE_SECONDS = 0.01
 
@@ -46,28 +46,22 @@ Mark = torch.cuda.Event | None
 
 @dataclass(eq=False)
 class _Copy:
-    """One call of `save` or `load`. Pages and slots are in the order of the slots: neighbours are copied together."""
+    """One call of `save` or `load`."""
 
-    pages: list[int]
-    slots: list[int]
+    pages: Sequence[int]
+    slots: Sequence[int]
     on_end: Callable[[], None]
-    index: Tensor | None = None
     started: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """A part of a copy that is under way."""
+    """What was started at once: parts of copies, and whole ones. `on_end` are those of the copies that end with it."""
 
-    copy: _Copy
     pages: list[int]
-    is_last: bool
+    on_end: list[Callable[[], None]]
     is_read: Mark
     is_done: Mark
-
-    def wait(self) -> None:
-        if self.is_done is not None:
-            self.is_done.synchronize()
 
 
 Words = NDArray[numpy.uint64]
@@ -108,49 +102,65 @@ class _Lane:
         self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None  # type: ignore[no-untyped-call]
         self._staging = torch.empty((piece, *pages.shape[1:]), dtype=pages.dtype, device=pages.device) if pages.is_cuda else None
         self._copy_many = _find_batch_copy() if pages.is_cuda else None
+        # Marks of pieces that have ended, to be used again.
+        self._marks: list[torch.cuda.Event] = []
         self.queue: deque[_Copy] = deque()
         self.running: deque[_Piece] = deque()
         self.seconds_per_page = 0.0
 
-    def add(self, pages: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> None:
-        order = sorted(zip(slots, pages, strict=True))
-        self.queue.append(_Copy([page for _, page in order], [slot for slot, _ in order], on_end))
-
     def start(self, most: int) -> None:
         """Starts copies of at most so many pages."""
-        if self._stream is not None and self.queue and most > 0:
-            self._stream.wait_stream(torch.cuda.current_stream(self._pages.device))
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            while self.queue and most > 0:
-                most -= self._launch(self.queue[0], min(most, self._piece))
+        if not self.queue or most <= 0:
+            return
+        if self._stream is None:
+            self._launch_all(most)
+            return
+        ready = self._mark(torch.cuda.current_stream(self._pages.device))
+        assert ready is not None
+        self._stream.wait_event(ready)
+        self._marks.append(ready)
+        with torch.cuda.stream(self._stream):
+            self._launch_all(most)
 
     def room(self, seconds: float) -> int:
         """How many pages can be copied in this time, beside those under way. At least one, if there are none."""
         if self._stream is None:
             return sys.maxsize
-        under_way = sum(len(piece.pages) for piece in self.running if not _is_passed(piece.is_done))
+        under_way = sum([len(piece.pages) for piece in self.running])
         return max(int(seconds / self.seconds_per_page) - under_way, 0 if under_way else 1)
 
     def take_ended(self) -> Iterator[_Piece]:
         while self.running and _is_passed(self.running[0].is_done):
-            yield self.running.popleft()
+            piece = self.running.popleft()
+            self._marks += [mark for mark in (piece.is_read, piece.is_done) if mark is not None]
+            yield piece
 
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _launch(self, copy: _Copy, most: int) -> int:
-        first, last = copy.started, min(copy.started + most, len(copy.pages))
-        if copy.index is None:
-            # The driver has taken what it needs of this memory when the call returns: it is not pinned.
-            copy.index = torch.tensor(copy.pages, dtype=torch.int64).to(self._pages.device, non_blocking=True)
-        is_read = self._move(copy.index[first:last], copy.slots[first:last])
-        copy.started = last
-        is_last = last == len(copy.pages)
-        if is_last:
-            self.queue.popleft()
-        self.running.append(_Piece(copy, copy.pages[first:last], is_last, is_read, self._mark()))
-        return last - first
+    def _launch_all(self, most: int) -> None:
+        while self.queue and most > 0:
+            most -= self._launch(min(most, self._piece))
+
+    def _launch(self, most: int) -> int:
+        """Starts one piece. Its pages are in the order of their slots: neighbours are copied together."""
+        taken: list[tuple[int, int]] = []
+        on_end: list[Callable[[], None]] = []
+        while self.queue and len(taken) < most:
+            copy = self.queue[0]
+            first, copy.started = copy.started, min(copy.started + most - len(taken), len(copy.pages))
+            taken += zip(copy.slots[first : copy.started], copy.pages[first : copy.started], strict=True)
+            if copy.started == len(copy.pages):
+                on_end.append(copy.on_end)
+                self.queue.popleft()
+        taken.sort()
+        pages = [page for _, page in taken]
+        # The driver has taken what it needs of this memory when the call returns: it is not pinned.
+        index = torch.tensor(pages, dtype=torch.int64).to(self._pages.device, non_blocking=True)
+        is_read = self._move(index, [slot for slot, _ in taken])
+        self.running.append(_Piece(pages, on_end, is_read, self._mark(self._stream)))
+        return len(pages)
 
     def _move(self, index: Tensor, slots: list[int]) -> Mark:
         """Copies these pages. Returns the point from which on their source may be overwritten."""
@@ -171,8 +181,13 @@ class _Lane:
         source, target = (on_device, on_host) if self.is_save else (on_host, on_device)
         self._copy_many(target, source, size * (lasts - firsts), self._stream)
 
-    def _mark(self) -> Mark:
-        return None if self._stream is None else self._stream.record_event()
+    def _mark(self, stream: torch.cuda.Stream | None) -> Mark:
+        """The point that this stream has reached."""
+        if stream is None:
+            return None
+        mark = self._marks.pop() if self._marks else torch.cuda.Event()
+        mark.record(stream)
+        return mark
 
 
 class _Saves(_Lane):
@@ -184,7 +199,7 @@ class _Saves(_Lane):
                 torch.index_select(self._pages, 0, index[first:last], out=self._slots[slot : slot + last - first])
             return None
         gathered = torch.index_select(self._pages, 0, index, out=self._staging[: len(index)])
-        is_read = self._mark()
+        is_read = self._mark(self._stream)
         self._copy_buffer(gathered, slots)
         return is_read
 
@@ -213,10 +228,9 @@ class PageCopies:
         self.slots = slots
         self._device = store.device
         pages = store.strips.transpose(0, 1)
-        piece = max(1, min(STAGING_BYTES // slots.layout.slot_bytes, len(pages), slots.layout.slots))
+        staging = min(MAX_STAGING_BYTES, int(pages.nbytes * MAX_STAGING_PART))
+        piece = max(1, min(staging // slots.layout.slot_bytes, len(pages), slots.layout.slots))
         self._saves, self._loads = _Saves(pages, slots.tensor, piece), _Loads(pages, slots.tensor, piece)
-        # Pages that saves have not read yet, as far as the host knows.
-        self._saving: Counter[int] = Counter()
         self._measure(range(piece))
 
     @property
@@ -234,21 +248,22 @@ class PageCopies:
 
     def save(self, pages: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> None:
         """Queues a copy of each page to the slot at the same place. `on_end` is called by `poll`."""
-        self._saving.update(pages)
-        self._saves.add(pages, slots, on_end)
+        self._saves.queue.append(_Copy(pages, slots, on_end))
 
     def load(self, slots: Sequence[int], pages: Sequence[int], on_end: Callable[[], None]) -> None:
         """Queues a copy of each slot to the page at the same place. The model may read the pages after `poll` has called `on_end`."""
-        self._loads.add(pages, slots, on_end)
+        self._loads.queue.append(_Copy(pages, slots, on_end))
 
     def protect(self, pages: Iterable[int]) -> None:
         """Call it before these pages are written anew: saves that still read them come first."""
-        if not self._saving or self._saving.keys().isdisjoint(wanted := set(pages)):
+        saves = self._saves
+        if not saves.queue and not saves.running:
             return
+        wanted = set(pages)
         # Up to the last copy that has one of them: saves run in order.
-        last = max((at for at, copy in enumerate(self._saves.queue) if not wanted.isdisjoint(copy.pages)), default=-1)
-        self._saves.start(sum(len(copy.pages) - copy.started for copy in list(self._saves.queue)[: last + 1]))
-        readers = [piece.is_read for piece in self._saves.running if piece.is_read is not None and not wanted.isdisjoint(piece.pages)]
+        last = max((at for at, copy in enumerate(saves.queue) if not wanted.isdisjoint(copy.pages)), default=-1)
+        saves.start(sum(len(copy.pages) - copy.started for copy in list(saves.queue)[: last + 1]))
+        readers = [piece.is_read for piece in saves.running if piece.is_read is not None and not wanted.isdisjoint(piece.pages)]
         if readers:
             torch.cuda.current_stream(self._device).wait_event(readers[-1])
 
@@ -263,21 +278,17 @@ class PageCopies:
 
     def poll(self) -> None:
         """Calls `on_end` of all copies that have ended."""
-        for piece in self._loads.take_ended():
-            _end(piece)
-        for piece in self._saves.take_ended():
-            for page in piece.pages:
-                self._saving[page] -= 1
-                if not self._saving[page]:
-                    del self._saving[page]
-            _end(piece)
+        for lane in (self._loads, self._saves):
+            for piece in lane.take_ended():
+                for on_end in piece.on_end:
+                    on_end()
 
     def wait(self) -> None:
         """Starts copies and waits on the host for a part of them. For an engine that has nothing to compute."""
         self.start(IDLE_SECONDS)
         for lane in (self._loads, self._saves):
-            if lane.running:
-                lane.running[0].wait()
+            if lane.running and (mark := lane.running[0].is_done) is not None:
+                mark.synchronize()
                 return
 
     def close(self) -> None:
@@ -290,7 +301,7 @@ class PageCopies:
         """Copies some pages to slots and back. The first time is slower."""
         for _ in range(2):
             for lane in (self._saves, self._loads):
-                lane.add(numbers, numbers, lambda: None)
+                lane.queue.append(_Copy(numbers, numbers, lambda: None))
                 lane.synchronize()
                 began = time.perf_counter()
                 lane.start(len(numbers))
@@ -301,11 +312,6 @@ class PageCopies:
 
 def _is_passed(mark: Mark) -> bool:
     return mark is None or bool(mark.query())  # type: ignore[no-untyped-call]
-
-
-def _end(piece: _Piece) -> None:
-    if piece.is_last:
-        piece.copy.on_end()
 
 
 def _runs(slots: list[int]) -> Iterator[tuple[int, int, int]]:
