@@ -48,10 +48,13 @@ MAX_PART_SECONDS = 60
 class Parts:
     """The parts of the bench, each with a limit."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, only: list[str]) -> None:
         self._bench = bench
+        self._only = only
 
     def run(self, name: str, seconds: float, measure: Callable[[], Any]) -> None:
+        if self._only and not any(name.startswith(each) for each in self._only):
+            return
         faulthandler.dump_traceback_later(MAX_PART_SECONDS, exit=True)
         self._bench.part(name, seconds, measure)
         faulthandler.cancel_dump_traceback_later()
@@ -432,11 +435,12 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the same as tables")
     parser.add_argument("--seconds", type=float, default=240, help="end after this time with what is known")
     parser.add_argument("--shares", type=float, nargs="*", default=[], help="also try these parts of a step for saves and loads")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only parts whose names begin so")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     bench = Bench(device, arguments)
-    parts = Parts(bench)
+    parts = Parts(bench, arguments.only)
     say(f"{bench.report['device']}, torch {torch.__version__}")
     if device.type == "cpu":
         bench.sizes.shape = replace(bench.sizes.shape, layers=2)

@@ -28,7 +28,7 @@ class HostSlots:
     def __init__(self, store: KVStore, slots: int) -> None:
         strips = store.strips
         self.layout = SlotLayout(slots, strips.shape[0] * strips.shape[2] * strips.itemsize, (0,))
-        self.file = os.memfd_create("penstock-kv-slots")
+        self.file = os.memfd_create("penstock-kv-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.file, max(1, slots) * self.layout.slot_bytes)
         self._memory = mmap.mmap(self.file, 0)
         # Touched by all of torch's threads: pinning would touch it in one thread, at half a second per GB.
