@@ -34,7 +34,7 @@ from penstock.engine.host_slots import HostSlots
 MAX_STAGING_BYTES = 256 * 2**20
 MAX_STAGING_PART = 1 / 64
 # The part of a step in which saves may run: nobody waits for them. They are still several times as fast as prompts are computed.
-SAVE_SHARE = 0.25
+SAVE_SHARE = 0.2
 # The same for loads. A request waits for them.
 LOAD_SHARE = 0.5
 # An engine with nothing to compute starts copies for this long at once. A step that comes then waits no longer for its inputs.
@@ -64,8 +64,8 @@ class _Piece:
     is_done: Mark
 
 
-Words = NDArray[numpy.uint64]
-BatchCopy = Callable[[Words, Words, Words, torch.cuda.Stream], None]
+Numbers = NDArray[numpy.int64]
+BatchCopy = Callable[[Numbers, Numbers, Numbers, torch.cuda.Stream], None]
 """Copies to these addresses, from these, so many bytes each."""
 
 
@@ -83,7 +83,7 @@ def _find_batch_copy() -> BatchCopy | None:
     # One set of attributes, from the first copy on: sources are read in the order of the stream, no hints of where memory is, no flags.
     attributes, first = (ctypes.c_int * 6)(1, 0, 0, 0, 0, 0), size(0)
 
-    def copy(targets: Words, sources: Words, sizes: Words, stream: torch.cuda.Stream) -> None:
+    def copy(targets: Numbers, sources: Numbers, sizes: Numbers, stream: torch.cuda.Stream) -> None:
         arrays = (targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data)
         status = function(*arrays, len(targets), attributes, ctypes.byref(first), 1, stream.cuda_stream)
         if status:
@@ -145,47 +145,48 @@ class _Lane:
 
     def _launch(self, most: int) -> int:
         """Starts one piece. Its pages are in the order of their slots: neighbours are copied together."""
-        taken: list[tuple[int, int]] = []
+        pages: list[int] = []
+        slots: list[int] = []
         on_end: list[Callable[[], None]] = []
-        while self.queue and len(taken) < most:
+        while self.queue and len(pages) < most:
             copy = self.queue[0]
-            first, copy.started = copy.started, min(copy.started + most - len(taken), len(copy.pages))
-            taken += zip(copy.slots[first : copy.started], copy.pages[first : copy.started], strict=True)
+            first, copy.started = copy.started, min(copy.started + most - len(pages), len(copy.pages))
+            pages += copy.pages[first : copy.started]
+            slots += copy.slots[first : copy.started]
             if copy.started == len(copy.pages):
                 on_end.append(copy.on_end)
                 self.queue.popleft()
-        taken.sort()
-        pages = [page for _, page in taken]
+        numbers = numpy.array(slots, numpy.int64)
+        order = numbers.argsort()
         # The driver has taken what it needs of this memory when the call returns: it is not pinned.
-        index = torch.tensor(pages, dtype=torch.int64).to(self._pages.device, non_blocking=True)
-        is_read = self._move(index, [slot for slot, _ in taken])
+        index = torch.from_numpy(numpy.array(pages, numpy.int64)[order]).to(self._pages.device, non_blocking=True)
+        is_read = self._move(index, numbers[order])
         self.running.append(_Piece(pages, on_end, is_read, self._mark(self._stream)))
         return len(pages)
 
-    def _move(self, index: Tensor, slots: list[int]) -> Mark:
+    def _move(self, index: Tensor, slots: Numbers) -> Mark:
         """Copies these pages. Returns the point from which on their source may be overwritten."""
         raise NotImplementedError
 
-    def _copy_buffer(self, buffer: Tensor, slots: list[int]) -> None:
+    def _copy_buffer(self, buffer: Tensor, slots: Numbers) -> None:
         """Copies between the buffer on the GPU and these slots, neighbours at once."""
-        runs = list(_runs(slots))
-        if self._copy_many is None or self._stream is None or len(runs) < 2:
-            for first, last, slot in runs:
+        firsts, lasts = _runs(slots)
+        if self._copy_many is None or self._stream is None or len(firsts) < 2:
+            for first, last, slot in _each(slots):
                 on_host = self._slots[slot : slot + last - first]
                 source, target = (buffer[first:last], on_host) if self.is_save else (on_host, buffer[first:last])
                 target.copy_(source, non_blocking=True)
             return
-        firsts, lasts, starts = numpy.array(runs, numpy.uint64).T
-        size = numpy.uint64(buffer[0].nbytes)
-        on_device, on_host = (memory.data_ptr() + size * places for memory, places in ((buffer, firsts), (self._slots, starts)))
-        source, target = (on_device, on_host) if self.is_save else (on_host, on_device)
-        self._copy_many(target, source, size * (lasts - firsts), self._stream)
+        size = self._slots[0].nbytes
+        places = buffer.data_ptr() + size * firsts, self._slots.data_ptr() + size * slots[firsts]
+        sources, targets = places if self.is_save else places[::-1]
+        self._copy_many(targets, sources, size * (lasts - firsts), self._stream)
 
     def _mark(self, stream: torch.cuda.Stream | None) -> Mark:
         """The point that this stream has reached."""
         if stream is None:
             return None
-        mark = self._marks.pop() if self._marks else torch.cuda.Event()
+        mark = self._marks.pop() if self._marks else torch.cuda.Event()  # type: ignore[no-untyped-call]
         mark.record(stream)
         return mark
 
@@ -193,9 +194,9 @@ class _Lane:
 class _Saves(_Lane):
     is_save = True
 
-    def _move(self, index: Tensor, slots: list[int]) -> Mark:
+    def _move(self, index: Tensor, slots: Numbers) -> Mark:
         if self._staging is None:
-            for first, last, slot in _runs(slots):
+            for first, last, slot in _each(slots):
                 torch.index_select(self._pages, 0, index[first:last], out=self._slots[slot : slot + last - first])
             return None
         gathered = torch.index_select(self._pages, 0, index, out=self._staging[: len(index)])
@@ -207,9 +208,9 @@ class _Saves(_Lane):
 class _Loads(_Lane):
     is_save = False
 
-    def _move(self, index: Tensor, slots: list[int]) -> Mark:
+    def _move(self, index: Tensor, slots: Numbers) -> Mark:
         if self._staging is None:
-            for first, last, slot in _runs(slots):
+            for first, last, slot in _each(slots):
                 self._pages.index_copy_(0, index[first:last], self._slots[slot : slot + last - first])
             return None
         buffer = self._staging[: len(index)]
@@ -314,10 +315,15 @@ def _is_passed(mark: Mark) -> bool:
     return mark is None or bool(mark.query())  # type: ignore[no-untyped-call]
 
 
-def _runs(slots: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours among these sorted slots: their first place, the place behind the last one, and the first slot."""
-    first = 0
-    for place in range(1, len(slots) + 1):
-        if place == len(slots) or slots[place] != slots[place - 1] + 1:
-            yield first, place, slots[first]
-            first = place
+def _runs(slots: Numbers) -> tuple[Numbers, Numbers]:
+    """Neighbours among these sorted slots: the place of the first of each run, and the place behind the last."""
+    is_first = numpy.ones(len(slots), bool)
+    is_first[1:] = slots[1:] != slots[:-1] + 1
+    firsts = is_first.nonzero()[0]
+    return firsts, numpy.append(firsts, len(slots))[1:]
+
+
+def _each(slots: Numbers) -> Iterator[tuple[int, int, int]]:
+    """The runs with their first slots."""
+    firsts, lasts = _runs(slots)
+    return zip(firsts.tolist(), lasts.tolist(), slots[firsts].tolist(), strict=True)
