@@ -354,7 +354,7 @@ class ExternalBackend:
         terminal: Terminal | None = None
         if request.export is not None and chunk.finish is not None:
             self._handovers.give(request.export, chunk.ticket)
-        if chunk.finish is not None or (generation.only_prompt and request.export is None):
+        if chunk.finish is not None or generation.only_prompt:
             terminal = Finish("length" if generation.only_prompt else chunk.finish or "length")
             self._forget(request.id)
         self._put(Segment(request.id, delta, terminal))

@@ -391,6 +391,9 @@ async def test_under_a_grammar_both_engines_have_the_same_prompt() -> None:
         taken = await rig.begin(submit(2, [1, 2, 3, 8], 8, source=source, **grammar))
         assert exported.token_ids == taken.token_ids == (1, 2, 3)
         assert (exported.lark, taken.source) == (None, source)
+        rig.say(exported, chunk(9, finish="length", ticket=source.ticket))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert rig.terminals(1) == [Finish("length")], "its token is not compared with what came before"
 
 
 async def test_kv_that_does_not_come_is_computed() -> None:
