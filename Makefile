@@ -42,10 +42,14 @@ test-sglang: ## Run the engine tests with a real SGLang.
 	$$python -m pytest $(ENGINE_TESTS) --engine sglang $(ARGS)
 
 # Two engines at a time, each on a core of its own. Most of the time is their start.
-test-disaggregation: ## Run the tests with pairs of real vLLMs: one computes a prompt, the other continues.
+test-disaggregation: ## Run the tests with pairs of real vLLMs and SGLangs: one computes a prompt, the other continues.
 	python=$$($(ENGINE_PYTHON) vllm) && \
 	$(ENGINE_SETTINGS) $(QUIET_THREADS) PYTHONPATH=$(CURDIR)/src \
 	$$python -m pytest $(PAIR_WARNINGS) tests/contract/disaggregation/test_vllm.py $(ARGS)
+	python=$$($(ENGINE_PYTHON) sglang) && \
+	$(ENGINE_SETTINGS) $(QUIET_THREADS) SGLANG_USE_CPU_ENGINE=1 \
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang_cpu:$(CURDIR)/tests/engines/pairs \
+	$$python -m pytest $(PAIR_WARNINGS) tests/contract/disaggregation/test_sglang.py $(ARGS)
 
 # The clients are set up outside the checkout, like the engines. The tests themselves need the environment of `make setup`.
 test-clients: setup ## Run the tests with real clients: Codex, Claude Code, OpenCode and libraries for agents.
