@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -46,7 +47,10 @@ async def test_a_session_stays_with_its_worker_and_its_kv(tmp_path: Path) -> Non
         request = submit(1, prompt=200)
         turn, _ = await front_end.run(request, wish("open"))
         home = turn.worker
-        assert turn.describe_session() == {"id": "agent", "state": "open", "worker": home, "cached_tokens": 0, "expires_in": 60.0}
+        told = turn.describe_session()
+        assert told is not None
+        assert told.pop("retained_until") == pytest.approx(time.time() + 60, abs=10)
+        assert told == {"id": "agent", "state": "open", "worker": home, "cached_tokens": 0, "expires_in": 60.0, "tier": "device"}
         for number in range(2, 6):
             left = len(request.token_ids) + request.max_tokens
             request = longer(request, number)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,7 @@ def test_counted_tokens_are_those_of_the_message(model_client: Anthropic) -> Non
 
 
 def test_the_second_turn_reads_what_the_first_has_written(model_client: Anthropic) -> None:
+    """The instructions are written for an hour and read afterwards. The last message is written for five minutes, the rest is input."""
     system: Any = [
         {"type": "text", "text": "You know the rivers of this world. " * 12, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     ]
@@ -182,13 +184,30 @@ def test_the_second_turn_reads_what_the_first_has_written(model_client: Anthropi
     created = first.usage.cache_creation
     assert created is not None
     assert created.ephemeral_1h_input_tokens == first.usage.cache_creation_input_tokens
-    assert first.usage.input_tokens == 0
-    assert (first.usage.cache_creation_input_tokens or 0) + (first.usage.cache_read_input_tokens or 0) > 80
-    second = model_client.messages.create(
-        **asked, messages=[*messages, {"role": "assistant", "content": first.content}, *said("And in the south?")]
-    )
-    read, written = second.usage.cache_read_input_tokens or 0, second.usage.cache_creation_input_tokens or 0
-    assert read > 0.7 * (read + written)
+    counted = model_client.messages.count_tokens(model=DEFAULT_MODEL, system=system, messages=messages).input_tokens
+    assert prompt_tokens(first.usage) == counted
+    assert 0 < first.usage.input_tokens < 40, "what comes after the mark"
+    kept = (first.usage.cache_creation_input_tokens or 0) + (first.usage.cache_read_input_tokens or 0)
+    assert kept > 80
+    [retained] = (first.model_extra or {})["nvext"]["retained"]
+    assert (retained["tokens"], retained["tier"]) == (kept, "device")
+    assert 3_500 < retained["retained_until"] - time.time() <= 3_600
+    marked: Any = [
+        {"type": "text", "text": "And in the south? " * 12, "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Well?"},
+    ]
+    longer: Any = [*messages, {"role": "assistant", "content": first.content}, {"role": "user", "content": marked}]
+    with model_client.messages.stream(**asked, messages=longer) as stream:
+        started = next(iter(stream))
+        second = stream.get_final_message()
+    usage = second.usage
+    assert started.type == "message_start"
+    assert started.message.usage.cache_creation == usage.cache_creation
+    assert usage.cache_creation is not None
+    assert (usage.cache_read_input_tokens or 0) >= kept
+    assert usage.cache_creation.ephemeral_1h_input_tokens == 0
+    assert 40 < usage.cache_creation.ephemeral_5m_input_tokens == usage.cache_creation_input_tokens
+    assert usage.input_tokens < 40
 
 
 def test_errors_have_their_classes(client: Anthropic, serve: Callable[..., Server]) -> None:
@@ -308,7 +327,7 @@ def test_claude_code(server: Server) -> None:
     usage = usage_of(claude_code(server, "/v1/messages?beta=true", second_body))
     # The line of accounting has changed, and still all of the beginning is found again.
     assert usage["cache_read_input_tokens"] > 0.6 * counted["input_tokens"]
-    assert usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == counted["input_tokens"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == counted["input_tokens"]
 
 
 def test_the_settings_of_the_guide_for_claude_code(server: Server) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,7 +151,9 @@ def test_usage_and_logprobs_survive_a_migration(serve: Callable[..., Server]) ->
 def test_a_session_over_http(cluster: Server) -> None:
     messages = [{"role": "user", "content": "tell me of rivers " * 40}]
     first = ask(cluster, messages, **control("rivers", "open")).nvext["session"]
-    assert first == {"id": "rivers", "state": "open", "worker": first["worker"], "cached_tokens": 0, "expires_in": 60.0}
+    assert 50 < first.pop("retained_until") - time.time() <= 60
+    told = {"id": "rivers", "state": "open", "worker": first["worker"], "cached_tokens": 0, "expires_in": 60.0, "tier": "device"}
+    assert first == told
     for number in range(3):
         messages.append({"role": "user", "content": f"and then {number}"})
         answer = ask(cluster, messages, **control("rivers"))
@@ -212,6 +215,47 @@ def test_the_headers_of_coding_agents_are_sessions(cluster: Server) -> None:
     child = ask(cluster, list(main), headers={**names, "x-claude-code-agent-id": "scout"}).nvext["session"]
     assert (child["id"], child["worker"]) == ("abc/scout", first["worker"])
     assert child["cached_tokens"] > 0, "it shares its parent's prefix"
+    final = {**names, "x-claude-code-agent-id": "scout", "x-dynamo-session-final": "true"}
+    only = ask(
+        cluster, [{"role": "user", "content": "once and never again " * 20}], headers={"x-session-id": "single", "x-session-final": "1"}
+    )
+    assert only.nvext["session"]["state"] == ask(cluster, list(main), headers=final).nvext["session"]["state"] == "closed"
+    wait_until(lambda: {each["id"] for each in listed(cluster)} == {"abc"})
+    again = ask(cluster, [{"role": "user", "content": "once and never again " * 20}])
+    assert cached(again) == 0, "it was freed at once"
+
+
+def listed(server: Server) -> list[dict[str, Any]]:
+    _, _, body = server.request("GET", "/v1/sessions", headers={"authorization": "Bearer none"})
+    return [session for session in body["data"] if session["id"].startswith(("abc", "single"))]
+
+
+def test_a_retained_prompt_over_http(cluster: Server) -> None:
+    """The openai client's own fields. What was written is read the next time, by the same worker."""
+    part = {"type": "text", "text": "the rules of the house " * 20, "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
+    messages: Any = [{"role": "system", "content": [part]}, {"role": "user", "content": "well " * 40}]
+    asked: Any = {"model": "simulator", "max_tokens": 8, "prompt_cache_key": "house"}
+    options: Any = {"prompt_cache_options": {"ttl": "30m"}}
+    first = cluster.client.chat.completions.create(messages=messages, **asked, extra_body=options)
+    total = first.usage.prompt_tokens
+    long, short = first.model_extra["nvext"]["retained"]
+    assert first.usage.prompt_tokens_details.cache_write_tokens == total // 16 * 16 == short["tokens"]
+    assert 80 <= long["tokens"] < short["tokens"]
+    assert [round((each["retained_until"] - time.time()) / 60) for each in (long, short)] == [720, 30]
+    second = cluster.client.chat.completions.create(messages=messages, **asked, extra_body={"prompt_cache_retention": "24h"})
+    details = second.usage.prompt_tokens_details
+    assert (details.cached_tokens, details.cache_write_tokens) == ((total - 1) // 16 * 16, 0 if total % 16 else 16)
+    answer: Any = cluster.client.responses.create(
+        model="simulator",
+        input="and now something else " * 20,
+        max_output_tokens=8,
+        store=False,
+        extra_body={"prompt_cache_retention": "24h"},
+    )
+    details = answer.usage.input_tokens_details
+    assert details.cached_tokens == 0
+    assert details.cache_write_tokens == details.cache_write_tokens_details.ttl_12h_tokens == answer.usage.input_tokens // 16 * 16 > 0
+    assert details.cache_write_tokens_details.ttl_30m_tokens == 0
 
 
 def test_a_changing_billing_line_does_not_break_the_prefix(cluster: Server) -> None:

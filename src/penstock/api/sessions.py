@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from penstock.api.openai.answers import DeletedSession, Session, SessionList
@@ -56,6 +57,8 @@ def _shown(services: Services, binding: Binding, report: SessionReport | None) -
         hit_rate=report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0,
         timeout=binding.timeout,
         expires_in=report.expires_in,
+        retained_until=None if report.expires_in is None or report.tier is None else int(time.time() + report.expires_in),
+        tier=report.tier,
     )
 
 

@@ -351,8 +351,8 @@ class Simulator:
     def _report(self, sequence: _Sequence) -> PromptReport:
         request = sequence.request
         if not request.prompt_logprobs:
-            return self._scheduler.report(sequence, None)
-        return self._scheduler.report(sequence, tuple(sequence.prompt_logprobs))
+            return self._scheduler.report(sequence, None, self._now)
+        return self._scheduler.report(sequence, tuple(sequence.prompt_logprobs), self._now)
 
     def _make_prompt_logprobs(self, sequence: _Sequence) -> None:
         """Those of the prompt's tokens that are computed."""

@@ -283,7 +283,7 @@ class Engine:
     def _advance(self, sequence: SampledSequence, token: int, logprob: TokenLogprob | None, now: float) -> Segment:
         """Adds a token to a sequence. Returns its segment, with a terminal if it is the last."""
         request, position = sequence.request, sequence.position
-        report = self._report(sequence)
+        report = self._report(sequence, now)
         if position >= request.max_tokens:
             # Only the prompt was wanted, or all tokens were generated elsewhere.
             self._scheduler.finish(sequence, now)
@@ -310,10 +310,11 @@ class Engine:
             return Finish("stop")
         return Finish("length") if sequence.position >= request.max_tokens else None
 
-    def _report(self, sequence: SampledSequence) -> PromptReport | None:
+    def _report(self, sequence: SampledSequence, now: float) -> PromptReport | None:
         if sequence.is_reported:
             return None
-        return self._scheduler.report(sequence, None if sequence.prompt_logprobs is None else pack_logprobs(sequence.prompt_logprobs))
+        packed = None if sequence.prompt_logprobs is None else pack_logprobs(sequence.prompt_logprobs)
+        return self._scheduler.report(sequence, packed, now)
 
 
 def _bits(work: list[Work[SampledSequence]]) -> int:

@@ -31,7 +31,7 @@ from penstock.kv.radix import Key, Lease, Node
 from penstock.kv.sessions import Session, Sessions
 from penstock.kv.transfers import Transfers
 from penstock.lazy_heap import LazyHeap
-from penstock.wire.messages import Fault, PromptReport, SessionState, Submit, WorkerStats
+from penstock.wire.messages import Fault, Mark, PromptReport, SessionState, Submit, WorkerStats
 from penstock.worker.backend import total_length
 
 MAX_SHARES = 8
@@ -190,12 +190,16 @@ class Scheduler(Generic[S]):
             if sequence is None:
                 return False
             path = self._stop(sequence)
+            if sequence.is_reported:
+                # A stop string of the client ends a generation like this.
+                self._retain_marked(sequence, path, now)
         self.end_turn(sequence, now, path)
         return True
 
     def finish(self, sequence: S, now: float) -> None:
         """Ends a running sequence. Its KV stays cached, and leased for as long as the request asks."""
         path = self._stop(sequence, sequence.request.retention_seconds, now)
+        self._retain_marked(sequence, path, now)
         self.end_turn(sequence, now, path)
 
     def end_turn(self, sequence: S, now: float, path: Items[Node] = ()) -> None:
@@ -337,13 +341,31 @@ class Scheduler(Generic[S]):
             sequence.tail += self.cache.allocate(count, now)
         return True
 
-    def report(self, sequence: S, logprobs: tuple[bytes, ...] | None) -> PromptReport:
-        """The report about the prompt, for the client, with its packed logprobs. Sent once, with the first token."""
+    def report(self, sequence: S, logprobs: tuple[bytes, ...] | None, now: float) -> PromptReport:
+        """The report about the prompt, for the client, with its packed logprobs. Sent once, with the first token.
+
+        From now on what the marks ask for is leased, however the sequence ends: the client is told so.
+        """
         sequence.is_reported = True
-        cached = sequence.cached_tokens or 0
-        self._prompt_tokens += len(sequence.request.token_ids)
+        cached, request = sequence.cached_tokens or 0, sequence.request
+        self._prompt_tokens += len(request.token_ids)
         self._prompt_tokens_cached += cached
-        return PromptReport(cached, logprobs, sequence.session_state)
+        retained, written = self._retain_marked(sequence, sequence.path, now), []
+        known = cached
+        for mark in retained:
+            written.append(max(0, mark.tokens - known))
+            known = max(known, mark.tokens)
+        is_leased = bool(retained) or request.retention_seconds > 0 or sequence.lease is not None
+        return PromptReport(cached, logprobs, sequence.session_state, retained, tuple(written), "device" if is_leased else None)
+
+    def _retain_marked(self, sequence: S, path: Items[Node], now: float) -> tuple[Mark, ...]:
+        """Leases what the marks ask for, in whole blocks. Returns what that is."""
+        size, retained = self.cache.page_size, []
+        for mark in sequence.request.marks:
+            blocks = min(mark.tokens // size, len(path))
+            self.sessions.retain(path[:blocks], mark.seconds, now)
+            retained.append(Mark(blocks * size, mark.seconds))
+        return tuple(retained)
 
     def stats(self, queued_elsewhere: int = 0) -> WorkerStats:
         cache = self.cache

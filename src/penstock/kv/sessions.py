@@ -67,6 +67,7 @@ class Session:
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.generated_tokens,
             expires_in=None if self.active_turns else max(0.0, ends_at - grace - now),
+            tier="device" if self.pages else None,
         )
 
 
@@ -188,7 +189,11 @@ class Sessions:
         if self._cache is None or not (path and seconds > 0):
             return
         seconds = min(seconds, MAX_LEASE_SECONDS)
-        lease = Lease(seconds, now + seconds)
+        ends_at = now + seconds
+        if any(not lease.is_session and lease.ends_at >= ends_at - seconds / 100 for lease in path[-1].leases or ()):
+            # Another choice of the same request has just done so. The nodes before the last are leased at least as long.
+            return
+        lease = Lease(seconds, ends_at)
         self._cache.retain(path, lease)
         self._retained.put(lease, lease.ends_at)
         if len(self._retained) > 2 * self._cache.pages:

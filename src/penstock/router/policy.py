@@ -20,18 +20,29 @@ LEAD_FACTOR = 1.5
 
 
 class SessionWish(Struct, frozen=True, gc=False):
-    """The session that a client wants its request to be a turn of. `parent` is the session that this one was split from."""
+    """The session that a client wants its request to be a turn of. `parent` is the session that this one was split from. `is_final`: its
+    last turn, opened or not: it is closed afterwards."""
 
     id: str
     action: SessionAction = "open"
     timeout: float = DEFAULT_SESSION_SECONDS
     parent: str | None = None
+    is_final: bool = False
+
+
+class PlacedMark(Struct, frozen=True, gc=False):
+    """Keep the prompt for `seconds`: all of it, or up to a place: behind the first `characters` of the content of a message."""
+
+    seconds: float
+    message: int | None = None
+    characters: int = 0
 
 
 class Hints(Struct, frozen=True, gc=False):
     """What a client asks for besides the answer.
 
     `affinity` is a key: the request goes where requests with this key went before. It holds no lease, and a session takes precedence.
+    For `retention_seconds` prompt and answer are kept; `marks` are for parts of the prompt.
     `router` replaces the server's policy for this request. `wants_route`: the answer tells how its worker was chosen. Requests share KV
     only if they have the same `cache_salt`, or none.
     """
@@ -43,6 +54,11 @@ class Hints(Struct, frozen=True, gc=False):
     router: Policy | None = None
     wants_route: bool = False
     cache_salt: str | None = None
+    marks: tuple[PlacedMark, ...] = ()
+
+    @property
+    def longest_retention(self) -> float:
+        return max([self.retention_seconds, *(mark.seconds for mark in self.marks)])
 
 
 class WorkerView(Struct, frozen=True, gc=False):

@@ -8,14 +8,16 @@ import sys
 import weakref
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from penstock.text.encoding import SHORT, Encoder, Steps, at_once
+from penstock.text.marks import Place, positions, tokens_before, with_marks
 from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
+from penstock.wire.errors import RequestError
 
 MAX_BRANCHES = 8
 """Transcripts kept per session that differ in their ends, from overlapping turns or an edited history."""
@@ -144,12 +146,14 @@ class _Turn:
 
 
 class EncodedChat(Struct, frozen=True, gc=False):
-    """A chat as tokens. `reused_tokens` of them were known, `ending` is the end of its text, `turn` is for `Transcripts.record`."""
+    """A chat as tokens. `reused_tokens` of them were known, `ending` is the end of its text, `turn` is for `Transcripts.record`. `marks`
+    has the number of tokens before each place that was asked for."""
 
     token_ids: tuple[int, ...]
     reused_tokens: int = 0
     turn: _Turn | None = None
     ending: str = ""
+    marks: tuple[int, ...] = ()
 
 
 class _Piece(NamedTuple):
@@ -192,6 +196,7 @@ class Transcripts:
         memo: Memo | None = None,
         check: Callable[[int], object] | None = None,
         is_remembered: bool = True,
+        places: Sequence[Place] = (),
     ) -> EncodedChat:
         """The tokens of a chat. `lane` is the tenant whose chat it is. Without a key, nothing is looked up or remembered. A chat that is
         not to be remembered leaves the session as it is.
@@ -202,7 +207,8 @@ class Transcripts:
         Raises RequestError as the tokenizer does. Does not suspend when there is little to do.
         """
         text = await self.encoder.render_chat(tokenizer, prompt, lane)
-        if key is None and len(text) <= SHORT:
+        marks = await self._find_marks(tokenizer, prompt, text, places, lane) if places else ()
+        if key is None and len(text) <= SHORT and not marks:
             made = tuple([token_id for part in tokenizer.parts(text) for token_id in tokenizer.encode_part(part)])
             self.tokens_encoded += len(made)
             return EncodedChat(made, ending=text[-ENDING:])
@@ -223,7 +229,17 @@ class Transcripts:
         if is_remembered and key is not None and session is not None and self._sessions.get(key) is session:
             end = await self._remember(key, session, path, known, pieces[:-1])
             turn = None if end is None else _Turn(key, session, tokenizer, end, *pieces[-1])
-        return EncodedChat(token_ids, reused, turn, text[-ENDING:])
+        counts = [tokens_before(tokenizer, _unpacked((*known, *pieces)), mark) for mark in marks]
+        return EncodedChat(token_ids, reused, turn, text[-ENDING:], tuple(counts))
+
+    async def _find_marks(self, tokenizer: Tokenizer, prompt: ChatPrompt, text: str, places: Sequence[Place], lane: str) -> Sequence[int]:
+        """Where the places are in the rendered text."""
+        try:
+            marked = await self.encoder.render_chat(tokenizer, with_marks(prompt, places), lane)
+        except RequestError:
+            # The template reads its messages too closely. Nothing is certain.
+            marked = ""
+        return positions(text, marked, len(prompt.messages), places)
 
     def record(self, prompt: EncodedChat, token_ids: Sequence[int]) -> None:
         """Records an answer: the tokens generated after this prompt, with or without the end token. A prompt may have several answers.
@@ -339,6 +355,10 @@ def _encode(
         unpacked += _unpack(together[start : start + STEP_BYTES])
         yield
     return pieces, tuple(unpacked), encoded
+
+
+def _unpacked(pieces: Sequence[_Piece]) -> Iterator[tuple[str, Sequence[int]]]:
+    return ((piece.text, memoryview(piece.packed).cast("I")) for piece in pieces)
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:

@@ -27,6 +27,15 @@ class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
 
 
 SessionState = Literal["open", "over_quota", "unknown"]
+Tier = Literal["device", "host", "disk"]
+"""Where a worker keeps KV, the fastest first."""
+
+
+class Mark(Struct, frozen=True, array_like=True, gc=False):
+    """The first `tokens` tokens of a prompt are kept for `seconds` after the last use, in preference to other KV."""
+
+    tokens: int
+    seconds: float
 
 
 class PromptReport(Struct, frozen=True, array_like=True, gc=False):
@@ -34,11 +43,16 @@ class PromptReport(Struct, frozen=True, array_like=True, gc=False):
     lease.
 
     The logprobs are those of `codec.pack_logprobs`: there may be hundreds of thousands, and a reader unpacks them piece by piece.
+    `retained` has what each mark of the request leases now, in whole blocks; of these, `written` tokens were computed for this request
+    and are counted under no earlier mark. `tier` is where the leased KV is; None: nothing is leased, or the engine cannot tell.
     """
 
     cached_tokens: int
     logprobs: tuple[bytes, ...] | None = None
     session: SessionState | None = None
+    retained: tuple[Mark, ...] = ()
+    written: tuple[int, ...] = ()
+    tier: Tier | None = None
 
 
 class Delta(Struct, frozen=True, array_like=True, gc=False):
@@ -78,10 +92,6 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     id: bytes
     delta: Delta | None = None
     terminal: Terminal | None = None
-
-
-Tier = Literal["device", "host", "disk"]
-"""Where a worker keeps KV, the fastest first."""
 
 
 class BlocksStored(Struct, frozen=True, tag="stored", omit_defaults=True, gc=False):
@@ -250,7 +260,8 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
 
     `offset` is the position of the first token to make. It is above zero for a generation that continues on another worker: then the
     last `offset` ids of `token_ids` were generated before. Each of `stop_ids` ends the generation, like the model's own end
-    token. For `retention_seconds` after the end, other KV is evicted before its KV; a higher `priority` also keeps it longer.
+    token. For `retention_seconds` after the end, other KV is evicted before its KV, and for the time of each of `marks` before that part
+    of its prompt; a higher `priority` also keeps it longer. Marks come in the order of their times, the longest first.
     `is_seed_drawn`: no client asked for this `seed`, so an engine may use its own randomness. KV is shared only with generations of
     the same `root`; empty: one that all tenants share. Generations that wait are served in turn by `lane`, in proportion to `weight`;
     without tenants the lane is "". `prompt` names a prompt that several generations share: on a link it travels once, as a Prompt, and
@@ -281,6 +292,7 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     prompt: bytes = b""
     export: Export | None = None
     source: KvSource | None = None
+    marks: tuple[Mark, ...] = ()
 
 
 class Prompt(Struct, frozen=True, tag="prompt", gc=False):
@@ -360,7 +372,8 @@ class SessionQuery(Struct, frozen=True, tag="session_query"):
 
 
 class SessionReport(Struct, frozen=True, array_like=True, gc=False):
-    """What a worker knows about a session. `expires_in` is None while a turn is active."""
+    """What a worker knows about a session. `expires_in` is None while a turn is active. `tier` is the slowest that has a part of its KV;
+    None without any."""
 
     id: str
     epoch: int
@@ -371,6 +384,7 @@ class SessionReport(Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int
     generated_tokens: int
     expires_in: float | None = None
+    tier: Tier | None = None
 
 
 class SessionReports(Struct, frozen=True, tag="session_reports"):

@@ -9,7 +9,7 @@ import pytest
 from contract.backends.rig import Rig
 from contract.backends.setups import KV_TOKENS, MAX_SESSIONS
 from penstock.kv.blocks import block_hashes
-from penstock.wire.messages import SessionReport, SessionTurn
+from penstock.wire.messages import Mark, SessionReport, SessionTurn
 
 MANY = [f"one of many {number}" for number in range(MAX_SESSIONS)]
 NAMES = ("aborted", "agent", "brief", "busy", "closed", "freed", "keeper", "longer", "nobody", "reborn", "refused", "two", *MANY)
@@ -252,6 +252,22 @@ def test_closing_frees_what_only_it_held(rig: Rig) -> None:
     else:
         rig.run(rig.until(lambda: rig.tap.replay.overlap(names) == 0))
         assert rig.say(prompt, 4).cached_tokens == 0
+
+
+def test_what_is_reported_as_written_is_kept(rig: Rig) -> None:
+    """An engine reports what it leases for marks, and what of it is new. One that cannot lease reports nothing."""
+    size = rig.model.block_size
+    prompt = rig.prompt("marked", 10 * size + 1)
+    marks = (Mark(4 * size + 1, 60.0), Mark(8 * size, 30.0))
+    first, second = (rig.say(prompt, 4, marks=marks) for _ in range(2))
+    rig.check_exact(first)
+    reports = [generation.report for generation in (first, second)]
+    if rig.lacks("leases"):
+        assert [(report.retained, report.written, report.tier) for report in reports] == [((), (), None)] * 2
+        return
+    kept = (Mark(4 * size, 60.0), Mark(8 * size, 30.0))
+    assert [(report.retained, report.tier) for report in reports] == [(kept, "device")] * 2
+    assert [report.written for report in reports] == [(4 * size, 4 * size), (0, 0)]
 
 
 def test_retention_without_a_session(rig: Rig) -> None:

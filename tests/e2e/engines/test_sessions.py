@@ -53,7 +53,10 @@ def test_from_open_to_close(server: Server, judge: Judge, setup: Setup, stream: 
         answer.check([judge.complete(prompt, 40, plain)])
         told = {"id": name, "state": "closed" if action == "close" else "open", "worker": "worker-0", "cached_tokens": answer.cached_tokens}
         assert answer.session is not None
-        assert answer.session == {**told, "expires_in": answer.session["expires_in"]}
+        open_fields = {name: answer.session[name] for name in ("expires_in", "retained_until", "tier")}
+        assert answer.session == {**told, **open_fields}
+        assert (open_fields["tier"], open_fields["retained_until"] is None) in ((None, True), ("device", False))
+        assert open_fields["tier"] is None or action != "close", "what is closed is kept no more"
         reused.append(answer.cached_tokens)
         # Nothing came behind an answer's last token, which for that reason was not computed.
         assert reused[turn] == computed // setup.block_size * setup.block_size

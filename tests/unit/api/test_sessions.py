@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -100,6 +101,7 @@ async def test_one_session(tmp_path: Path) -> None:
         status, body = await client.ask("GET", "/v1/sessions/mine")
         assert status == 200
         assert 290 < body.pop("expires_in") <= 300
+        assert 280 < body.pop("retained_until") - time.time() <= 300
         assert body == {
             "object": "session",
             "id": "mine",
@@ -113,6 +115,7 @@ async def test_one_session(tmp_path: Path) -> None:
             "cached_tokens": 32,
             "hit_rate": 0.4,
             "timeout": 300.0,
+            "tier": "device",
         }
 
 

@@ -9,7 +9,7 @@ from penstock.engine.engine import Engine
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Node
 from penstock.kv.sessions import MAX_LEASE_SECONDS, Sessions
-from penstock.wire.messages import SessionAction, SessionReport, SessionTurn, Submit
+from penstock.wire.messages import Mark, PromptReport, SessionAction, SessionReport, SessionTurn, Submit
 from tiny_models import Collected, generation_id, make_engine, make_submit, random_prompt, reference_tokens, run
 
 
@@ -358,6 +358,70 @@ def test_retention_outlives_others_and_then_is_ordinary() -> None:
     assert cached(run(engine, [make_submit(19, [*PROMPT, 1], 1)]), 19) == 0
 
 
+def report(collected: Collected, number: int) -> PromptReport:
+    found = collected.deltas[generation_id(number)][0].prompt
+    assert found is not None
+    return found
+
+
+def leased_until(engine: Engine, prompt: list[int]) -> list[float]:
+    """When the last lease ends on each of the prompt's full blocks."""
+    blocks = [tuple(prompt[start : start + 16]) for start in range(0, len(prompt) - 15, 16)]
+    held = [(node.key, lease.ends_at) for lease in engine.sessions.leases for node in lease.nodes]
+    return [max((ends_at for key, ends_at in held if key == block), default=0.0) for block in blocks]
+
+
+def test_marks_lease_the_prompt_up_to_their_place_each_for_its_time() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    told = run(engine, [make_submit(0, PROMPT, 40, marks=(Mark(20, 3600.0), Mark(50, 300.0)))])
+    first = report(told, 0)
+    assert first == PromptReport(0, None, None, (Mark(16, 3600.0), Mark(48, 300.0)), (16, 32), "device")
+    assert leased_until(engine, [*PROMPT, *told.tokens[generation_id(0)]]) == [3600.0, 300.0, 300.0, 0.0, 0.0, 0.0], "not the answer"
+    clock.now = 300.0
+    engine.step()
+    engine.check_integrity()
+    assert leased_until(engine, PROMPT) == [3600.0, 0.0, 0.0, 0.0]
+    again = report(run(engine, [make_submit(1, [*PROMPT, 1], 1, marks=(Mark(20, 3600.0), Mark(50, 300.0)))]), 1)
+    assert again == PromptReport(64, None, None, (Mark(16, 3600.0), Mark(48, 300.0)), (0, 0), "device"), "read, not written"
+    assert leased_until(engine, PROMPT) == [3900.0, 600.0, 600.0, 0.0], "and kept for longer"
+
+
+def test_a_shorter_mark_is_not_counted_where_a_longer_one_is() -> None:
+    engine = make_engine()
+    run(engine, [make_submit(0, [*PROMPT[:16], 1], 1)])
+    told = report(run(engine, [make_submit(1, PROMPT, 1, marks=(Mark(64, 3600.0), Mark(32, 300.0), Mark(10, 60.0)))]), 1)
+    assert (told.cached_tokens, told.written) == (16, (48, 0, 0))
+    assert told.retained == (Mark(64, 3600.0), Mark(32, 300.0), Mark(0, 60.0))
+    assert report(run(engine, [make_submit(2, PROMPT, 1)]), 2).tier is None, "nothing was asked for"
+
+
+def test_what_was_reported_is_leased_however_the_generation_ends() -> None:
+    """A stop string of the client ends it by a cancel. Before the first token, nothing was reported."""
+    clock = Clock()
+    engine = make_engine(clock=clock, token_budget=16)
+    collected = Collected()
+    engine.submit(make_submit(0, PROMPT, 400, marks=(Mark(64, 300.0),)))
+    collected.step(engine)
+    engine.cancel(generation_id(0))
+    assert engine.stats().kv_blocks_leased == 0
+    engine.submit(make_submit(1, PROMPT, 400, marks=(Mark(64, 300.0),)))
+    while generation_id(1) not in collected.deltas:
+        collected.step(engine)
+    assert report(collected, 1).retained == (Mark(64, 300.0),)
+    assert leased_until(engine, PROMPT) == [300.0] * 4
+    clock.now = 200.0
+    engine.cancel(generation_id(1))
+    engine.check_integrity()
+    assert leased_until(engine, PROMPT) == [500.0] * 4, "from its end on"
+
+
+def test_the_choices_of_a_request_lease_their_prompt_once() -> None:
+    engine = make_engine()
+    run(engine, [make_submit(number, PROMPT, 4, marks=(Mark(64, 300.0),)) for number in range(8)])
+    assert len(engine.sessions.leases) == 1
+
+
 def test_lease_times_are_clamped() -> None:
     clock = Clock()
     engine = make_engine(clock=clock)
@@ -387,7 +451,7 @@ def test_a_session_is_described() -> None:
     engine.submit(turn(2, [*PROMPT, 1, 2], "b", epoch=7))
     clock.now = 15.0
     first, second = engine.describe_sessions(["nobody", "a", "b"])
-    assert first == SessionReport("a", 1, PAGES, 1, 0, 64, cached(collected, 0), 4, 85.0)
+    assert first == SessionReport("a", 1, PAGES, 1, 0, 64, cached(collected, 0), 4, 85.0, "device")
     assert (second.id, second.epoch, second.turns, second.active_turns, second.expires_in) == ("b", 7, 2, 1, None)
 
 

@@ -33,7 +33,7 @@ from penstock.api.anthropic.schema import (
     ToolUseBlock,
 )
 from penstock.api.anthropic.tools import Tools
-from penstock.api.openai.schema import placeholder
+from penstock.api.openai.schema import CacheControl, Marked, placeholder
 from penstock.api.pipeline.hints import without_billing_header
 from penstock.text.rewrites import reminder
 from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
@@ -58,6 +58,10 @@ class Conversation:
         self._said: list[list[str]] = []
         """The paragraphs of each message. Joined once at the end: there may be thousands."""
         self._thought: list[list[str]] = []
+        self.marked: list[Marked] = []
+        """The marks for the cache, in Anthropic's order: tools, instructions, messages."""
+        self._noted: list[tuple[int, int, int | None, str, CacheControl]] = []
+        """The marks in messages: the message, which of its paragraphs, how much of that, the field, the mark."""
         readers: dict[Role, Callable[[str, Sequence[ContentBlock]], None]] = {
             "user": self._read_user,
             "assistant": self._read_assistant,
@@ -65,6 +69,7 @@ class Conversation:
         }
         if instructions := _instructions(request.system):
             self._say("system", "system", instructions)
+        self._mark_head(request)
         last_of_user = max((index for index, message in enumerate(request.messages) if message.role == "user"), default=-1)
         self._last_of_user = f"messages[{last_of_user}]"
         for index, message in enumerate(request.messages):
@@ -72,6 +77,24 @@ class Conversation:
                 field = f"messages[{index}]"
                 readers[message.role](field, _blocks(field, message))
         self._join()
+
+    def _mark_head(self, request: Prompted) -> None:
+        """Templates write tools behind the instructions. So what is marked on tools, and at the end of instructions, ends with both."""
+        begun = len(self.messages)
+        for index, tool in enumerate(request.tools or ()):
+            if tool.cache_control is not None:
+                self.marked.append(Marked(begun, 0, tool.cache_control, None, f"tools[{index}].cache_control"))
+        blocks = request.system if isinstance(request.system, list) else []
+        for index, block in enumerate(blocks):
+            if block.cache_control is not None:
+                is_end = bool(request.tools) and index == len(blocks) - 1
+                place = (begun, 0) if is_end else (0, len(_instructions(blocks[: index + 1])))
+                self.marked.append(Marked(*place, block.cache_control, None, f"system[{index}].cache_control"))
+
+    def _note(self, field: str, block: ContentBlock | ToolReferenceBlock, characters: int | None) -> None:
+        """Notes a mark behind the first characters of what was said last; None: behind the whole message, with its calls."""
+        if block.cache_control is not None:
+            self._noted.append((len(self.messages) - 1, len(self._said[-1]) - 1, characters, f"{field}.cache_control", block.cache_control))
 
     def clear_thinking(self, edits: Iterable[ClearThinking]) -> None:
         """Keeps thinking only in the assistant's last turns that have any. A turn ends at the user's next message, not at a result."""
@@ -89,6 +112,7 @@ class Conversation:
 
     def _read_user(self, field: str, blocks: Sequence[ContentBlock]) -> None:
         spoken: list[str] = []
+        ends: list[tuple[str, ContentBlock, int]] = []
         for index, block in enumerate(blocks):
             place = f"{field}.content[{index}]"
             if isinstance(block, ToolResultBlock):
@@ -96,9 +120,13 @@ class Conversation:
             else:
                 # Clients keep a message that was refused, and send it again before the next one. Refused once more, the session would end.
                 spoken.append((_text if field == self._last_of_user else _text_or_placeholder)(place, block))
+                if block.cache_control is not None:
+                    ends.append((place, block, len(_paragraphs(spoken))))
         # A message that has only tool results is not a message of the user.
         if spoken or not blocks:
             self._say("user", field, _paragraphs(spoken))
+        for end in ends:
+            self._note(*end)
 
     def _read_assistant(self, field: str, blocks: Sequence[ContentBlock]) -> None:
         text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
@@ -109,6 +137,10 @@ class Conversation:
         self._thought[-1] += thinking
         if calls:
             self.messages[-1].setdefault("tool_calls", []).extend(map(_call, calls))
+        characters = 0
+        for index, block in enumerate(blocks):
+            characters += len(block.text) if isinstance(block, TextBlock) else 0
+            self._note(f"{field}.content[{index}]", block, None if isinstance(block, ToolUseBlock) else characters)
 
     def _read_system(self, field: str, blocks: Sequence[ContentBlock]) -> None:
         text = _paragraphs(self._instruction(f"{field}.content[{index}]", block) for index, block in enumerate(blocks))
@@ -119,6 +151,8 @@ class Conversation:
         else:
             # Few templates take instructions in the middle of a chat. After a tool result they are added to it: the user did not speak.
             self._say("tool" if self.messages[-1]["role"] == "tool" else "user", field, reminder(text))
+        for index, block in enumerate(blocks):
+            self._note(f"{field}.content[{index}]", block, len(self._said[-1][-1]))
 
     def _instruction(self, field: str, block: ContentBlock) -> str:
         match block:
@@ -140,7 +174,11 @@ class Conversation:
         if name is None:
             field = f"{field}.tool_use_id"
             raise RequestError(f"`{field}` is {block.tool_use_id[:80]!r}: no tool_use before it has that id", param=field)
-        self._append(field, ChatMessage(role="tool", content=self._result(field, block), name=name, tool_call_id=block.tool_use_id))
+        content = self._result(field, block)
+        self._append(field, ChatMessage(role="tool", content=content, name=name, tool_call_id=block.tool_use_id))
+        for index, part in enumerate(block.content if isinstance(block.content, list) else ()):
+            self._note(f"{field}.content[{index}]", part, len(content))
+        self._note(field, block, len(content))
 
     def _result(self, field: str, block: ToolResultBlock) -> str:
         if isinstance(block.content, list):
@@ -163,6 +201,13 @@ class Conversation:
             message["content"] = _paragraphs(said)
             if reasoning := _paragraphs(thought):
                 message["reasoning_content"] = reasoning
+        for place, number, characters, field, control in self._noted:
+            said = self._said[place]
+            if characters is None:
+                self.marked.append(Marked(place + 1, 0, control, None, field))
+            else:
+                length = len(_paragraphs([*said[:number], said[number][:characters]]))
+                self.marked.append(Marked(place, length, control, None, field))
 
 
 def _instructions(system: str | list[TextBlock] | None) -> str:

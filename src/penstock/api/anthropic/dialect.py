@@ -9,11 +9,11 @@ import msgspec
 
 from penstock.api.anthropic.blocks import BlockDelta, Blocks, BlockStart, Kind, Step, whole_blocks
 from penstock.api.anthropic.errors import fault_content
-from penstock.api.openai.schema import EphemeralTtl
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Ending, Usage
 from penstock.api.pipeline.plan import Plan
 from penstock.wire.messages import Fault
 
+_HOUR = 3_600.0
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _WINDOW_EXCEEDED = "model_context_window_exceeded"
 _DELTA_TYPES: dict[Kind, str] = {
@@ -29,17 +29,14 @@ _TEXT_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta",
 class MessagesDialect(Dialect):
     """Renders `message` objects and their streams.
 
-    `cache_ttl` is how long the client wants its prompt to be kept. `fills_window`: it asked for more tokens than the context has room
-    for, so an answer that reaches its limit has filled the context.
+    `fills_window`: the client asked for more tokens than the context has room for, so an answer that reaches its limit has filled the
+    context.
     """
 
-    def __init__(
-        self, plan: Plan, *, cache_ttl: EphemeralTtl | None = None, shows_thinking: bool = True, fills_window: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, *, shows_thinking: bool = True, fills_window: bool = False) -> None:
         self.id = f"msg_{plan.response_id}"
         self._model = plan.model.info.name
         self._grammar_field = plan.grammar_field
-        self._cache_ttl = cache_ttl
         self._shows_thinking = shows_thinking
         self._fills_window = fills_window
         self._blocks = Blocks(shows_thinking)
@@ -93,16 +90,15 @@ class MessagesDialect(Dialect):
         return {"stop_reason": _STOP_REASONS.get(ending.reason, "end_turn"), "stop_sequence": None}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """Counts each prompt token once: as read from the cache, as written to it if the client asked for that, or as input."""
-        computed = usage.prompt_tokens - usage.cached_tokens
-        written = 0 if self._cache_ttl is None else computed
+        """Counts each prompt token once: as read from the cache, as written to it because the client asked for that, or as input."""
+        written, for_an_hour = usage.written_tokens, usage.written_for(_HOUR)
         return {
-            "input_tokens": computed - written,
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,
             "cache_creation_input_tokens": written,
             "cache_read_input_tokens": usage.cached_tokens,
             "cache_creation": {
-                "ephemeral_5m_input_tokens": written if self._cache_ttl == "5m" else 0,
-                "ephemeral_1h_input_tokens": written if self._cache_ttl == "1h" else 0,
+                "ephemeral_5m_input_tokens": written - for_an_hour,
+                "ephemeral_1h_input_tokens": for_an_hour,
             },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},

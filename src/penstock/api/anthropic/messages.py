@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,11 +22,10 @@ from penstock.api.anthropic.schema import (
     Prompted,
     ThinkingAdaptive,
     ThinkingEnabled,
-    ToolResultBlock,
 )
 from penstock.api.auth.keys import Headers
-from penstock.api.openai.schema import CacheControl, Common
-from penstock.api.pipeline.hints import longest_ttl, read_hints
+from penstock.api.openai.schema import CacheControl, Common, Marked, PromptRequest
+from penstock.api.pipeline.hints import read_hints, ttl_seconds
 from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, count_tokens, plan_chat, schema_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.router.affinity import session_key
@@ -39,7 +39,7 @@ _MESSAGES_DECODER = msgspec.json.Decoder(MessagesRequest)
 _COUNT_DECODER = msgspec.json.Decoder(CountRequest)
 BETA_HEADER = b"anthropic-beta"
 _INTERLEAVED = b"interleaved-thinking"
-_ONE_HOUR = 3_600.0
+MAX_MARKS = 4
 # Chat templates know these three efforts.
 _TEMPLATE_EFFORT = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
@@ -48,13 +48,12 @@ async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Pl
     """Raises RequestError that names the field."""
     request = await _decode(incoming, _MESSAGES_DECODER)
     check_thinking(request, incoming.headers)
-    common = await context.read(incoming, read_common, request)
-    hints = read_hints(common, incoming.headers)
     chat = msgspec.structs.replace(await context.read(incoming, read_chat, request), max_tokens=request.max_tokens, clips=True)
+    common = read_common(request, chat.marked)
+    hints = read_hints(common, incoming.headers)
     plan = await plan_chat(common, chat, hints, incoming.tenant, context)
     dialect = MessagesDialect(
         plan,
-        cache_ttl=None if common.cache_control is None else common.cache_control.ttl,
         shows_thinking=not (isinstance(request.thinking, ThinkingEnabled | ThinkingAdaptive) and request.thinking.display == "omitted"),
         fills_window=request.max_tokens > plan.submits[0].max_tokens,
     )
@@ -64,8 +63,7 @@ async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Pl
 async def count_message_tokens(incoming: Incoming, context: PromptContext) -> TokenCount:
     """Counts the tokens of a message's prompt: the sum of the three input counts in the message's usage."""
     request = await _decode(incoming, _COUNT_DECODER)
-    mark = await context.read(incoming, longest_mark, request)
-    common = Common(model=request.model, nvext=request.nvext, cache_salt=request.cache_salt, cache_control=mark)
+    common = Common(model=request.model, nvext=request.nvext, cache_salt=request.cache_salt)
     session = read_hints(common, incoming.headers).session
     model = context.models.find(request.model)
     # In a session, earlier answers keep the tokens that were generated.
@@ -101,6 +99,7 @@ def read_chat(request: Prompted) -> Chat:
     continues = _continues(messages, fields)
     if not messages:
         raise RequestError("`messages` has nothing to answer: expected a user message with content", param="messages")
+    check_marks(conversation.marked, request.cache_control)
     tools = conversation.tools
     choice = _tool_choice(request, has_tools=bool(tools.head or tools.later))
     field, grammar = _grammar(request)
@@ -124,12 +123,13 @@ def read_chat(request: Prompted) -> Chat:
         parallel_calls=parallel,
         grammar=grammar,
         grammar_field=field,
+        marked=conversation.marked,
     )
 
 
-def read_common(request: MessagesRequest) -> Common:
-    """What all requests have in common. One cache mark for the whole prompt stands for all marks in it."""
-    return Common(
+def read_common(request: MessagesRequest, marked: Sequence[Marked] = ()) -> Common:
+    """What all requests have in common."""
+    return PromptRequest(
         model=request.model,
         stream=request.stream,
         stop=request.stop_sequences,
@@ -138,14 +138,26 @@ def read_common(request: MessagesRequest) -> Common:
         top_k=request.top_k,
         nvext=request.nvext,
         cache_salt=request.cache_salt,
-        cache_control=longest_mark(request),
+        cache_control=request.cache_control,
+        marked=list(marked),
     )
 
 
-def longest_mark(request: Prompted) -> CacheControl | None:
-    """A mark with the longest time that any mark asks for."""
-    ttl = longest_ttl(_marks(request))
-    return None if ttl is None else CacheControl("ephemeral", "1h" if ttl >= _ONE_HOUR else "5m")
+def check_marks(marked: Sequence[Marked], whole: CacheControl | None) -> None:
+    """As at Anthropic: there are at most four marks, and none lasts longer than one before it. The mark on the request is the last. Where
+    the order of marks with a scope matters is not documented: it is not checked."""
+    last = [] if whole is None else [Marked(0, 0, whole, None, "cache_control")]
+    marks = [(mark.field, mark.control) for mark in (*marked, *last) if mark.control is not None]
+    if len(marks) > MAX_MARKS:
+        field = marks[MAX_MARKS][0]
+        raise RequestError(f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {len(marks)}.", param=field)
+    for (earlier, before), (field, control) in pairwise([mark for mark in marks if mark[1].scope is None]):
+        if ttl_seconds(control) > ttl_seconds(before):
+            message = (
+                f"`{field}.ttl` is {control.ttl!r}: it must not come after a shorter one, and `{earlier}` has {before.ttl or '5m'!r}. "
+                "Blocks come in the order tools, system, messages"
+            )
+            raise RequestError(message, param=f"{field}.ttl")
 
 
 def check_thinking(request: MessagesRequest, headers: Headers) -> None:
@@ -206,20 +218,3 @@ def _template_arguments(request: Prompted) -> dict[str, Any]:
     if request.output_config is not None and request.output_config.effort is not None:
         arguments["reasoning_effort"] = _TEMPLATE_EFFORT[request.output_config.effort]
     return arguments
-
-
-def _marks(request: Prompted) -> Iterator[CacheControl | None]:
-    yield request.cache_control
-    if isinstance(request.system, list):
-        yield from (block.cache_control for block in request.system)
-    yield from (tool.cache_control for tool in request.tools or ())
-    for message in request.messages:
-        if isinstance(message.content, list):
-            yield from _marks_of(message.content)
-
-
-def _marks_of(blocks: Iterable[Any]) -> Iterator[CacheControl | None]:
-    for block in blocks:
-        yield getattr(block, "cache_control", None)
-        if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
-            yield from _marks_of(block.content)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from penstock.wire.messages import Tier
+
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
@@ -26,7 +28,10 @@ class Error(Struct):
 
 
 class PromptTokensDetails(Struct):
+    """`cached_tokens` were read from the cache. `cache_write_tokens` are kept there now, because the request asked for it."""
+
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class CompletionTokensDetails(Struct):
@@ -195,7 +200,8 @@ class ModelList(Struct):
 
 class Session(Struct, kw_only=True, tag_field="object", tag="session"):
     """`hit_rate` is the share of prompt tokens that needed no prefill. `expires_in` is null while a turn is active: the timeout starts when
-    the last turn ends."""
+    the last turn ends. `retained_until` is the same as Unix time, and null if the engine cannot tell what it keeps. `tier` is the slowest
+    memory that has a part of the session's KV."""
 
     id: str
     worker: str
@@ -209,6 +215,8 @@ class Session(Struct, kw_only=True, tag_field="object", tag="session"):
     hit_rate: float
     timeout: float
     expires_in: float | None
+    retained_until: int | None
+    tier: Tier | None
 
 
 class SessionList(Struct, kw_only=True, tag_field="object", tag="list"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from msgspec import Meta, Struct, structs
 
@@ -100,6 +99,16 @@ class PromptCacheBreakpoint(Struct, forbid_unknown_fields=True, frozen=True):
 
     mode: Literal["explicit"]
     ttl: BreakpointTtl | None = None
+
+
+class Marked(NamedTuple):
+    """A mark for the cache behind the first `characters` of the content of a message. `field` has the mark."""
+
+    message: int
+    characters: int
+    control: CacheControl | None = None
+    breakpoint: PromptCacheBreakpoint | None = None
+    field: str = ""
 
 
 class PromptCacheOptions(Struct, forbid_unknown_fields=True, frozen=True):
@@ -227,10 +236,11 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     def resumable(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.resumable)
 
-    @property
-    def parts(self) -> Sequence[MessagePart]:
-        """All content parts of all messages: what can be marked for the cache."""
-        return ()
+
+class PromptRequest(Common, kw_only=True):
+    """What the requests of other APIs have in common with chats. `marked` has the marks for the cache in their messages."""
+
+    marked: list[Marked] = []
 
 
 class CompletionRequest(Common, forbid_unknown_fields=True, kw_only=True):
@@ -457,11 +467,6 @@ class ChatRequest(Common, forbid_unknown_fields=True, kw_only=True):
     function_call: None = None
     audio: None = None
     web_search_options: None = None
-
-    @property
-    def parts(self) -> Sequence[MessagePart]:
-        marked = [MessagePart(cache_control=message.cache_control) for message in self.messages if message.cache_control is not None]
-        return [part for message in self.messages if isinstance(message.content, list) for part in message.content] + marked
 
 
 UNSUPPORTED_COMPLETION = UNSUPPORTED_NVEXT

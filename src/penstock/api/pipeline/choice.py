@@ -13,7 +13,7 @@ from penstock.stream.mailbox import Arrival
 from penstock.stream.slot import check_contiguous
 from penstock.text.detokenizer import TextAssembler
 from penstock.text.output import CallBroken, CallEnd, OutputParser, Part, Reasoning
-from penstock.wire.messages import Delta, Finish, Terminal
+from penstock.wire.messages import Delta, Finish, PromptReport, Terminal
 
 _NOTHING: tuple[Part, ...] = ()
 
@@ -78,7 +78,8 @@ class Choice:
     plan: InitVar[Plan]
     dialect: Dialect
     tokens: int = 0
-    cached_tokens: int = 0
+    report: PromptReport | None = None
+    """What the worker has reported about its prompt."""
     calls: int = 0
     broken_calls: int = 0
     logprob: float = 0.0
@@ -171,7 +172,7 @@ class Choice:
 
     def _take_reports(self, delta: Delta, tokens: int) -> object:
         if delta.prompt is not None:
-            self.cached_tokens = delta.prompt.cached_tokens
+            self.report = delta.prompt
         if delta.logprobs is not None:
             self.logprob += sum(entry.logprob for entry in delta.logprobs[:tokens])
         return self.dialect.logprobs(self.index, delta, tokens)

@@ -14,25 +14,35 @@ from penstock.api.errors import fault_body
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.response import KEEP_ALIVE
 from penstock.text.output import Part
-from penstock.wire.messages import Delta, Fault
+from penstock.wire.messages import Delta, Fault, Mark
 
 DONE = b"data: [DONE]\n\n"
 
 
 class Usage(Struct, frozen=True, gc=False):
-    """`reasoning_tokens` are part of `completion_tokens`, `cached_tokens` of `prompt_tokens`."""
+    """`reasoning_tokens` are part of `completion_tokens`, `cached_tokens` of `prompt_tokens`. So is `written`: other tokens, which are kept
+    now for a time that the client asked for."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    written: tuple[Mark, ...] = ()
+
+    @property
+    def written_tokens(self) -> int:
+        return sum([mark.tokens for mark in self.written])
+
+    def written_for(self, seconds: float) -> int:
+        """The tokens that are kept for at least this long."""
+        return sum([mark.tokens for mark in self.written if mark.seconds >= seconds])
 
     def fields(self) -> dict[str, object]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": self.written_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 

@@ -7,7 +7,7 @@ checked; of the headers, only those that are used.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,16 +16,18 @@ from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import (
     MAX_SECONDS,
     CacheControl,
+    ChatRequest,
     Common,
+    Marked,
     Message,
     Nvext,
     NvextCacheControl,
-    PromptCacheBreakpoint,
     PromptCacheOptions,
+    PromptRequest,
     SessionControl,
 )
 from penstock.config.front_end import POLICIES, Policy
-from penstock.router.policy import Hints, SessionWish
+from penstock.router.policy import Hints, PlacedMark, SessionWish
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 
@@ -33,6 +35,9 @@ ROUTER_HEADER = b"x-penstock-router"
 AFFINITY_HEADER = b"x-session-affinity"
 MAX_ID_BYTES = 256
 
+# OpenAI writes at most so many breakpoints per request, the last ones. An implicit one counts.
+MAX_BREAKPOINTS = 4
+_INSTRUCTIONS = ("system", "developer")
 _TTL_SECONDS = {"5m": 300.0, "30m": 1_800.0, "1h": 3_600.0, "12h": 43_200.0}
 _RETENTION_SECONDS = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86_400.0}
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3_600}
@@ -64,6 +69,9 @@ SESSION_HEADERS = (
 )
 """The first one that a request has counts."""
 _SESSION_NAMES = frozenset(names.session for names in SESSION_HEADERS)
+FINAL_HEADERS = (b"x-session-final", b"x-dynamo-session-final")
+"""With any of the above: this turn is the session's last."""
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 _NO_NVEXT = Nvext()
@@ -73,10 +81,12 @@ def read_hints(request: Common, headers: Headers) -> Hints:
     """Raises RequestError (400) that names the field or the header, its value, and what is expected."""
     found = dict(headers)
     nvext = request.nvext or _NO_NVEXT
+    retention_seconds, marks = _retention(request, nvext)
     return Hints(
         session=_session_of_body(nvext.session_control) or _session_of_headers(found),
         affinity=_affinity(request.prompt_cache_key, found),
-        retention_seconds=_retention(request, nvext),
+        retention_seconds=retention_seconds,
+        marks=marks,
         priority=0 if nvext.agent_hints is None else nvext.agent_hints.priority or 0,
         router=_router(found),
         wants_route="route" in (nvext.extra_fields or ()),
@@ -84,29 +94,47 @@ def read_hints(request: Common, headers: Headers) -> Hints:
     )
 
 
-def longest_ttl(marks: Iterable[CacheControl | None]) -> float | None:
-    """How long Anthropic's marks ask to keep the prompt; 5 minutes if they do not say. None without a mark."""
-    return max((_TTL_SECONDS[mark.ttl or "5m"] for mark in marks if mark is not None), default=None)
-
-
-def longest_breakpoint(options: PromptCacheOptions | None, marks: Iterable[PromptCacheBreakpoint | None]) -> float | None:
-    """How long OpenAI's breakpoints ask to keep the prompt; 30 minutes if they do not say. None without any."""
-    default = options.ttl if options is not None and options.ttl is not None else "30m"
-    ttls = [mark.ttl or default for mark in marks if mark is not None]
-    if options is not None and options.mode != "explicit":
-        ttls.append(default)
-    if options is None and not ttls:
-        return None
-    return max((_TTL_SECONDS[ttl] for ttl in ttls), default=0.0)
+def ttl_seconds(control: CacheControl) -> float:
+    """How long one of Anthropic's marks asks to keep the prompt."""
+    return _TTL_SECONDS[control.ttl or "5m"]
 
 
 def prompt_text(message: Message) -> str:
     """The text of a message in the prompt. Instructions lose what changes with every call."""
-    if message.role not in ("system", "developer"):
+    if message.role not in _INSTRUCTIONS:
         return message.text
     if isinstance(message.content, list):
         return "".join(part.text for part in message.content if not _BILLING_HEADER.match(part.text))
     return without_billing_header(message.text)
+
+
+def marks_of_chat(request: ChatRequest) -> list[Marked]:
+    """The marks on tools, messages and parts."""
+    messages = request.messages
+    head = next((index for index, message in enumerate(messages) if message.role not in _INSTRUCTIONS), len(messages))
+    found = [Marked(head, 0, tool.cache_control) for tool in request.tools or () if tool.cache_control is not None]
+    for index, message in enumerate(messages):
+        if message.cache_control is None and not isinstance(message.content, list):
+            continue
+        is_head = message.role in _INSTRUCTIONS and index == head - 1 and bool(request.tools)
+        length = len(prompt_text(message))
+        # Templates write tools behind the instructions, and a mark behind all of these is for the tools, too.
+        found += [
+            mark._replace(message=head, characters=0) if is_head and mark.characters == length else mark
+            for mark in _marks_of_message(index, message)
+        ]
+    return found
+
+
+def _marks_of_message(index: int, message: Message) -> Iterator[Marked]:
+    characters = 0
+    for part in message.content if isinstance(message.content, list) else ():
+        if message.role not in _INSTRUCTIONS or not _BILLING_HEADER.match(part.text):
+            characters += len(part.text)
+        if part.cache_control is not None or part.prompt_cache_breakpoint is not None:
+            yield Marked(index, characters, part.cache_control, part.prompt_cache_breakpoint)
+    if message.cache_control is not None:
+        yield Marked(index, len(prompt_text(message)), message.cache_control)
 
 
 def without_billing_header(text: str) -> str:
@@ -137,10 +165,20 @@ def _named_by(names: SessionHeaders, session_id: str, headers: Mapping[bytes, by
     if names.agent is not None:
         agent = _header(headers, names.agent)
         if agent is None:
-            return SessionWish(session_id)
+            return SessionWish(session_id, is_final=_is_final(headers))
         parent = session_id if parent is None else f"{session_id}/{parent}"
         session_id = _checked(names.agent.decode(), f"{session_id}/{agent}")
-    return SessionWish(session_id, parent=None if parent == session_id else parent)
+    return SessionWish(session_id, parent=None if parent == session_id else parent, is_final=_is_final(headers))
+
+
+def _is_final(headers: Mapping[bytes, bytes]) -> bool:
+    for name in FINAL_HEADERS:
+        if name in headers:
+            value = headers[name].decode(errors="replace").strip(" \t")
+            if value.lower() not in _FLAGS:
+                raise _refused(name.decode(), value, f"expected one of {', '.join(_FLAGS)}")
+            return _FLAGS[value.lower()]
+    return False
 
 
 def _affinity(prompt_cache_key: str | None, headers: Mapping[bytes, bytes]) -> str | None:
@@ -155,22 +193,40 @@ def _cache_salt(salt: str | None, other: str | None) -> str | None:
     return other if salt is None else salt
 
 
-def _retention(request: Common, nvext: Nvext) -> float:
-    """The first of these counts: nvext, OpenAI's breakpoints, OpenAI's retention, Anthropic's marks."""
+def _retention(request: Common, nvext: Nvext) -> tuple[float, tuple[PlacedMark, ...]]:
+    """How long prompt and answer are kept, and marks for parts of the prompt.
+
+    The first of these counts: nvext, OpenAI's breakpoints, OpenAI's retention, Anthropic's marks.
+    """
     if nvext.retention_seconds is not None:
-        return nvext.retention_seconds
+        return nvext.retention_seconds, (PlacedMark(nvext.retention_seconds),)
     if nvext.cache_control is not None:
-        return _nvext_ttl(nvext.cache_control)
-    parts = request.parts
-    if parts or request.prompt_cache_options is not None:
-        breakpoint_ttl = longest_breakpoint(request.prompt_cache_options, (part.prompt_cache_breakpoint for part in parts))
-        if breakpoint_ttl is not None:
-            return breakpoint_ttl
+        return 0.0, (PlacedMark(_nvext_ttl(nvext.cache_control)),)
+    marked: Sequence[Marked] = ()
+    if isinstance(request, ChatRequest):
+        marked = marks_of_chat(request)
+    elif isinstance(request, PromptRequest):
+        marked = request.marked
+    breakpoints = [mark for mark in marked if mark.breakpoint is not None]
+    if breakpoints or request.prompt_cache_options is not None:
+        return 0.0, _breakpoints(request.prompt_cache_options, breakpoints)
     if request.prompt_cache_retention is not None:
-        return _RETENTION_SECONDS[request.prompt_cache_retention]
-    if request.cache_control is None and not parts:
-        return 0.0
-    return longest_ttl([request.cache_control, *(part.cache_control for part in parts)]) or 0.0
+        seconds = _RETENTION_SECONDS[request.prompt_cache_retention]
+        return 0.0, (PlacedMark(seconds),) if seconds else ()
+    whole = () if request.cache_control is None else (PlacedMark(ttl_seconds(request.cache_control)),)
+    parts = [PlacedMark(ttl_seconds(mark.control), mark.message, mark.characters) for mark in marked if mark.control is not None]
+    return 0.0, (*parts, *whole)
+
+
+def _breakpoints(options: PromptCacheOptions | None, marked: Sequence[Marked]) -> tuple[PlacedMark, ...]:
+    """OpenAI's breakpoints: 30 minutes if they do not say."""
+    default = options.ttl if options is not None and options.ttl is not None else "30m"
+    placed = [
+        PlacedMark(_TTL_SECONDS[(mark.breakpoint and mark.breakpoint.ttl) or default], mark.message, mark.characters) for mark in marked
+    ]
+    if options is None or options.mode == "explicit":
+        return tuple(placed[-MAX_BREAKPOINTS:])
+    return (*placed[1 - MAX_BREAKPOINTS :], PlacedMark(_TTL_SECONDS[default]))
 
 
 def _nvext_ttl(control: NvextCacheControl) -> float:

@@ -14,20 +14,21 @@ from msgspec import Struct, structs
 
 from penstock.api.auth.keys import Tenant
 from penstock.api.models import ServedModel
-from penstock.api.openai.schema import Common, ResponseFormat, StructuredOutputs
+from penstock.api.openai.schema import Common, Marked, ResponseFormat, StructuredOutputs
 from penstock.api.pipeline.json_cost import is_slow, too_complex
 from penstock.api.pipeline.request import PromptContext
 from penstock.kv.blocks import salted_root
 from penstock.router.affinity import session_key
-from penstock.router.policy import Hints
+from penstock.router.policy import Hints, PlacedMark
 from penstock.text.formats.grammar import after_reasoning, tool_grammar
 from penstock.text.formats.make import make_parser, opens_reasoning, visible_tokens
 from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT
+from penstock.text.marks import MAX_PLACES, Place
 from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import EncodedChat, Memo
 from penstock.wire.errors import MessageError, RequestError, context_exceeded
-from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Sampling, Submit
+from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Mark, Sampling, Submit
 
 MAX_CHOICES = 2048
 # The same as the engine's limit. Checked here, a grammar that is too large does not travel.
@@ -65,7 +66,7 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
 
     The model may call the prompt's tools, and `later_tools`, which messages describe, but not `removed_tools`. The text of the answer must
     follow `grammar`. Without `max_tokens` the answer may fill the context. A `max_tokens` that does not fit the context is an error; with
-    `clips`, it is reduced.
+    `clips`, it is reduced. `marked` are the marks for the cache in its messages. `left_out` are messages that were dropped from the prompt.
     """
 
     prompt: ChatPrompt
@@ -79,6 +80,8 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
     grammar_field: str | None = None
     later_tools: Sequence[Mapping[str, Any]] = ()
     removed_tools: frozenset[str] = frozenset()
+    marked: Sequence[Marked] = ()
+    left_out: slice = slice(0)
 
 
 class Plan(Struct, frozen=True, kw_only=True, gc=False):
@@ -115,7 +118,7 @@ class Plan(Struct, frozen=True, kw_only=True, gc=False):
     def remembers(self) -> bool:
         """Whether the tokens of its answers are kept for the session's next turn."""
         session = self.hints.session
-        return session is not None and self.chat is not None and session.action != "close"
+        return session is not None and self.chat is not None and session.action != "close" and not session.is_final
 
     @property
     def choice_prompts(self) -> list[tuple[int, ...]]:
@@ -135,7 +138,8 @@ async def plan_chat(
     key = None if hints.session is None or is_trial else session_key(tenant.owner, name, hints.session.id)
     prompt_field = chat.fields[-1].partition("[")[0]  # it has all messages
     check = partial(_room, model, prompt_field, max_tokens=chat.max_tokens, clips=chat.clips)
-    encoded = await _encode(model, chat, tenant, context, key, memo, check)
+    marks = _still_there(hints.marks, chat.left_out) if hints.marks else ()
+    encoded = await _encode(model, chat, tenant, context, key, memo, check, places=_places(marks))
     reasoning_format = model.info.reasoning_parser
     tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
     is_inside = reasoning_format is not None and opens_reasoning(reasoning_format, encoded.ending)
@@ -157,6 +161,7 @@ async def plan_chat(
         hints,
         tenant,
         [(prompt_field, encoded.token_ids)],
+        marks=_lengths(marks, encoded),
         max_tokens=chat.max_tokens,
         clips=chat.clips,
         logprobs=chat.logprobs,
@@ -188,11 +193,12 @@ async def _encode(
     memo: Memo | None = None,
     check: Callable[[int], object] | None = None,
     is_remembered: bool = True,
+    places: Sequence[Place] = (),
 ) -> EncodedChat:
     """The tokens of a chat. Raises RequestError that names the message."""
     encode = context.transcripts.encode_chat
     try:
-        return await encode(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane, memo, check, is_remembered)
+        return await encode(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane, memo, check, is_remembered, places)
     except MessageError as error:
         raise error.named(chat.fields[error.place]) from error
 
@@ -211,8 +217,10 @@ def make_plan(
     candidates: int | None = None,
     grammar: Grammar | None = None,
     grammar_field: str | None = None,
+    marks: Sequence[Mark] | None = None,
 ) -> Plan:
-    """`prompts` holds the field name of each prompt, for the errors, and its tokens. Raises RequestError that names the field."""
+    """`prompts` holds the field name of each prompt, for the errors, and its tokens. `marks`: what is kept of the prompt; without them the
+    hints' marks are for all of each prompt. Raises RequestError that names the field."""
     n = request.n or 1
     candidates = candidates or n
     if request.stream_options is not None and not request.stream:
@@ -220,11 +228,14 @@ def make_plan(
     check_token_ids("stop_token_ids", request.stop_token_ids or (), model.info.vocab_size)
     _check_grammar_size(grammar_field, grammar, len(prompts) * candidates)
     # The choices of a prompt share one tuple: its block names are computed once.
-    shared = [(tuple(token_ids), _room(model, field, len(token_ids), max_tokens, clips)) for field, token_ids in prompts]
-    choices = [(token_ids, room, choice) for token_ids, room in shared for choice in range(candidates)]
+    shared = [
+        (tuple(token_ids), _room(model, field, len(token_ids), max_tokens, clips), _furthest(hints, token_ids, marks))
+        for field, token_ids in prompts
+    ]
+    choices = [(token_ids, room, kept, choice) for token_ids, room, kept in shared for choice in range(candidates)]
     response_id, *ids = _random_ids(len(choices) + 1)
-    # What all generations have in common.
-    common: dict[str, Any] = {
+    names = _prompt_names(choices, ids, candidates)
+    common: dict[str, Any] = {  # to all generations
         "min_tokens": _min_tokens(request, max_tokens),
         "ignore_eos": bool(request.ignore_eos),
         # Candidates are compared by their logprobs.
@@ -241,8 +252,8 @@ def make_plan(
         model=model,
         request=request,
         submits=[
-            Submit(generation_id, token_ids, room, _seed(request.seed, choice), prompt=name, **common)
-            for generation_id, name, (token_ids, room, choice) in zip(ids, _prompt_names(choices, ids, candidates), choices, strict=True)
+            Submit(generation_id, token_ids, room, _seed(request.seed, choice), prompt=name, marks=kept, **common)
+            for generation_id, name, (token_ids, room, kept, choice) in zip(ids, names, choices, strict=True)
         ],
         response_id=response_id.hex(),
         hints=hints,
@@ -263,6 +274,39 @@ def _of_tenant(tenant: Tenant, hints: Hints) -> dict[str, Any]:
         "weight": tenant.weight,
         "root": tenant.root if hints.cache_salt is None else salted_root(tenant.root, hints.cache_salt),
     }
+
+
+def _still_there(marks: Sequence[PlacedMark], left_out: slice) -> Sequence[PlacedMark]:
+    """The marks in a prompt without these messages. The marks on them are gone."""
+    dropped = range(left_out.start or 0, left_out.stop)
+    if not dropped:
+        return marks
+    return [
+        mark if mark.message is None or mark.message < dropped.start else structs.replace(mark, message=mark.message - len(dropped))
+        for mark in marks
+        if mark.message not in dropped
+    ]
+
+
+def _places(marks: Sequence[PlacedMark]) -> list[Place]:
+    return [Place(mark.message, mark.characters) for mark in marks if mark.message is not None][-MAX_PLACES:]
+
+
+def _lengths(marks: Sequence[PlacedMark], encoded: EncodedChat) -> list[Mark]:
+    """How many tokens each mark keeps."""
+    placed = [mark for mark in marks if mark.message is not None][-MAX_PLACES:]
+    found = [Mark(tokens, mark.seconds) for mark, tokens in zip(placed, encoded.marks, strict=True)]
+    return [*found, *(Mark(len(encoded.token_ids), mark.seconds) for mark in marks if mark.message is None)]
+
+
+def _furthest(hints: Hints, token_ids: Sequence[int], marks: Sequence[Mark] | None) -> tuple[Mark, ...]:
+    """One mark for each time, the longest first: the furthest of those with this time."""
+    if not hints.marks:
+        return ()
+    found: dict[float, int] = {}
+    for mark in marks if marks is not None else [Mark(len(token_ids), mark.seconds) for mark in hints.marks]:
+        found[mark.seconds] = max(mark.tokens, found.get(mark.seconds, 0))
+    return tuple([Mark(found[seconds], seconds) for seconds in sorted(found, reverse=True) if found[seconds]])
 
 
 def check_size(field: str, size: int, limit: int, what: str) -> None:
@@ -372,11 +416,13 @@ def _priority(hints: Hints, tenant: Tenant) -> int:
     return hints.priority if most is None else min(hints.priority, most)
 
 
-def _prompt_names(choices: Sequence[tuple[Sequence[int], int, int]], ids: Sequence[bytes], candidates: int) -> list[bytes]:
+def _prompt_names(
+    choices: Sequence[tuple[Sequence[int], int, tuple[Mark, ...], int]], ids: Sequence[bytes], candidates: int
+) -> list[bytes]:
     """The name of each choice's prompt: the id of its first choice. Empty for a prompt that is sent with each of its choices."""
     return [
         ids[index - choice] if candidates > 1 and len(token_ids) >= MIN_SHARED_TOKENS else b""
-        for index, (token_ids, _, choice) in enumerate(choices)
+        for index, (token_ids, _, _, choice) in enumerate(choices)
     ]
 
 

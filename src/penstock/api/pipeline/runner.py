@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
+from msgspec import structs
 from starlette.types import Receive
 
 from penstock.api.pipeline.admission import Admission, Ticket
@@ -26,7 +27,7 @@ from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import Arrival, FanIn, Mailbox, Production, ReaderLeft, all_done
 from penstock.text.output import Part, joined
 from penstock.wire.errors import GenerationFault, StreamError
-from penstock.wire.messages import Fault, Submit, Terminal
+from penstock.wire.messages import Fault, Mark, PromptReport, Submit, Terminal
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +170,7 @@ class _Run:
         """What was taken and is not rendered yet."""
         # Counted as tokens arrive: events may report them, and there may be thousands of choices.
         self._cached_tokens = 0
+        self._written: dict[float, int] = {}
         self.completion_tokens = 0
         self._keep_alive = limits.keep_alive
         self._is_announced = False
@@ -268,7 +270,7 @@ class _Run:
             arrivals = self._take()
             if not self._has_begun and arrivals:
                 self._begin(arrivals)
-                events.append(self._dialect.begin(Usage(self._plan.prompt_tokens, 0, _cached(arrivals))))
+                events.append(self._dialect.begin(self._first_usage(arrivals[0])))
             for arrival in arrivals:
                 if self._choices[arrival.choice].ending is not None:
                     # A stop string was in an earlier piece.
@@ -430,7 +432,7 @@ class _Run:
     def _advance(self, arrival: Arrival) -> tuple[Sequence[Part], object, Sequence[int]]:
         """The parts, logprobs and tokens that an arrival adds to its choice. Raises GenerationFault when it is out of sequence."""
         choice = self._choices[arrival.choice]
-        before, cached_before = choice.tokens, choice.cached_tokens
+        before, is_reported = choice.tokens, choice.report is not None
         try:
             parts, logprobs = choice.advance(arrival.delta, arrival.terminal)
         except StreamError as error:
@@ -438,7 +440,10 @@ class _Run:
             raise GenerationFault(Fault("stream_breach", f"the stream broke: {error}")) from error
         added = choice.tokens - before
         self.completion_tokens += added
-        self._cached_tokens += choice.cached_tokens - cached_before
+        if choice.report is not None and not is_reported:
+            self._cached_tokens += choice.report.cached_tokens
+            for mark in _written(choice.report):
+                self._written[mark.seconds] = self._written.get(mark.seconds, 0) + mark.tokens
         self._tally.tokens_delivered += added
         if choice.ending is not None:
             self._open -= 1
@@ -453,6 +458,8 @@ class _Run:
         session = self._turn.describe_session()
         if session is not None:
             told["session"] = session
+        if retained := self._turn.describe_retained():
+            told["retained"] = retained
         if self._plan.hints.wants_route:
             # A cost contains the load that others cause.
             told["route"] = self._turn.describe_route(has_costs=self._plan.tenant.root == ROOT)
@@ -461,11 +468,18 @@ class _Run:
     def _usage(self) -> Usage:
         usage = self._usage_so_far()
         reasoning = sum([choice.reasoning_tokens for choice in self._choices])
-        return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, min(reasoning, usage.completion_tokens))
+        return structs.replace(usage, reasoning_tokens=min(reasoning, usage.completion_tokens))
 
     def _usage_so_far(self) -> Usage:
         # Choices of one prompt share it, so its cached part is counted once, like the prompt.
-        return Usage(self._plan.prompt_tokens, self.completion_tokens, self._cached_tokens // self._plan.candidates)
+        candidates = self._plan.candidates
+        written = tuple([Mark(tokens // candidates, seconds) for seconds, tokens in self._written.items()])
+        return Usage(self._plan.prompt_tokens, self.completion_tokens, self._cached_tokens // candidates, written=written)
+
+    def _first_usage(self, arrival: Arrival) -> Usage:
+        report = None if arrival.delta is None else arrival.delta.prompt
+        cached, written = (0, ()) if report is None else (report.cached_tokens, _written(report))
+        return Usage(self._plan.prompt_tokens, 0, cached, written=written)
 
 
 @dataclass(slots=True)
@@ -477,10 +491,9 @@ class _Collected:
     token_ids: list[int] = field(default_factory=list)
 
 
-def _cached(arrivals: Sequence[Arrival]) -> int:
-    """How many prompt tokens the first arrival found cached."""
-    delta = arrivals[0].delta
-    return 0 if delta is None or delta.prompt is None else delta.prompt.cached_tokens
+def _written(report: PromptReport) -> tuple[Mark, ...]:
+    """The tokens that were written to the cache for each time."""
+    return tuple([Mark(tokens, mark.seconds) for mark, tokens in zip(report.retained, report.written, strict=False)])
 
 
 def _raise_fault(terminal: Terminal) -> None:

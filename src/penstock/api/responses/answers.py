@@ -19,9 +19,15 @@ class IncompleteDetails(Struct):
     reason: str
 
 
-class InputTokensDetails(Struct):
+class CacheWriteTokensDetails(Struct):
+    ttl_30m_tokens: int
+    ttl_12h_tokens: int
+
+
+class InputTokensDetails(Struct, omit_defaults=True):
     cached_tokens: int
     cache_write_tokens: int
+    cache_write_tokens_details: CacheWriteTokensDetails | None = None
 
 
 class ReasoningTokensDetails(Struct):

@@ -12,6 +12,7 @@ from penstock.api.errors import fault_status
 from penstock.api.pipeline.dialect import Answer, ChoiceDelta, Dialect, Ending, Usage, token_logprobs
 from penstock.api.pipeline.response import KEEP_ALIVE
 from penstock.api.responses.answers import (
+    CacheWriteTokensDetails,
     IncompleteDetails,
     InputTokensDetails,
     ReasoningTokensDetails,
@@ -27,6 +28,7 @@ from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.messages import Delta, Fault
 
 TOO_LONG = "context_length_exceeded"
+_TWELVE_HOURS = 43_200.0
 """The code of a prompt that does not fit. Codex then offers to compact the chat; it shows any other error as it is."""
 
 
@@ -187,10 +189,11 @@ def _is_complete(ending: Ending) -> bool:
 
 
 def _usage(usage: Usage) -> ResponseUsage:
+    written, long = usage.written_tokens, usage.written_for(_TWELVE_HOURS)
+    details = CacheWriteTokensDetails(written - long, long) if written else None
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        # Writing to the cache costs nothing and is not counted.
-        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens, cache_write_tokens=0),
+        input_tokens_details=InputTokensDetails(usage.cached_tokens, written, details),
         output_tokens=usage.completion_tokens,
         output_tokens_details=ReasoningTokensDetails(usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,

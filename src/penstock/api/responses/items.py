@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.api.openai.chat import tool_call
-from penstock.api.openai.schema import MEDIA, ContentPart, placeholder, unreadable
+from penstock.api.openai.schema import MEDIA, Marked, PromptCacheBreakpoint, placeholder, unreadable
 from penstock.api.pipeline.request import explain_wrong
 from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS, AnswerItem
 from penstock.text.formats.calls import MAX_NAME_CHARACTERS
@@ -93,16 +93,6 @@ def check_depth(field: str, value: object) -> None:
         if not level:
             return
     raise RequestError(f"`{field}` is nested more than {MAX_DEPTH} levels deep", param=field, code="too_deep")
-
-
-def marked_parts(given: str | Sequence[dict[str, Any]] | None) -> list[ContentPart]:
-    """The parts that are marked for the cache, of items that have been read."""
-    if given is None or isinstance(given, str):
-        return []
-    # Only these members were checked when the item was read. The others may be anything.
-    contents = [item[_PARTS[kind]] for item in given if (kind := _kind(item)) in _PARTS]
-    marks = [part.get(MARK) for content in contents if isinstance(content, list) for part in content]
-    return [msgspec.convert({"type": "text", "text": "", MARK: mark}, ContentPart) for mark in marks if mark]
 
 
 def check_outputs(items: Iterable[Item], fields: Iterable[str]) -> None:
@@ -202,6 +192,8 @@ class Messages:
         self._names = {} if names is None else names
         self.messages: list[ChatMessage] = []
         self.fields: list[str] = []
+        self.marked: list[Marked] = []
+        """The marks for the cache."""
         self._answer: ChatMessage | None = None
         """The assistant's message, while the next item may belong to it."""
         if instructions is not None:
@@ -217,6 +209,7 @@ class Messages:
             self._think(_joined(item.get("content") or ()), field)
         elif kind == "message":
             self._say(item["role"], _joined(item["content"]), field)
+            self._mark(item["content"], "")
         elif kind in ("function_call", "custom_tool_call"):
             self._call(item, field)
         else:
@@ -224,6 +217,17 @@ class Messages:
             # The parts of an output are texts of their own, such as the results of an MCP server.
             text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
             self._append(field, ChatMessage(role="tool", content=text, tool_call_id=item["call_id"]))
+            if not isinstance(output, str):
+                self._mark(output, "\n")
+
+    def _mark(self, parts: Sequence[dict[str, Any]], between: str) -> None:
+        """Notes the marks on these parts, which are the last message's content."""
+        characters = 0
+        for part in parts:
+            characters += len(_joined([part]))
+            if mark := part.get(MARK):
+                self.marked.append(Marked(len(self.messages) - 1, characters, None, msgspec.convert(mark, PromptCacheBreakpoint)))
+            characters += len(between)
 
     def _think(self, text: str, field: str) -> None:
         # Reasoning that another server encrypted has no text.

@@ -13,20 +13,19 @@ import msgspec
 from msgspec import structs
 
 from penstock.api.openai.chat import template_arguments
-from penstock.api.openai.schema import Common, JsonSchemaFormat, ResponseFormat
+from penstock.api.openai.schema import Common, JsonSchemaFormat, Marked, PromptRequest, ResponseFormat
 from penstock.api.pipeline.hints import read_hints
 from penstock.api.pipeline.plan import Chat, Plan, count_tokens, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.dialect import TOO_LONG, ResponseDialect
-from penstock.api.responses.items import Item, Messages, check_depth, check_outputs, cuts, marked_parts, read_items
+from penstock.api.responses.items import Item, Messages, check_depth, check_outputs, cuts, read_items
 from penstock.api.responses.rows import NewResponse
 from penstock.api.responses.schema import (
     MAX_ITEMS,
     RESPONSE_CHOICES,
     UNSUPPORTED_RESPONSE,
     Asked,
-    PromptRequest,
     ResponseRequest,
     TextFormat,
 )
@@ -88,7 +87,8 @@ class ResponseParser:
         context, read = await self._read_context(request, incoming)
         tools = await read(read_tools, request.tools, request.tool_choice)
         response_id = f"resp_{secrets.token_hex(24)}"
-        common = await read(_common, request)
+        chat = await read(_chat, request, context, tools)
+        common = _common(request, chat.marked)
         hints = _tied(read_hints(common, incoming.headers), context, response_id if is_kept else None)
         memo: Memo | None = {} if request.truncation == "auto" else None
 
@@ -98,7 +98,7 @@ class ResponseParser:
         token_bytes = self.prompts.models.find(request.model).tokenizer.token_bytes
         dialect = ResponseDialect(_response_object(response_id, request, tools, is_kept), token_bytes, tools.called)
         try:
-            made = await _fitted(await read(_chat, request, context, tools), request.truncation == "auto", plan)
+            made = await _fitted(chat, request.truncation == "auto", plan)
         except RequestError as error:
             if error.code != TOO_LONG or not request.stream:
                 raise
@@ -133,10 +133,10 @@ class ResponseParser:
         return is_kept
 
 
-def _common(request: ResponseRequest) -> PromptRequest:
+def _common(request: ResponseRequest, marked: Sequence[Marked]) -> PromptRequest:
     shared = {name: getattr(request, name) for name in _SHARED}
     # A background response runs as a stream, because a reader may come later.
-    return PromptRequest(**shared, stream=bool(request.stream or request.background), marked=marked_parts(request.input))
+    return PromptRequest(**shared, stream=bool(request.stream or request.background), marked=list(marked))
 
 
 def _tied(hints: Hints, context: Context, kept_id: str | None) -> Hints:
@@ -186,7 +186,7 @@ async def _fitted(chat: Chat, may_drop: bool, plan: Callable[[Chat, bool], Await
 def _without(chat: Chat, left_out: slice) -> Chat:
     messages, fields = list(chat.prompt.messages), list(chat.fields)
     del messages[left_out], fields[left_out]
-    return structs.replace(chat, prompt=structs.replace(chat.prompt, messages=messages), fields=fields)
+    return structs.replace(chat, prompt=structs.replace(chat.prompt, messages=messages), fields=fields, left_out=left_out)
 
 
 async def _planned(chat: Chat, plan: Callable[[Chat, bool], Awaitable[Plan]], is_trial: bool) -> Plan | None:
@@ -219,7 +219,7 @@ def _base_chat(asked: Asked, context: Context, tools: Tools) -> Chat:
         raise RequestError("`input` has no text: expected a string, or at least one item with text", param="input", code="empty_prompt")
     arguments = template_arguments(asked.chat_template_kwargs, None if asked.reasoning is None else asked.reasoning.effort)
     prompt = ChatPrompt(messages=chat.messages, tools=tools.offered, arguments=arguments)
-    return Chat(prompt=prompt, fields=chat.fields)
+    return Chat(prompt=prompt, fields=chat.fields, marked=chat.marked)
 
 
 def _grammar(request: ResponseRequest) -> tuple[str | None, Grammar | None]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from penstock.api.openai.schema import (
     CHOICES,
@@ -15,10 +14,7 @@ from penstock.api.openai.schema import (
     UNSUPPORTED_NVEXT,
     CacheControl,
     CacheSalt,
-    Common,
-    ContentPart,
     FunctionName,
-    MessagePart,
     Metadata,
     NonNegative,
     Nvext,
@@ -210,16 +206,6 @@ class ResponseRequest(Asked, forbid_unknown_fields=True, kw_only=True):
 
 
 UNSUPPORTED_RESPONSE = UNSUPPORTED_NVEXT | refused_fields(ResponseRequest) | {"text.verbosity", "reasoning.context", "reasoning.mode"}
-
-
-class PromptRequest(Common, kw_only=True):
-    """The fields that all generating endpoints share. `marked` has the parts that are marked for the cache."""
-
-    marked: list[ContentPart] = field(default_factory=list)
-
-    @property
-    def parts(self) -> Sequence[MessagePart]:
-        return self.marked
 
 
 class TextPart(Struct, forbid_unknown_fields=True):

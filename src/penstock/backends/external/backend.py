@@ -325,7 +325,7 @@ class ExternalBackend:
             lark=lark,
             session_id=None if session is None else self._engine_session(session),
             priority=request.priority,
-            is_retained=session is not None or request.retention_seconds > 0,
+            is_retained=session is not None or request.retention_seconds > 0 or bool(request.marks),
             salt=salt_of(request.root),
             export=request.export if moves else None,
             source=request.source if moves else None,

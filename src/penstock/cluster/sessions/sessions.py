@@ -204,7 +204,7 @@ class Sessions:
         if wish.action == "open":
             session.change_timeout(wish.timeout)
             session.is_closing = False
-        elif wish.action == "close":
+        if wish.action == "close" or wish.is_final:
             session.is_closing = turn.closes = True
         turn.state = "closed" if turn.closes else "open"
         turn.session = session
@@ -267,7 +267,7 @@ class Sessions:
             session.adopt(winner)
 
     async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
-        seconds = max(AFFINITY_SECONDS, turn.hints.retention_seconds)
+        seconds = max(AFFINITY_SECONDS, turn.hints.longest_retention)
         if known is not None and known.worker == worker:
             await self.store.renew(key, known.epoch, seconds)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from msgspec import structs
 from penstock.kv.blocks import block_hash_pieces, block_hashes
 from penstock.router.affinity import Binding
 from penstock.router.policy import Decision, Hints, Preference
-from penstock.wire.messages import PromptReport, SessionTurn
+from penstock.wire.messages import Mark, PromptReport, SessionTurn, Tier
 
 if TYPE_CHECKING:
     from penstock.cluster.sessions.sessions import Sessions
@@ -70,6 +71,8 @@ class Turn:
     closes: bool = False
     worker: str | None = None
     cached_tokens: int = 0
+    retained: tuple[Mark, ...] = ()
+    tier: Tier | None = None
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
     deaths: frozenset[int] = frozenset()
     """The deaths of workers at which it was there: see `cluster/suspects.py`."""
@@ -141,13 +144,15 @@ class Turn:
             self.state = "moved"
             self.sessions.counts["moved"] += 1
         binding = session.binding
-        return SessionTurn(session.key, "close" if self.closes else "open", binding.timeout, binding.epoch)
+        # What no worker has granted yet is opened first. It is closed after this turn.
+        closes = self.closes and session.granted_epoch == binding.epoch
+        return SessionTurn(session.key, "close" if closes else "open", binding.timeout, binding.epoch)
 
     def reported(self, worker: str, sent: SessionTurn | None, report: PromptReport) -> None:
         """A worker has computed the prompt. `sent` has the session fields that it got; the report says whether it granted a lease."""
         if self.worker is None:
-            self.cached_tokens = report.cached_tokens
-        self.worker = worker
+            self.cached_tokens, self.retained = report.cached_tokens, report.retained
+        self.worker, self.tier = worker, report.tier
         if sent is not None and self.session is not None:
             if report.session == "open":
                 self.sessions.granted(self, self.session, worker, sent.epoch)
@@ -179,7 +184,15 @@ class Turn:
             "worker": self.worker,
             "cached_tokens": self.cached_tokens,
             "expires_in": remaining,
+            "retained_until": int(time.time() + remaining) if remaining and self.tier is not None and self.state != "diverted" else None,
+            "tier": self.tier if remaining and self.state != "diverted" else None,
         }
+
+    def describe_retained(self) -> list[dict[str, object]]:
+        """What the answer tells about the parts of its prompt that a worker keeps without a session."""
+        now = time.time()
+        kept = [mark for mark in self.retained if mark.tokens]
+        return [{"tokens": mark.tokens, "retained_until": int(now + mark.seconds), "tier": self.tier} for mark in kept]
 
     def describe_route(self, *, has_costs: bool) -> list[dict[str, object]]:
         """Every decision, in order. A choice that migrated has more than one."""

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.api.anthropic.blocks import sealed, signature_of
 from penstock.api.anthropic.conversation import Conversation
-from penstock.api.anthropic.messages import longest_mark, read_chat, read_common
+from penstock.api.anthropic.messages import read_chat, read_common
 from penstock.api.anthropic.schema import AssistantMessage, Message, MessagesRequest, Role, SystemMessage, UserMessage
 from penstock.api.openai.schema import MAX_TOOLS
 from penstock.api.pipeline.plan import Chat, ToolChoice
@@ -203,24 +203,52 @@ def test_structured_output_is_a_grammar(field: str) -> None:
     assert found.grammar_field == ("output_config.format.schema" if field == "output_config" else "output_format.schema")
 
 
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
 @pytest.mark.parametrize(
-    ("marked", "ttl"),
+    ("fields", "places"),
     [
-        ({}, None),
-        ({"cache_control": MARK}, "5m"),
-        ({"system": [text("a", cache_control={"type": "ephemeral", "ttl": "1h", "scope": "global"})]}, "1h"),
-        ({"tools": [{**LOOK, "cache_control": MARK}]}, "5m"),
-        (
-            {"messages": [user(text("a", cache_control={"type": "ephemeral", "ttl": "1h"}), text("b", cache_control=MARK))]},
-            "1h",
-        ),
-        ({"messages": [assistant(USE), user({**RESULT, "content": [text("a", cache_control=MARK)]})]}, "5m"),
+        ({}, []),
+        ({"system": [text("abc", cache_control=HOUR), text("de", cache_control=MARK)]}, [(0, 3), (0, 7)]),
+        # Templates write tools behind the instructions: both end where the messages begin.
+        ({"tools": [{**LOOK, "cache_control": MARK}], "system": [text("abc", cache_control=MARK)]}, [(1, 0), (1, 0)]),
+        ({"tools": [LOOK], "system": [text("abc", cache_control=MARK), text("de")]}, [(0, 3)]),
+        ({"messages": [user(text("abc", cache_control=HOUR), text("de", cache_control=MARK), text("f"))]}, [(0, 3), (0, 7)]),
+        ({"messages": [user("abc"), user(text("de", cache_control=MARK))]}, [(0, 7)]),
+        ({"messages": [user("a"), assistant(text("bc", cache_control=MARK), text("d")), user("e")]}, [(1, 2)]),
+        ({"messages": [assistant({**USE, "cache_control": MARK}), user(RESULT)]}, [(1, 0)]),
+        ({"messages": [assistant(USE), user({**RESULT, "cache_control": MARK}, text("ab", cache_control=MARK))]}, [(1, 4), (2, 2)]),
+        ({"messages": [assistant(USE), user({**RESULT, "content": [text("ab", cache_control=MARK), text("c")]})]}, [(1, 5)]),
     ],
 )
-def test_the_longest_mark_counts(marked: dict[str, Any], ttl: str | None) -> None:
-    mark = longest_mark(request(**marked))
-    assert (mark and mark.ttl) == ttl
-    assert read_common(request(**marked)).cache_control == mark
+def test_where_marks_are(fields: dict[str, Any], places: list[tuple[int, int]]) -> None:
+    found = dialogue(**fields)
+    assert [(mark.message, mark.characters) for mark in found.marked] == places
+
+
+def test_more_marks_than_anthropic_takes_are_refused() -> None:
+    marked = [text(letter, cache_control=MARK) for letter in "abcd"]
+    assert len(dialogue(messages=[user(*marked)]).marked) == 4
+    with pytest.raises(RequestError, match=r"maximum of 4 blocks with cache_control may be provided\. Found 5") as caught:
+        dialogue(messages=[user(*marked)], system=[text("s", cache_control=MARK)])
+    assert caught.value.param == "messages[0].content[3].cache_control"
+    with pytest.raises(RequestError, match="Found 5"):
+        dialogue(messages=[user(*marked)], cache_control=MARK)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [user(text("a", cache_control=MARK), text("b", cache_control=HOUR))]}, "messages[0].content[1].cache_control.ttl"),
+        ({"tools": [{**LOOK, "cache_control": MARK}], "system": [text("a", cache_control=HOUR)]}, "system[0].cache_control.ttl"),
+        ({"messages": [user(text("a", cache_control=MARK))], "cache_control": HOUR}, "cache_control.ttl"),
+    ],
+)
+def test_a_longer_time_may_not_come_after_a_shorter_one(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError, match=r"is '1h': it must not come after a shorter one, and `.*` has '5m'") as caught:
+        dialogue(**fields)
+    assert caught.value.param == param
 
 
 def test_settings_are_taken_over() -> None:

@@ -56,12 +56,13 @@ def events(front: FrontEnd) -> list[tuple[str, Any]]:
 
 
 def reports(cached: int, *pieces: str) -> Produce:
-    """Says the pieces, after finding so many of the prompt's tokens in the cache."""
+    """Says the pieces, after finding so many of the prompt's tokens in the cache. It writes six tokens to the cache for each mark."""
 
-    async def produce(_: Submit, mailbox: Mailbox) -> None:
+    async def produce(submit: Submit, mailbox: Mailbox) -> None:
         offset = 0
+        report = PromptReport(cached, retained=submit.marks, written=(6,) * len(submit.marks))
         for piece in pieces:
-            mailbox.put(Delta(offset, tuple(piece.encode()), prompt=PromptReport(cached) if not offset else None))
+            mailbox.put(Delta(offset, tuple(piece.encode()), prompt=report if not offset else None))
             offset += len(piece)
             await asyncio.sleep(0)
         mailbox.end(Finish("stop"))
@@ -243,8 +244,10 @@ async def test_the_limit_is_that_of_the_request_or_of_the_context() -> None:
     ("marks", "created"),
     [
         ({}, (0, 0)),
-        ({"cache_control": MARK}, (1, 0)),
-        ({"system": [MARKED]}, (0, 1)),
+        ({"cache_control": MARK}, (6, 0)),
+        ({"system": [MARKED]}, (0, 6)),
+        ({"system": [MARKED], "cache_control": MARK}, (6, 6)),
+        ({"nvext": {"cache_control": {"ttl": "90s"}}}, (6, 0)),
     ],
 )
 async def test_every_token_of_the_prompt_is_counted_once(marks: dict[str, Any], created: tuple[int, int]) -> None:
@@ -254,9 +257,8 @@ async def test_every_token_of_the_prompt_is_counted_once(marks: dict[str, Any], 
     total = (await post(front, f"{URL}/count_tokens", **marks))["input_tokens"]
     assert usage["cache_read_input_tokens"] == 5
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == total
-    assert usage["cache_creation_input_tokens"] == (total - 5) * sum(created)
-    five, hour = (total - 5) * created[0], (total - 5) * created[1]
-    assert usage["cache_creation"] == {"ephemeral_5m_input_tokens": five, "ephemeral_1h_input_tokens": hour}
+    assert usage["cache_creation_input_tokens"] == sum(created)
+    assert usage["cache_creation"] == {"ephemeral_5m_input_tokens": created[0], "ephemeral_1h_input_tokens": created[1]}
     await post(front, stream=True, **marks)
     for _, content in events(front)[:1] + events(front)[-2:-1]:
         streamed = content.get("message", content)["usage"]
@@ -282,7 +284,9 @@ async def test_counting_leaves_the_session_as_it_is() -> None:
 async def test_wishes_reach_the_submit() -> None:
     found = await plan(system=[MARKED], temperature=0.25, top_k=3)
     [submit] = found.submits
-    assert (submit.max_tokens, submit.retention_seconds) == (9, 3600.0)
+    assert (submit.max_tokens, submit.retention_seconds) == (9, 0.0)
+    [mark] = submit.marks
+    assert (0 < mark.tokens < len(submit.token_ids), mark.seconds) == (True, 3600.0)
     assert (submit.sampling.temperature, submit.sampling.top_k) == (0.25, 3)
     session = (await plan([(b"x-claude-code-session-id", b"abc")])).hints.session
     assert session is not None

@@ -23,7 +23,7 @@ from penstock.api.openai.schema import (
     PromptCacheOptions,
     SessionControl,
 )
-from penstock.api.pipeline.hints import AFFINITY_HEADER, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
+from penstock.api.pipeline.hints import AFFINITY_HEADER, FINAL_HEADERS, MAX_ID_BYTES, ROUTER_HEADER, SESSION_HEADERS
 from penstock.api.sessions import DEFAULT_LIMIT, MAX_LIMIT
 from penstock.config.engines import EngineConfig
 from penstock.config.front_end import MAX_PRIORITY, MIN_PRIORITY, POLICIES
@@ -60,7 +60,7 @@ def test_quotas() -> None:
 
 
 def test_every_header_is_named() -> None:
-    headers = {name for names in SESSION_HEADERS for name in names if name} | {AFFINITY_HEADER, ROUTER_HEADER}
+    headers = {name for names in SESSION_HEADERS for name in names if name} | {AFFINITY_HEADER, ROUTER_HEADER, *FINAL_HEADERS}
     assert {name.decode() for name in headers} <= WORDS
     assert set(POLICIES) <= WORDS
 

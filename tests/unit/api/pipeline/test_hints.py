@@ -15,25 +15,20 @@ from penstock.api.openai.schema import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
     AssistantMessage,
-    CacheControl,
     ChatRequest,
     CompletionRequest,
     Message,
-    PromptCacheBreakpoint,
-    PromptCacheOptions,
     SystemMessage,
     UserMessage,
 )
 from penstock.api.pipeline.hints import (
     SESSION_HEADERS,
-    longest_breakpoint,
-    longest_ttl,
     prompt_text,
     read_hints,
     without_billing_header,
 )
 from penstock.api.pipeline.request import decode_body
-from penstock.router.policy import Hints, SessionWish
+from penstock.router.policy import Hints, PlacedMark, SessionWish
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
 
@@ -193,6 +188,16 @@ def test_headers_that_do_not_count_are_not_looked_at() -> None:
     assert chat({"x-session-id": ""}, nvext={"session_control": {"session_id": "a"}}).session == SessionWish("a", "continue")
 
 
+@pytest.mark.parametrize("name", ["x-session-id", "x-dynamo-session-id", "x-claude-code-session-id", "thread-id"])
+@pytest.mark.parametrize("final", ["x-session-final", "x-dynamo-session-final"])
+def test_the_last_turn_of_a_session_named_by_a_header(name: str, final: str) -> None:
+    for value, is_final in {"true": True, "True": True, " 1 ": True, "false": False, "0": False}.items():
+        assert chat({name: "a", final: value}).session == SessionWish("a", is_final=is_final)
+    error = refused({name: "a", final: "yes"})
+    assert (error.param, error.message) == (final, f'`{final}` is "yes": expected one of true, 1, false, 0')
+    assert chat({final: "yes"}).session is None, "no session, so it is not looked at"
+
+
 # Affinity, retention, priority, routing.
 
 
@@ -210,7 +215,6 @@ def part(**marks: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("fields", "seconds"),
     [
-        ({"nvext": {"retention_seconds": 7}}, 7),
         ({"nvext": {"cache_control": {"type": "ephemeral"}}}, 300),
         ({"nvext": {"cache_control": {"ttl": "5m"}}}, 300),
         ({"nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}}}, 3_600),
@@ -219,7 +223,6 @@ def part(**marks: object) -> dict[str, object]:
         ({"nvext": {"cache_control": {"ttl": "24h"}}}, 86_400),
         ({"nvext": {"cache_control": {"ttl": 12.5}}}, 12.5),
         ({"nvext": {"cache_control": {"ttl": "1h", "retention_seconds": 20}}}, 20),
-        ({"nvext": {"cache_control": {"ttl": "1h"}, "retention_seconds": 8}}, 8),
         ({"prompt_cache_retention": "24h"}, 86_400),
         ({"prompt_cache_retention": "in_memory"}, 0),
         ({"prompt_cache_retention": "in-memory"}, 0),
@@ -229,32 +232,51 @@ def part(**marks: object) -> dict[str, object]:
         ({"cache_control": {"type": "ephemeral"}}, 300),
         ({"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}, 3_600),
         # Several: nvext, then OpenAI's, then Anthropic's.
-        ({"nvext": {"retention_seconds": 1}, "prompt_cache_retention": "24h", "cache_control": {"type": "ephemeral"}}, 1),
         ({"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"}, 1_800),
         ({"prompt_cache_retention": "in_memory", "cache_control": {"type": "ephemeral"}}, 0),
     ],
 )
 def test_retention(fields: dict[str, Any], seconds: float) -> None:
-    assert chat(**fields) == completion(**fields) == Hints(retention_seconds=seconds)
+    assert chat(**fields) == completion(**fields) == Hints(marks=(PlacedMark(seconds),) if seconds else ())
 
 
-def test_retention_by_marks_on_content() -> None:
+def test_our_own_retention_keeps_the_answer_too() -> None:
+    others: dict[str, Any] = {"prompt_cache_retention": "24h", "cache_control": {"type": "ephemeral"}}
+    hints = chat(nvext={"cache_control": {"ttl": "1h"}, "retention_seconds": 8}, **others)
+    assert hints == Hints(retention_seconds=8, marks=(PlacedMark(8),))
+    assert hints.longest_retention == 8
+
+
+def placed(*marks: tuple[float, int | None, int]) -> tuple[PlacedMark, ...]:
+    return tuple(PlacedMark(*mark) for mark in marks)
+
+
+def test_marks_on_content() -> None:
     short, long = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
-    assert chat(content=[part(cache_control=short), part()]).retention_seconds == 300
-    assert chat(content=[part(cache_control=long), part(cache_control=short)]).retention_seconds == 3_600
-    assert chat(content=[part(cache_control=short)], cache_control=long).retention_seconds == 3_600
-    marked = [part(prompt_cache_breakpoint={"mode": "explicit"})]
-    assert chat(content=marked).retention_seconds == 1_800
-    assert chat(content=marked, prompt_cache_options={"mode": "explicit", "ttl": "12h"}).retention_seconds == 43_200
-    assert chat(content=[part(prompt_cache_breakpoint={"mode": "explicit", "ttl": "12h"})]).retention_seconds == 43_200
+    assert chat(content=[part(cache_control=short), part()]).marks == placed((300, 0, 5))
+    assert chat(content=[part(cache_control=long), part(cache_control=short)]).marks == placed((3_600, 0, 5), (300, 0, 10))
+    assert chat(content=[part(cache_control=short)], cache_control=long).marks == placed((300, 0, 5), (3_600, None, 0))
+    marked = [part(), part(prompt_cache_breakpoint={"mode": "explicit"})]
+    assert chat(content=marked).marks == placed((1_800, 0, 10))
+    assert chat(content=marked, prompt_cache_options={"mode": "explicit", "ttl": "12h"}).marks == placed((43_200, 0, 10))
+    assert chat(content=[part(prompt_cache_breakpoint={"mode": "explicit", "ttl": "12h"})]).marks == placed((43_200, 0, 5))
+    assert chat(content=marked, prompt_cache_options={"ttl": "12h"}).marks == placed((43_200, 0, 10), (43_200, None, 0))
 
 
-def test_marks_by_themselves() -> None:
-    assert longest_ttl([]) is None
-    assert longest_ttl([None, CacheControl("ephemeral"), CacheControl("ephemeral", "1h")]) == 3_600
-    assert longest_breakpoint(None, [None]) is None
-    assert longest_breakpoint(PromptCacheOptions(mode="explicit"), []) == 0
-    assert longest_breakpoint(PromptCacheOptions(), [PromptCacheBreakpoint("explicit", "12h")]) == 43_200
+def test_the_last_breakpoints_count() -> None:
+    many = [part(prompt_cache_breakpoint={"mode": "explicit"}) for _ in range(6)]
+    assert [mark.characters for mark in chat(content=many).marks] == [15, 20, 25, 30]
+    assert [mark.characters for mark in chat(content=many, prompt_cache_options={}).marks] == [20, 25, 30, 0]
+
+
+def test_marks_on_tools_and_instructions() -> None:
+    mark = {"type": "ephemeral"}
+    tool = {"type": "function", "function": {"name": "look"}, "cache_control": mark}
+    billing = part(text="x-anthropic-billing-header: cch=1;")
+    instructions = [billing, part(cache_control=mark), part(cache_control=mark)]
+    messages = [{"role": "system", "content": instructions}, {"role": "user", "content": "Hello", "cache_control": mark}]
+    assert chat(messages=messages, tools=[tool]).marks == placed((300, 1, 0), (300, 0, 5), (300, 1, 0), (300, 1, 5))
+    assert chat(messages=messages).marks == placed((300, 0, 5), (300, 0, 10), (300, 1, 5))
 
 
 @pytest.mark.parametrize("ttl", ["", "5", "5 m", "m", "-5m", "0s", "25h", "1d", "5m ", "١m", "nan", 0, -1, 86_401, [5], True])

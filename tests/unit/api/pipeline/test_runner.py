@@ -25,7 +25,7 @@ from penstock.metrics.frontend import Tally
 from penstock.stream.mailbox import Mailbox
 from penstock.text.transcript import Transcripts
 from penstock.wire.errors import GenerationFault
-from penstock.wire.messages import Delta, Fault, Finish, PromptReport, Submit
+from penstock.wire.messages import Delta, Fault, Finish, Mark, PromptReport, Submit
 
 KEY = "psk-test"
 
@@ -224,13 +224,14 @@ async def test_what_a_stop_string_has_ended_is_not_generated_on() -> None:
 
 async def test_the_cached_part_of_a_prompt_is_counted_once() -> None:
     async def produce(_: Submit, mailbox: Mailbox) -> None:
-        mailbox.put(Delta(0, tuple(b"ab"), prompt=PromptReport(4)))
+        mailbox.put(Delta(0, tuple(b"ab"), prompt=PromptReport(4, retained=(Mark(8, 60.0),), written=(2,))))
         mailbox.end(Finish("stop"))
 
     front_end = FrontEnd(produce)
     await front_end.post(prompt=["12345678", "12345678"], n=3)
     usage = front_end.json["usage"]
-    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]) == (16, 8, 12)
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (16, 12)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8, "cache_write_tokens": 4}
     options = {"include_usage": True, "continuous_usage_stats": True}
     await front_end.post(prompt=["12345678", "12345678"], n=3, stream=True, stream_options=options)
     assert front_end.events[-1]["usage"] == usage

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.api.responses.items import MAX_DEPTH, Messages, check_outputs, cuts, marked_parts, read_items
+from penstock.api.openai.schema import Marked, PromptCacheBreakpoint
+from penstock.api.responses.items import MAX_DEPTH, Messages, check_outputs, cuts, read_items
 from penstock.text.tokenizers.tokenizer import ChatMessage
 from penstock.wire.errors import RequestError
 
@@ -170,11 +171,12 @@ def test_an_output_needs_its_call() -> None:
 
 def test_marks_for_the_cache() -> None:
     part = {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
-    items = [{"role": "user", "content": [part, {"type": "input_text", "text": "b"}]}]
-    read_items("input", items)
-    (mark,) = marked_parts(items)
-    assert mark.prompt_cache_breakpoint is not None
-    assert mark.prompt_cache_breakpoint.ttl == "12h"
+    output = {**OUTPUT, "output": [{"type": "input_text", "text": "abc"}, {**part, "text": "de"}, {"type": "input_text", "text": "f"}]}
+    read = read_items("input", [{"role": "user", "content": [part, {"type": "input_text", "text": "b"}]}, CALL, output])
+    chat = Messages("Be brief.")
+    chat.add(read, [f"input[{index}]" for index in range(len(read))])
+    long = PromptCacheBreakpoint("explicit", "12h")
+    assert chat.marked == [Marked(1, 1, None, long), Marked(3, 6, None, long)], "behind `a`, and behind two lines of the output"
 
 
 def test_cuts_keep_calls_and_outputs_together() -> None:
