@@ -8,6 +8,7 @@ and prove that nothing was lost.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -18,10 +19,15 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from msgspec import structs
+
+from penstock.backends.simulated_kv import SimulatedKv
 from penstock.config.engines import SimulatorConfig
 from penstock.engine.scheduler import Scheduler, Sequence, Work
+from penstock.kv.blocks import NAME_BYTES
 from penstock.kv.cache import KVCache
 from penstock.kv.sessions import Session, Sessions
+from penstock.kv.transfers import Transfers
 from penstock.wire.codec import PACKED_ENTRIES, pack_logprobs
 from penstock.wire.messages import (
     Delta,
@@ -39,7 +45,9 @@ from penstock.wire.messages import (
     TokenLogprob,
     WorkerStats,
 )
-from penstock.worker.backend import PROGRESS_SECONDS, Emit, moves_no_kv, validate_submit
+from penstock.worker.backend import PROGRESS_SECONDS, Emit, validate_submit
+
+log = logging.getLogger(__name__)
 
 # A real engine computes while its process is busy sending. So steps that start late are made up for, if they are late by more than a
 # timer's inaccuracy, and by at most MAX_BEHIND seconds.
@@ -157,32 +165,57 @@ def _end(request: Submit) -> tuple[int, FinishReason]:
 
 
 class Simulator:
-    """A `worker.backend.Backend`. `clock` is for leases only: the event loop's time may be cached."""
+    """A `worker.backend.Backend`. `clock` is for leases only: the event loop's time may be cached. `on_failure` is called when a block
+    that was pulled is wrong: never, if the transport does what it must."""
 
     def __init__(
-        self, config: SimulatorConfig, model: ModelInfo, vocabulary: Vocabulary, clock: Callable[[], float] = time.monotonic
+        self,
+        config: SimulatorConfig,
+        model: ModelInfo,
+        vocabulary: Vocabulary,
+        clock: Callable[[], float] = time.monotonic,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self.model = model
+        self.model = structs.replace(model, kv_block_bytes=config.moved_block_bytes)
         self._vocabulary = vocabulary
         self._clock = clock
         self._now = clock()
         self._cache = KVCache(config.kv_blocks, config.block_size, config.lease_share)
         self._sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
-        self._scheduler: Scheduler[_Sequence] = Scheduler(self._cache, self._sessions, config.max_batch)
+        self._transfers = Transfers(self._cache, clock, config.moved_block_bytes)
+        self._scheduler: Scheduler[_Sequence] = Scheduler(self._cache, self._sessions, config.max_batch, self._transfers)
+        self._kv: SimulatedKv | None = None
+        self._on_failure = on_failure
+        self._step_seconds = config.step_ms / 1000
+        self._prefill_rate = config.prefill_budget / (self._step_seconds + config.prefill_budget / config.prefill_rate)
         self._refused: list[Segment] = []
         # Set when something was asked for that the next step reports.
         self._asked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def kv(self) -> SimulatedKv:
+        """What the transport of KV sees of it."""
+        if self._kv is None:
+            fingerprint = blake2b(repr(self._identity()).encode(), digest_size=NAME_BYTES).digest()
+            self._kv = SimulatedKv(self._cache, self._transfers, self._config, fingerprint, self._asked.set, self._fail)
+        return self._kv
+
+    def _identity(self) -> tuple[object, ...]:
+        """What gives its KV a meaning."""
+        model = self.model
+        return model.engine, model.tokenizer, model.vocab_size, model.block_size, model.kv_block_bytes
+
     async def start(self, emit: Emit) -> None:
-        self._emit = emit
         self._task = asyncio.create_task(self._steps(emit), name="simulator steps")
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._kv is not None:
+            self._kv.memory.close()
 
     def submit(self, request: Submit) -> None:
         fault = self._validate(request)
@@ -203,10 +236,12 @@ class Simulator:
             self._asked.set()
 
     def fetch(self, request: Fetch) -> None:
-        self._emit((), None, (moves_no_kv(request),))
+        self._transfers.fetch(request)
+        self._asked.set()
 
     def end_transfer(self, transfer: bytes) -> None:
-        pass
+        self._transfers.end(transfer)
+        self._asked.set()
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         if self._sessions.close(session_id, epoch, frees=frees):
@@ -219,11 +254,20 @@ class Simulator:
         return self._cache.snapshot()
 
     def stats(self) -> WorkerStats:
-        return self._scheduler.stats()
+        return self._scheduler.stats(prefill_rate=self._prefill_rate)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page is in one place and all holders of pages are known."""
+        """Raises AssertionError unless every page is in one place, all holders of pages are known, and every block is in its page."""
         self._scheduler.check_integrity()
+        if self._kv is not None:
+            wrong = self._kv.find_wrong(self._cache.nodes())
+            assert wrong is None, wrong
+
+    def _fail(self, reason: str) -> None:
+        log.critical("the simulator stops: %s", reason)
+        if self._task is not None:
+            self._task.cancel()
+        self._on_failure()
 
     async def _steps(self, emit: Emit) -> None:
         """Each turn of the loop is one engine step: schedule, wait as long as the step would take, send its tokens."""
@@ -237,7 +281,7 @@ class Simulator:
             work = self._schedule()
             if self._scheduler.prefilling or self._scheduler.decoding:
                 prompt_tokens = sum([item.length for item in work])
-                end_of_step += self._config.step_ms / 1000 + prompt_tokens / self._config.prefill_rate
+                end_of_step += self._step_seconds + prompt_tokens / self._config.prefill_rate
             now = loop.time()
             if now - end_of_step < MIN_BEHIND:
                 end_of_step = max(end_of_step, now)
@@ -252,7 +296,7 @@ class Simulator:
             if self._config.fatal_seed is not None:
                 self.check_fatal()
             self._decode(segments)
-            emit(segments, self._cache.events.take())
+            emit(segments, self._cache.events.take(), self._transfers.take_reports() if self._transfers.is_used else ())
 
     def check_fatal(self) -> None:
         """Fault injection: dies if a generation that kills its worker has come so far."""
@@ -278,7 +322,17 @@ class Simulator:
         self._scheduler.expire(self._now)
         self._cache.take_fresh()
         self._scheduler.make_way()
-        return self._scheduler.schedule_prompts(self._config.prefill_budget, self._now)
+        work = self._scheduler.schedule_prompts(self._config.prefill_budget, self._now)
+        if self._kv is not None:
+            self._check_pulled(work)
+        return work
+
+    def _check_pulled(self, work: list[Work[_Sequence]]) -> None:
+        """A sequence whose KV was pulled finds it where it should be, when it starts."""
+        for sequence, _ in work:
+            is_new = len(sequence.path) * self._cache.page_size == sequence.cached_tokens
+            if sequence.request.source is not None and is_new and (wrong := self.kv.find_wrong(sequence.path)) is not None:
+                self._fail(wrong)
 
     def _prefill(self, work: list[Work[_Sequence]]) -> None:
         """The prompt tokens of this step have KV now, unless their sequence was cancelled meanwhile."""

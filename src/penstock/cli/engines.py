@@ -47,7 +47,7 @@ def make_backend(settings: WorkerSettings, on_failure: Callable[[], None]) -> tu
 
             return make_embedded(settings, on_failure)
         case "simulator":
-            return _make_simulator(settings)
+            return _make_simulator(settings, on_failure)
         case _:
             return make_external(settings, on_failure)
 
@@ -67,7 +67,7 @@ def _cpu_info() -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def _make_simulator(settings: WorkerSettings) -> tuple[Backend, PackedTokenizer]:
+def _make_simulator(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
     packed = pack_tokenizer(settings.model)
     tokenizer = packed.load()
     tool_parser, reasoning_parser = choose_formats(settings.parsers, tokenizer)
@@ -84,7 +84,8 @@ def _make_simulator(settings: WorkerSettings) -> tuple[Backend, PackedTokenizer]
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
-    return Simulator(settings.simulator, model, Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id)), packed
+    vocabulary = Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id)
+    return Simulator(settings.simulator, model, vocabulary, on_failure=on_failure), packed
 
 
 def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:

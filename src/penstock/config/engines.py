@@ -21,6 +21,8 @@ GPU_KV_SHARE = 0.85
 DISK_HOST_GIB = 4.0
 """KV goes to the disk and comes from there through host memory."""
 GIB = 2**30
+SIMULATED_TOKEN_BYTES = 128 * 1024
+"""The KV of a token: keys and values of 32 layers with 8 heads of 128 numbers, 2 bytes each."""
 ENGINE_KEY_VARIABLE = "PENSTOCK_ENGINE_API_KEY"
 _OWN = "the engine decides"
 
@@ -217,7 +219,11 @@ class EngineConfig(SessionSettings):
 
 @dataclass(frozen=True)
 class SimulatorConfig(TierSettings):
-    """The simulator's timing: a step takes `step_ms`, and `1 / prefill_rate` seconds more for each prompt token in it."""
+    """The simulator's timing: a step takes `step_ms`, and `1 / prefill_rate` seconds more for each prompt token in it.
+
+    A block that moves takes the time of `kv_block_bytes` on its way. A worker sends one after the other, and receives one after the
+    other.
+    """
 
     GROUP: ClassVar[str] = "simulator"
     ENGINES: ClassVar[tuple[str, ...]] = ("simulator",)
@@ -228,6 +234,14 @@ class SimulatorConfig(TierSettings):
     kv_blocks: int = _kv_blocks(262_144)
     prefill_budget: int = setting(8192, "most prompt tokens computed in a step", unit="TOKENS", minimum=1)
     block_size: int = _block_size(PAGE_SIZE)
+    kv_block_bytes: int | None = setting(
+        None,
+        "size of a KV block, for the time that moving it takes; its real size is tiny",
+        unit="BYTES",
+        minimum=1,
+        unset="128 KiB per token, as of an 8B model in bfloat16",
+    )
+    kv_link_gbps: float = setting(100.0, "rate of KV between workers, each way, shared by all transfers", unit="GBIT/S", above=0)
     kv_host_gbps: float = setting(200.0, "rate between the device and --kv-host-memory", unit="GBIT/S", above=0)
     kv_disk_gbps: float = setting(24.0, "rate of --kv-disk", unit="GBIT/S", above=0)
     fatal_seed: int | None = setting(None, "fault injection: a generation with this seed kills its worker", unit="SEED")
@@ -240,6 +254,10 @@ class SimulatorConfig(TierSettings):
         parse=parse_fault,
         unset="none",
     )
+
+    @property
+    def moved_block_bytes(self) -> int:
+        return self.kv_block_bytes or SIMULATED_TOKEN_BYTES * self.block_size
 
 
 @dataclass(frozen=True)

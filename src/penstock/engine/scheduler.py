@@ -146,17 +146,23 @@ class Scheduler(Generic[S]):
     @property
     def has_work(self) -> bool:
         """Whether a step can compute something. What waits for a transfer needs no step before that reports."""
-        return bool(self._running or (self._ready and not self._is_stuck)) or self.transfers.has_work
+        return bool(self._running or (self._ready and not self._is_stuck)) or (self.transfers.is_used and self.transfers.has_work)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing runs or waits, for pages or for a transfer."""
+        return not (self._running or self._waiting)
 
     @property
     def next_expiry(self) -> float:
         """When the next lease ends, if nothing else happens."""
-        return min(self.sessions.next_expiry, self.transfers.next_expiry)
+        return min(self.sessions.next_expiry, self.transfers.next_expiry) if self.transfers.is_used else self.sessions.next_expiry
 
     def expire(self, now: float) -> None:
         """Call it first in a step. Ends leases that have run out, and begins imports that wait for pages."""
         self.sessions.expire(now)
-        self.transfers.advance(now, len(self._running))
+        if self.transfers.is_used:
+            self.transfers.advance(now, len(self._running))
 
     def validate(self, request: Submit) -> Fault | None:
         """The fault of a request that needs more pages than there are."""
@@ -171,7 +177,8 @@ class Scheduler(Generic[S]):
         if request.export is not None:
             self.transfers.expect(request.export.transfer, request.export.lease_seconds)
         if not sequence.skips_cache:
-            sequence.is_importing = self.transfers.join(request, partial(self._end_import, sequence)) or self._load(sequence, is_next=False)
+            is_pulled = request.source is not None and self.transfers.join(request, partial(self._end_import, sequence))
+            sequence.is_importing = is_pulled or self._load(sequence, is_next=False)
         self._last_place += 1
         self._wait(sequence, self._last_place)
 
@@ -182,7 +189,8 @@ class Scheduler(Generic[S]):
         if sequence is not None:
             self._to_compute -= sequence.to_compute
             self._ready.discard(sequence)
-            self.transfers.leave(sequence.request)
+            if self.transfers.is_used:
+                self.transfers.leave(sequence.request)
             if sequence.leader is not None and sequence.leader.followers is not None:
                 sequence.leader.followers.discard(sequence)
         else:
@@ -367,8 +375,8 @@ class Scheduler(Generic[S]):
             retained.append(Mark(blocks * size, mark.seconds))
         return tuple(retained)
 
-    def stats(self, queued_elsewhere: int = 0) -> WorkerStats:
-        cache = self.cache
+    def stats(self, queued_elsewhere: int = 0, prefill_rate: float = 0.0) -> WorkerStats:
+        cache, transfers = self.cache, self.transfers
         return WorkerStats(
             running=len(self._running),
             queued=len(self._waiting) + queued_elsewhere,
@@ -382,10 +390,11 @@ class Scheduler(Generic[S]):
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
             sessions_evicted=self.sessions.evicted,
-            pull_rate=self.transfers.pull_rate,
+            prefill_rate=prefill_rate,
+            pull_rate=0.0 if transfers.transport is None else transfers.transport.pull_rate,
             tokens_to_compute=self._to_compute,
-            exports=self.transfers.exports,
-            imports=self.transfers.imports,
+            exports=transfers.exports if transfers.is_used else 0,
+            imports=transfers.imports if transfers.is_used else 0,
         )
 
     def check_integrity(self, waiting_elsewhere: Iterable[Sequence] = ()) -> None:
@@ -417,7 +426,7 @@ class Scheduler(Generic[S]):
 
     def _load(self, sequence: S, *, is_next: bool) -> bool:
         """Begins to load from the tiers what is worth it. Returns whether the sequence has to wait for that."""
-        if self.transfers.nearby is None:
+        if not self.transfers.is_used or self.transfers.nearby is None:
             return False
         wake = partial(self._end_import, sequence)
         return self.transfers.load(sequence.request, sequence.tokens, len(self._running), wake, is_next=is_next)
@@ -448,7 +457,8 @@ class Scheduler(Generic[S]):
         sequence.tail = self.cache.allocate(needed, now)
         sequence.computed = len(path) * self.cache.page_size
         self._to_compute -= sequence.computed
-        self.transfers.started(sequence.request)
+        if self.transfers.is_used:
+            self.transfers.started(sequence.request)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
             sequence.tokens = list(sequence.request.token_ids)

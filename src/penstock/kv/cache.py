@@ -11,7 +11,7 @@ lease can stop a request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from penstock.config.engines import SessionSettings
@@ -67,6 +67,7 @@ class KVCache:
         self._plain_leaves: LazyHeap[Node, tuple[int, int]] = LazyHeap()
         self._leased_leaves: LazyHeap[Node, tuple[float, int, int]] = LazyHeap()
         self._weighed_at = 0.0
+        self._on_stored: Callable[[Iterable[Node]], None] | None = None
 
     @property
     def free(self) -> int:
@@ -222,6 +223,8 @@ class KVCache:
             for node in new:
                 self._add_lease(node, lease)
         self.events.stored(parent.name, [node.name for node in new])
+        if self._on_stored is not None:
+            self._on_stored(new)
         return new
 
     def retain(self, path: Sequence[Node], lease: Lease) -> None:
@@ -261,6 +264,15 @@ class KVCache:
             self._offer(node)
         if self.below is not None:
             self.below.supersede(lease, {node.name for node in kept})
+
+    def watch(self, on_stored: Callable[[Iterable[Node]], None]) -> None:
+        """Calls `on_stored` with all nodes of the tree, and from now on with new ones."""
+        self._on_stored = on_stored
+        on_stored(self._tree.nodes())
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes of the tree, parents before children."""
+        return self._tree.nodes()
 
     def snapshot(self) -> Snapshot:
         """All blocks that are cached now. It includes events that were not taken yet: their numbers are below its `next_number`."""

@@ -137,7 +137,9 @@ class Transfers:
         self._clock = clock
         self._block_bytes = block_bytes
         self.transport: KvTransport | None = None
-        self.nearby: Nearby | None = None
+        self._nearby: Nearby | None = None
+        self.is_used = False
+        """Something has moved, or was asked to. Before that, nobody need ask."""
         self._max_reserved = int(cache.pages * MAX_SHARE)
         self._reserved = 0
         self._imports: dict[bytes, Import] = {}
@@ -162,9 +164,13 @@ class Transfers:
         return any(each.behind is None or each.behind.state != "pulling" for each in self._queued.values())
 
     @property
-    def pull_rate(self) -> float:
-        """Bytes per second from other workers. 0: unknown."""
-        return 0.0 if self.transport is None else self.transport.pull_rate
+    def nearby(self) -> Nearby | None:
+        """The tiers of this worker."""
+        return self._nearby
+
+    @nearby.setter
+    def nearby(self, nearby: Nearby) -> None:
+        self._nearby, self.is_used = nearby, True
 
     @property
     def imports(self) -> int:
@@ -348,6 +354,7 @@ class Transfers:
 
     def expect(self, transfer: bytes, hold_seconds: float) -> None:
         """A generation of this worker computes blocks that another one pulls. A puller may have come before it."""
+        self.is_used = True
         if transfer in self._withdrawn:
             return
         export = self._exports.get(transfer)
@@ -378,6 +385,7 @@ class Transfers:
             self._ends.put(export, self._clock() + (export.hold_seconds or 0.0))
 
     def export(self, transfer: bytes, names: Sequence[bytes], *, waits: bool) -> None:
+        self.is_used = True
         if transfer in self._withdrawn:
             return
         export, now = self._exports.get(transfer), self._clock()
@@ -424,6 +432,7 @@ class Transfers:
     def _add(
         self, key: bytes, source: KvSource | None, token_ids: Sequence[int], blocks: int, root: bytes, seconds: float, *, is_fetch: bool
     ) -> Import:
+        self.is_used = True
         found = Import(key, source, token_ids, blocks, self._cache.root(root), seconds, is_fetch, self._clock())
         self._imports[key] = self._queued[key] = found
         return found
@@ -632,6 +641,7 @@ class Transfers:
             self._report(wanted.id, outcome, wanted.asked_at, blocks, wanted.reason)
 
     def _report(self, transfer: bytes, outcome: TransferOutcome, since: float, blocks: int = 0, reason: str = "") -> None:
+        self.is_used = True
         size, seconds = blocks * self._block_bytes, self._clock() - since
         self._reports.append(TransferReport(transfer, outcome, blocks, size, seconds, reason))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -108,8 +109,7 @@ class Clock:
 async def running(clock: Clock | None = None, **config: float) -> AsyncIterator[tuple[Simulator, Collector]]:
     """With a small pool: the check looks at every block of it."""
     settings = SimulatorConfig(**{"step_ms": 0.0, "prefill_rate": 1e9, "kv_blocks": 4096, **config})  # type: ignore[arg-type]
-    clocks = [clock] if clock is not None else []
-    simulator, collector = Simulator(settings, MODEL, Vocabulary(WORDS, END), *clocks), Collector()
+    simulator, collector = Simulator(settings, MODEL, Vocabulary(WORDS, END), clock or time.monotonic), Collector()
     await simulator.start(collector)
     try:
         yield simulator, collector
