@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from penstock.engine.engine import Engine
-from penstock.wire.messages import Fault, Fetch, KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, WorkerStats
+from penstock.kv.moving import KvEngine, KvTransport, SlotMemory
+from penstock.wire.messages import Fault, Fetch, KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, TransferReport, WorkerStats
 from penstock.worker.backend import PROGRESS_SECONDS, Emit, moves_no_kv
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class EmbeddedBackend:
         self._questions: set[asyncio.Future[None]] = set()
         self._thread: threading.Thread | None = None
         self._spoke_at = 0.0
+        self.kv: KvEngine | None = None
+        """Set when the model is loaded, if its KV can move."""
 
     async def start(self, emit: Emit) -> None:
         began = time.monotonic()
@@ -69,10 +72,13 @@ class EmbeddedBackend:
         self.ask(lambda engine: engine.cancel(generation))
 
     def fetch(self, request: Fetch) -> None:
-        self._emit((), None, (moves_no_kv(request),))
+        if self._failure is not None:
+            self._emit((), None, (moves_no_kv(request),))
+            return
+        self.ask(lambda engine: engine.transfers.fetch(request))
 
     def end_transfer(self, transfer: bytes) -> None:
-        pass
+        self.ask(lambda engine: engine.transfers.end(transfer))
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.ask(lambda engine: engine.close_session(session_id, epoch, frees=frees))
@@ -130,6 +136,8 @@ class EmbeddedBackend:
             loaded.set_exception(error)
             return
         engine.model.on_progress = self._progressed
+        if engine.memory is not None:
+            self.kv = EmbeddedKv(engine.fingerprint(), engine.memory, self.ask)
         loaded.set_result(engine.stats())
         try:
             while True:
@@ -151,10 +159,10 @@ class EmbeddedBackend:
             self._asked.popleft()(engine)
         self._spoke_at = time.monotonic()
         segments = engine.step()
-        events = engine.take_events()
+        events, transfers = engine.take_events(), engine.transfers.take_reports()
         # While stopping, the loop may be closed already, and nobody needs the last step.
         if not self._stopping:
-            self._loop.call_soon_threadsafe(self._deliver, segments, events, engine.stats())
+            self._loop.call_soon_threadsafe(self._deliver, segments, events, transfers, engine.stats())
         if not engine.has_work:
             engine.check_idle()
             until_expiry = engine.next_expiry - time.monotonic()
@@ -168,10 +176,10 @@ class EmbeddedBackend:
             self._spoke_at = now
             self._loop.call_soon_threadsafe(self._emit, (), None, ())
 
-    def _deliver(self, segments: list[Segment], events: KvEvents | None, stats: WorkerStats) -> None:
+    def _deliver(self, segments: list[Segment], events: KvEvents | None, transfers: list[TransferReport], stats: WorkerStats) -> None:
         self._stats = stats
         self._open.difference_update([segment.id for segment in segments if segment.terminal is not None])
-        self._emit(segments, events)
+        self._emit(segments, events, transfers)
 
     def _fail(self, fault: Fault) -> None:
         self._failure = fault
@@ -179,6 +187,30 @@ class EmbeddedBackend:
         self._open.clear()
         self._answer_nothing()
         self._on_failure()
+
+
+class EmbeddedKv:
+    """A `kv.moving.KvEngine`. Calls of the transport's thread are left for the engine's thread."""
+
+    def __init__(self, fingerprint: bytes, memory: SlotMemory, ask: Callable[[Callable[[Engine], object]], None]) -> None:
+        self.fingerprint = fingerprint
+        self.memory = memory
+        self._ask = ask
+
+    def connect(self, transport: KvTransport) -> None:
+        self._ask(lambda engine: engine.connect(transport))
+
+    def export(self, transfer: bytes, names: Sequence[bytes], *, waits: bool) -> None:
+        self._ask(lambda engine: engine.transfers.export(transfer, names, waits=waits))
+
+    def release(self, transfer: bytes) -> None:
+        self._ask(lambda engine: engine.transfers.release(transfer))
+
+    def arrived(self, transfer: bytes, blocks: int) -> None:
+        self._ask(lambda engine: engine.transfers.arrived(transfer, blocks))
+
+    def pull_ended(self, transfer: bytes, failure: str) -> None:
+        self._ask(lambda engine: engine.transfers.pull_ended(transfer, failure))
 
 
 def _set(answered: asyncio.Future[None]) -> None:

@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 def open_transport(settings: WorkerSettings, backend: Backend, runtime: WorkerRuntime, tls: LinkTls | None) -> SocketTransport | None:
     """Starts it, if the engine's KV can move. Raises ConfigError for a --kv-listen that cannot work."""
-    if not isinstance(backend, MovesKv):
+    engine = backend.kv if isinstance(backend, MovesKv) else None
+    if engine is None:
         return None
-    engine = backend.kv
     credentials = Credentials(settings.name, settings.secret, tls, LinkTls.load(settings.link_tls, "puller"))
     try:
         address, host = kv_place(settings)

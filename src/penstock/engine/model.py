@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,7 @@ class Model:
         self._head = embedding if shape.tied_embeddings else places.matrix("lm_head", shape.vocab_size, shape.hidden_size)
         self._embedding = embedding.t()
         places.fill(weights)
-        frequencies, self._rope_scale = rotary_frequencies(shape, context_length)
+        frequencies, self.rope_scale = rotary_frequencies(shape, context_length)
         self._frequencies = frequencies.to(device)
         self.on_progress: Callable[[], None] = lambda: None
         """Called between the parts of a step that may take long, in the thread that computes."""
@@ -67,8 +67,15 @@ class Model:
     @property
     def bytes(self) -> int:
         """The size of the weights that a step reads."""
-        tensors = [value for layer in self._layers for value in vars(layer).values() if isinstance(value, Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, self._norm, self._head])
+        tensors = [tensor for name, tensor in self.tensors() if name not in ("embedding", "frequencies")]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights as they are computed with, and the frequencies of positions."""
+        for index, layer in enumerate(self._layers):
+            yield from ((f"{index} {name}", value) for name, value in vars(layer).items() if isinstance(value, Tensor))
+        others = {"norm": self._norm, "head": self._head, "embedding": self._embedding, "frequencies": self._frequencies}
+        yield from others.items()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
@@ -108,7 +115,7 @@ class Model:
         """Cosines and sines of each row, [rows, 1, head size]."""
         angles = positions[:, None, None] * self._frequencies
         angles = torch.cat((angles, angles), -1)
-        return (angles.cos() * self._rope_scale).to(self.dtype), (angles.sin() * self._rope_scale).to(self.dtype)
+        return (angles.cos() * self.rope_scale).to(self.dtype), (angles.sin() * self.rope_scale).to(self.dtype)
 
 
 def _times(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

@@ -74,10 +74,11 @@ class KvEngine(Protocol):
 
 @runtime_checkable
 class MovesKv(Protocol):
-    """A backend whose KV can move."""
+    """A backend whose KV may move."""
 
     @property
-    def kv(self) -> KvEngine: ...
+    def kv(self) -> KvEngine | None:
+        """None: not with these settings. Known when the backend has started."""
 
 
 class KvTransport(Protocol):

@@ -1,0 +1,40 @@
+"""What gives KV its meaning, as a hash: workers whose hashes are equal can use each other's KV."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from penstock.engine.model import Model
+
+FINGERPRINT_BYTES = 16
+LAYOUT = 1
+"""Raise it when the order of a page's bytes changes."""
+SAMPLES = 256
+"""Of each weight. Two models that differ differ in nearly all of their numbers; reading all of them would take seconds."""
+
+
+def kv_fingerprint(model: Model, page_size: int, *, is_reproducible: bool) -> bytes:
+    """Over samples of all weights, the frequencies of positions with their stretching, the number type and the layout of a page.
+    `is_reproducible` rounds in its own way, and promises that no other rounding gets in."""
+    made = blake2b(digest_size=FINGERPRINT_BYTES, person=b"kv fingerprint")
+    shape = model.shape
+    sizes = (shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.norm_eps, shape.sliding_window, sorted(shape.sliding_layers))
+    made.update(repr((LAYOUT, page_size, str(model.dtype), is_reproducible, sizes, model.rope_scale)).encode())
+    for name, tensor in model.tensors():
+        made.update(f"{name} {tuple(tensor.shape)}".encode())
+        made.update(_sample(tensor))
+    return made.digest()
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Numbers from all over a vector or a matrix, by their places in it and not in memory."""
+    count = min(SAMPLES, tensor.numel())
+    places = [torch.linspace(0, size - 1, count, dtype=torch.float64).long() for size in tensor.shape]
+    if len(places) > 1:
+        # Not along the diagonal alone.
+        places[1] = (places[1] * 7919) % tensor.shape[1]
+    found = tensor[tuple(place.to(tensor.device) for place in places)]
+    return found.cpu().contiguous().view(torch.uint8).numpy().tobytes()
