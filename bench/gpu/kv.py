@@ -33,9 +33,10 @@ from gpu.long_prompt import GB, Bench, finish, first_token, load, say
 from penstock.engine import page_copies
 from penstock.engine.attention import KVStore
 from penstock.engine.engine import Engine
-from penstock.engine.host_slots import HostSlots, checksum
+from penstock.engine.host_slots import HostSlots
 from penstock.engine.model import Model
 from penstock.engine.page_copies import PageCopies
+from penstock.engine.page_memory import checksum
 from penstock.engine.shape import ModelShape
 from penstock.wire.messages import Submit
 

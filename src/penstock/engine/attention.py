@@ -10,11 +10,11 @@ import functools
 import math
 from dataclasses import dataclass, field
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from penstock.engine.page_memory import PageMemory
 from penstock.engine.shape import ModelShape
 
 Masks = dict[int | None, Tensor]
@@ -60,8 +60,8 @@ class AttentionPlan:
 
 
 class KVStore:
-    """Keys and values of every layer, [pages, page size, heads, head size] each. With `is_exact`, attention rounds the same way for a
-    prompt and for a single token, as far as the matrix library allows."""
+    """Keys and values of every layer, [pages, page size, heads, head size] each: zeros at first, since padding is masked, but NaN times
+    zero is NaN. With `is_exact`, attention rounds the same way for a prompt and for a single token, as far as the matrix library allows."""
 
     def __init__(
         self, model: ModelShape, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, is_exact: bool = False
@@ -72,7 +72,13 @@ class KVStore:
         shape = (2, model.layers, pages, page_size, model.kv_heads, model.head_dim)
         self.is_exact = is_exact
         self.device = device
-        both = _zeros(shape, dtype, device)
+        self.memory: PageMemory | None = None
+        """The same memory as slots; None on a GPU."""
+        if device.type == "cpu":
+            self.memory = PageMemory(2 * model.layers, pages, math.prod(shape[3:]) * dtype.itemsize)
+            both = self.memory.tensor.view(dtype).view(shape)
+        else:
+            both = torch.zeros(shape, dtype=dtype, device=device)
         self.keys, self.values = both
         # The same memory as words: [2 * layers, pages, words], keys first. A copy needs no numbers.
         self.strips = both.view(2 * model.layers, pages, -1).view(torch.int64)
@@ -87,16 +93,6 @@ class KVStore:
             index = torch.tensor(pages, device=self.keys.device)
             self.keys.index_fill_(1, index, 0)
             self.values.index_fill_(1, index, 0)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since padding is masked, but NaN times zero is NaN.
-
-    On a CPU the system zeroes memory when it is first touched; torch would touch all of it at once.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)).view(dtype).view(shape)
 
 
 def attend(queries: Tensor, store: KVStore, layer: int, plan: AttentionPlan, window: int | None) -> Tensor:

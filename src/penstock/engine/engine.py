@@ -12,6 +12,7 @@ import torch
 from penstock.config.engines import EngineConfig
 from penstock.engine.attention import KVStore
 from penstock.engine.batch import BatchBuilder
+from penstock.engine.fingerprint import kv_fingerprint
 from penstock.engine.host_slots import HostSlots
 from penstock.engine.memory import StepBudget, is_out_of_memory, release_unused, smaller
 from penstock.engine.model import Model
@@ -22,6 +23,8 @@ from penstock.engine.sequence import SampledSequence
 from penstock.grammar.compile_queue import CompileQueue, CompileRequest, wait_for_any
 from penstock.grammar.grammar import GrammarCompiler, GrammarMatcher
 from penstock.kv.cache import KVCache
+from penstock.kv.moving import KvTransport, SlotMemory
+from penstock.kv.rates import Rate
 from penstock.kv.sessions import Sessions
 from penstock.kv.transfers import Transfers
 from penstock.wire.codec import pack_logprobs
@@ -46,6 +49,8 @@ from penstock.worker.backend import validate_submit
 COMPILE_WAIT_SECONDS = 0.02
 # Prompt logprobs need a row of logits per token, each as wide as the vocabulary: those of 8,192 rows would take gigabytes.
 MAX_LOGPROB_ROWS = 256
+# A step with fewer tokens of prompts is not measured: reading the weights takes most of its time.
+MIN_MEASURED_TOKENS = 64
 NOT_NUMBERS = Fault("invalid_logits", "the model's logits for the next token are not numbers")
 
 log = logging.getLogger(__name__)
@@ -76,13 +81,17 @@ class Engine:
         self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device, config.reproducible)
         self._builder = BatchBuilder(config.page_size, model.device)
         self.sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
-        self.transfers = Transfers(self._cache, clock)
+        self.memory: SlotMemory | None = self._store.memory
+        """What a transport may touch; None if it may not."""
+        self.transfers = Transfers(self._cache, clock, 0 if self.memory is None else self.memory.layout.slot_bytes)
         self._scheduler: Scheduler[SampledSequence] = Scheduler(self._cache, self.sessions, config.max_batch, self.transfers)
         self._sampler = Sampler(self._end_ids)
         self._masks = MaskPool(self._vocab_size)
         self._refused: list[Segment] = []
         self._budget = StepBudget(config.token_budget, config.page_size)
         self._memory_failures = 0
+        self.prefill_rate = Rate()
+        """Tokens of prompts per second."""
         self.copies = None if not config.host_slots else PageCopies(self._store, HostSlots(self._store, config.host_slots))
         """Between pages and host memory; None without host memory."""
         # How long the last step took, by the bits of its number of rows.
@@ -96,6 +105,14 @@ class Engine:
     def next_expiry(self) -> float:
         """When the next lease ends, if nothing else happens."""
         return self._scheduler.next_expiry
+
+    def fingerprint(self) -> bytes:
+        """Engines with the same one can use each other's KV."""
+        return kv_fingerprint(self.model, self._config.page_size, is_reproducible=self._config.reproducible)
+
+    def connect(self, transport: KvTransport) -> None:
+        """From now on KV can move."""
+        self.transfers.transport = transport
 
     def submit(self, request: Submit) -> None:
         """Queues a generation, whose id is not in use. One that can never run gets its fault with the next step."""
@@ -134,7 +151,8 @@ class Engine:
         return self._cache.snapshot()
 
     def stats(self) -> WorkerStats:
-        return msgspec.structs.replace(self._scheduler.stats(len(self._compiling)), memory_failures=self._memory_failures)
+        stats = self._scheduler.stats(len(self._compiling))
+        return msgspec.structs.replace(stats, memory_failures=self._memory_failures, prefill_rate=self.prefill_rate.per_second)
 
     def close(self) -> None:
         if self.copies is not None:
@@ -167,6 +185,7 @@ class Engine:
         if work:
             segments += self._run(work)
             self._budget.succeeded()
+            self._measure(work, self._clock() - now)
             self._step_seconds[_bits(work)] = self._clock() - now
         elif self.copies is not None:
             self.copies.wait()
@@ -183,6 +202,12 @@ class Engine:
         if fault is None and request.grammar is not None and self._compile_queue is None:
             return Fault("unsupported", "this model's tokenizer has no grammar support")
         return fault
+
+    def _measure(self, work: list[Work[SampledSequence]], seconds: float) -> None:
+        """How fast prompts are computed: by steps that compute many of their tokens, and little else."""
+        tokens = sum([item.length for item in work if item.length > 1])
+        if tokens >= max(MIN_MEASURED_TOKENS, len(work)):
+            self.prefill_rate.measure(tokens, seconds, self._clock())
 
     def _schedule(self, now: float) -> list[Work[SampledSequence]]:
         self._scheduler.make_way()

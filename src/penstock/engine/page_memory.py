@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import weakref
 from collections.abc import Sequence
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.host_slots import checksum
 from penstock.kv.moving import SlotLayout
 
 
@@ -37,3 +39,26 @@ class PageMemory:
 
     def checksum(self, strips: Sequence[memoryview]) -> int:
         return checksum(strips)
+
+
+def checksum(strips: Sequence[memoryview]) -> int:
+    """64 bits over the bytes of a slot, the same for one strip and for many. Each strip is a whole number of 8-byte words.
+
+    A sum of all words, each times an odd number of its own. So it changes with any change of one word, and with words that change places.
+    """
+    parts = [numpy.frombuffer(strip, numpy.uint64) for strip in strips]
+    factors = _factors(1 << (sum(map(len, parts)) - 1).bit_length())
+    total, first = 0, 0
+    for words in parts:
+        total += int(numpy.dot(words, factors[first : first + len(words)]))
+        first += len(words)
+    return total % 2**64
+
+
+@functools.lru_cache(2)
+def _factors(count: int) -> NDArray[numpy.uint64]:
+    """Odd numbers, the same in every process. Those of a longer slot begin with those of a shorter one."""
+    places = numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+    mixed = (places ^ (places >> numpy.uint64(31))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    factors: NDArray[numpy.uint64] = mixed ^ (mixed >> numpy.uint64(27)) | numpy.uint64(1)
+    return factors

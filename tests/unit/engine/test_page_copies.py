@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from penstock.engine.attention import KVStore
-from penstock.engine.host_slots import HostSlots, checksum
+from penstock.engine.host_slots import HostSlots
 from penstock.engine.page_copies import PageCopies
+from penstock.engine.page_memory import checksum
 from penstock.engine.shape import ModelShape
 
 CPU = torch.device("cpu")
