@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -19,15 +20,17 @@ from penstock.kv.moving import SlotLayout
 class PageMemory:
     """A `SlotMemory` with a slot per page. A page has a strip for each layer's keys, then one for each layer's values.
 
-    The memory is a memfd, whose bytes the system zeroes when they are first touched.
+    The memory is a memfd, whose bytes the system zeroes when they are first touched. Elsewhere than on Linux others cannot map it.
     """
 
     def __init__(self, strips: int, pages: int, strip_bytes: int) -> None:
         size = strips * pages * strip_bytes
         self.layout = SlotLayout(pages, strip_bytes, tuple(range(0, size, pages * strip_bytes)))
-        self.file = os.memfd_create("penstock-kv-pages", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, size)
+        self.file = -1
+        if sys.platform == "linux":
+            self.file = os.memfd_create("penstock-kv-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            weakref.finalize(self, os.close, self.file)
+            os.ftruncate(self.file, size)
         self._mapped = mmap.mmap(self.file, size)
         self._bytes = memoryview(self._mapped)
         self.tensor: Tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
