@@ -110,6 +110,10 @@ class Engine:
         """Engines with the same one can use each other's KV."""
         return kv_fingerprint(self.model, self._config.page_size, is_reproducible=self._config.reproducible)
 
+    def pages_of(self, names: Iterable[bytes]) -> list[int]:
+        """The pages of those of these blocks that are cached."""
+        return [node.page for name in names if (node := self._cache.find(name)) is not None]
+
     def connect(self, transport: KvTransport) -> None:
         """From now on KV can move."""
         self.transfers.transport = transport
