@@ -110,7 +110,7 @@ async def settle(*workers: Worker) -> None:
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("sampling", [{}, {"sampling": SAMPLED, "seed": 5}], ids=["greedy", "sampled"])
 async def test_the_tokens_are_those_of_one_engine_alone(kind: str, sampling: dict[str, Any], tmp_path: Path) -> None:
-    settings = {"token_budget": 48, "kv_pages": 128}
+    settings: dict[str, Any] = {"token_budget": 48, "kv_pages": 128}
     request = make_submit(1, random_prompt(3, 341), 30, **sampling)
     expected = run(make_engine(**settings), [request]).tokens[request.id]
     async with two_workers(kind, tmp_path, **settings) as (p, d):
