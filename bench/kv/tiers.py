@@ -70,7 +70,7 @@ class Work:
     tool: int = 200
     answer: int = 40
     turns: int = 4
-    at_once: int = 4
+    at_once: int = 2
     model: str = "simulator"
 
     @property

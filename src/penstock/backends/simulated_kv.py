@@ -185,7 +185,7 @@ class SimulatedKv:
         wrong = [node for node in nodes if not self.memory.holds(node.page, node.name)] if self._is_filled else []
         return f"page {wrong[0].page} does not hold block {wrong[0].name.hex()}" if wrong else None
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Writes what computing would have left in the slots. A worker whose KV never moves does not pay for it."""
         if not self._is_filled:
             self._is_filled = True
@@ -198,7 +198,7 @@ class SimulatedKv:
     # What the books ask for.
 
     def pull(self, source: KvSource, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        self._fill()
+        self.fill()
         self._pulls[source.transfer] = _Pull(names, slots)
         self._transport.pull(source, names, slots)
 
@@ -238,7 +238,7 @@ class SimulatedKv:
         self._loop.call_soon_threadsafe(self._receive_end, transfer, failure)
 
     def _export(self, transfer: bytes, names: Sequence[bytes], waits: bool) -> None:
-        self._fill()
+        self.fill()
         self._outgoing.drop(transfer)
         self._books.export(transfer, names, waits=waits)
         self._wake()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -26,6 +27,7 @@ from penstock.config.engines import SimulatorConfig
 from penstock.engine.scheduler import Scheduler, Sequence, Work
 from penstock.kv.blocks import NAME_BYTES
 from penstock.kv.cache import KVCache
+from penstock.kv.rates import Rate
 from penstock.kv.sessions import Session, Sessions
 from penstock.kv.transfers import Transfers
 from penstock.wire.codec import PACKED_ENTRIES, pack_logprobs
@@ -46,6 +48,9 @@ from penstock.wire.messages import (
     WorkerStats,
 )
 from penstock.worker.backend import PROGRESS_SECONDS, Emit, validate_submit
+
+if TYPE_CHECKING:
+    from penstock.backends.simulated_tiers import SimulatedTiers
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +191,7 @@ class Simulator:
         self._transfers = Transfers(self._cache, clock, config.moved_block_bytes)
         self._scheduler: Scheduler[_Sequence] = Scheduler(self._cache, self._sessions, config.max_batch, self._transfers)
         self._kv: SimulatedKv | None = None
+        self._tiers: SimulatedTiers | None = None
         self._on_failure = on_failure
         self._step_seconds = config.step_ms / 1000
         self._prefill_rate = config.prefill_budget / (self._step_seconds + config.prefill_budget / config.prefill_rate)
@@ -208,14 +214,28 @@ class Simulator:
         return model.engine, model.tokenizer, model.vocab_size, model.block_size, model.kv_block_bytes
 
     async def start(self, emit: Emit) -> None:
+        if self._config.host_bytes():
+            self._open_tiers()
         self._task = asyncio.create_task(self._steps(emit), name="simulator steps")
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._tiers is not None:
+            self._tiers.close()
         if self._kv is not None:
             self._kv.memory.close()
+
+    def _open_tiers(self) -> None:
+        # Imported where it is used: most simulators have no tiers.
+        from penstock.backends.simulated_tiers import SimulatedTiers
+
+        kv, prefill = self.kv, Rate()
+        prefill.measure(self._prefill_rate, 1.0, self._now)
+        kv.fill()
+        self._tiers = SimulatedTiers(self._config, self._cache, kv.memory, kv.fingerprint, prefill, self._clock, self._asked.set)
+        self._transfers.use_tiers(self._tiers.tiers)
 
     def submit(self, request: Submit) -> None:
         fault = self._validate(request)
@@ -254,7 +274,8 @@ class Simulator:
         return self._cache.snapshot()
 
     def stats(self) -> WorkerStats:
-        return self._scheduler.stats(prefill_rate=self._prefill_rate)
+        stats = self._scheduler.stats(prefill_rate=self._prefill_rate)
+        return stats if self._tiers is None else self._tiers.tiers.add_stats(stats)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is in one place, all holders of pages are known, and every block is in its page."""
@@ -262,6 +283,8 @@ class Simulator:
         if self._kv is not None:
             wrong = self._kv.find_wrong(self._cache.nodes())
             assert wrong is None, wrong
+        if self._tiers is not None:
+            self._tiers.tiers.check_integrity(self._sessions.leases)
 
     def _fail(self, reason: str) -> None:
         log.critical("the simulator stops: %s", reason)
@@ -328,10 +351,11 @@ class Simulator:
         return work
 
     def _check_pulled(self, work: list[Work[_Sequence]]) -> None:
-        """A sequence whose KV was pulled finds it where it should be, when it starts."""
+        """A sequence whose KV was pulled or loaded finds it where it should be, when it starts."""
         for sequence, _ in work:
             is_new = len(sequence.path) * self._cache.page_size == sequence.cached_tokens
-            if sequence.request.source is not None and is_new and (wrong := self.kv.find_wrong(sequence.path)) is not None:
+            is_moved = sequence.request.source is not None or self._tiers is not None
+            if is_moved and is_new and (wrong := self.kv.find_wrong(sequence.path)) is not None:
                 self._fail(wrong)
 
     def _prefill(self, work: list[Work[_Sequence]]) -> None:

@@ -448,8 +448,8 @@ class Scheduler(Generic[S]):
         needed = self.cache.pages_for(len(sequence.tokens)) - len(path)
         unused = sum([not node.references for node in path])
         while not self.cache.can_allocate(needed + unused + len(self._running)):
-            # While others run, it waits for them. Otherwise transfers give way for it.
-            if self._running or not self.transfers.give_way():
+            # While others run, or load what they need, it waits for them. Otherwise transfers give way for it.
+            if self._running or self.transfers.is_loading or not self.transfers.give_way():
                 return False
             unused = sum([not node.references for node in path])
         self.cache.acquire(path, sequence.lease, sequence.request.priority)

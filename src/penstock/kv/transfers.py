@@ -22,6 +22,7 @@ from penstock.kv.blocks import block_hash, block_hashes
 from penstock.kv.cache import KVCache
 from penstock.kv.moving import KvTransport
 from penstock.kv.radix import Node
+from penstock.kv.tiers import Tiers
 from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import Fetch, KvSource, Submit, TransferOutcome, TransferReport
 
@@ -154,6 +155,12 @@ class Transfers:
         self._local_pulls = 0
         self._short_of: int | None = None  # the pages that could be had when too few of them could
 
+    def use_tiers(self, tiers: Tiers) -> None:
+        """From now on what the device has no room for goes there."""
+        self.is_used = True
+        self.nearby = self._cache.below = tiers
+        tiers.listener = self
+
     @property
     def has_work(self) -> bool:
         """Whether the next `advance` may begin an import, or goes on with one."""
@@ -171,6 +178,11 @@ class Transfers:
     @nearby.setter
     def nearby(self, nearby: Nearby) -> None:
         self._nearby, self.is_used = nearby, True
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a tier fills pages for a generation that waits. It will be ready soon."""
+        return self.nearby is not None and any(each.source is None and each.waiting for each in self._active)
 
     @property
     def imports(self) -> int:
