@@ -157,7 +157,6 @@ class Transfers:
 
     def use_tiers(self, tiers: Tiers) -> None:
         """From now on what the device has no room for goes there."""
-        self.is_used = True
         self.nearby = self._cache.below = tiers
         tiers.listener = self
 
