@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.kv.blocks import ROOT, block_hashes, tenant_root
 from penstock.kv.cache import KVCache
 from penstock.kv.moving import KvTransport, SlotLayout, SlotMemory
 from penstock.kv.sessions import Sessions
+from penstock.kv.staging import Staging
 from penstock.kv.transfers import (
     EXPECT_SECONDS,
     HOLD_SECONDS,
@@ -60,7 +62,8 @@ class Worker:
         self.name = name
         self.budget = budget
         self.cache = KVCache(pages, SIZE)
-        self.memory: SlotMemory = NameMemory(pages)
+        self.page_memory = NameMemory(pages)
+        self.memory: SlotMemory = self.page_memory
         self.transfers = Transfers(self.cache, clock, block_bytes=NAME)
         self.scheduler: Scheduler[Sequence] = Scheduler(self.cache, Sessions(self.cache, 10, 0.0), max_batch, self.transfers)
         self.transport = hub.add(name, self)
@@ -113,7 +116,7 @@ class Worker:
         have = sequence.computed + item.length
         names = block_hashes(sequence.tokens[:have], SIZE, sequence.request.root)
         for page, name in list(zip(sequence.pages, names, strict=False))[sequence.computed // SIZE :]:
-            self.memory.views(page)[0][:] = name
+            self.page_memory.views(page)[0][:] = name
         self.scheduler.computed(item)
         if not sequence.to_compute:
             sequence.tokens.append(7)
@@ -128,7 +131,7 @@ class Worker:
             for name in getattr(event, "blocks", ()):
                 node = self.cache.find(name)
                 assert node is not None
-                assert bytes(self.memory.views(node.page)[0]) == name, "a page in the tree holds something else"
+                assert bytes(self.page_memory.views(node.page)[0]) == name, "a page in the tree holds something else"
 
     def run(self, hub: Hub, most: int = 200) -> None:
         """Steps and moves until nothing happens."""
@@ -145,6 +148,91 @@ class Worker:
     def is_clean(self) -> bool:
         """Whether nothing is left of any transfer."""
         return not (self.transfers.imports or self.transfers.exports or self.transfers.held_pages or self.cache.used)
+
+
+class SlowCopies:
+    """A `kv.tiers.PageCopies` that copies when the test says so."""
+
+    load_rate = 1e9
+
+    def __init__(self, pages: NameMemory, slots: NameMemory) -> None:
+        self.pages, self.slots = pages, slots
+        self.saves: deque[tuple[Items[int], Items[int], Callable[[], None]]] = deque()
+        self.loads: deque[tuple[Items[int], Items[int], Callable[[], None]]] = deque()
+
+    def save(self, pages: Items[int], slots: Items[int], on_end: Callable[[], None]) -> None:
+        self.saves.append((pages, slots, on_end))
+
+    def load(self, slots: Items[int], pages: Items[int], on_end: Callable[[], None]) -> None:
+        self.loads.append((pages, slots, on_end))
+
+    def protect(self, pages: Iterable[int]) -> None:
+        """Reads them now; who has asked for it hears of it later."""
+        wanted = set(pages)
+        for index, (sources, slots, on_end) in enumerate(self.saves):
+            if not wanted.isdisjoint(sources):
+                self.copy(self.pages, sources, self.slots, slots)
+                self.saves[index] = (), (), on_end
+
+    def move(self) -> bool:
+        """Ends the oldest copies. Returns whether there were any."""
+        is_busy = bool(self.saves or self.loads)
+        if self.saves:
+            pages, slots, on_end = self.saves.popleft()
+            self.copy(self.pages, pages, self.slots, slots)
+            on_end()
+        if self.loads:
+            pages, slots, on_end = self.loads.popleft()
+            self.copy(self.slots, slots, self.pages, pages)
+            on_end()
+        return is_busy
+
+    def copy(self, source: NameMemory, sources: Items[int], target: NameMemory, targets: Items[int]) -> None:
+        for first, second in zip(sources, targets, strict=True):
+            target.views(second)[0][:] = source.views(first)[0]
+
+
+class StagedWorker(Worker):
+    """A worker whose pages are not slots, as on a GPU. In each step one copy of each kind ends."""
+
+    slots = 20
+
+    def connect(self, transport: KvTransport) -> None:
+        self.memory = slots = NameMemory(self.slots)
+        self.copies = SlowCopies(self.page_memory, slots)
+        self.staging = Staging(self.transfers, transport, self.copies, range(self.slots))
+        self.transfers.transport = self.staging
+
+    def export(self, transfer: bytes, names: Items[bytes], *, waits: bool) -> None:
+        self.staging.export(transfer, names, waits=waits)
+
+    def release(self, transfer: bytes) -> None:
+        self.staging.release(transfer)
+
+    def arrived(self, transfer: bytes, blocks: int) -> None:
+        self.staging.arrived(transfer, blocks)
+
+    def pull_ended(self, transfer: bytes, failure: str) -> None:
+        self.staging.pull_ended(transfer, failure)
+
+    def compute(self, item: Work[Sequence]) -> None:
+        self.copies.protect(self.cache.take_fresh())
+        super().compute(item)
+
+    def step(self) -> None:
+        self.copies.move()
+        super().step()
+
+    def check(self) -> None:
+        super().check()
+        self.staging.check_integrity()
+
+    def run(self, hub: Hub, most: int = 200) -> None:
+        for _ in range(most):
+            self.step()
+            if not hub.move() and not self.scheduler.has_work and not self.copies.saves and not self.copies.loads:
+                return
+        raise AssertionError("work is left")
 
 
 class Clock:
@@ -807,11 +895,11 @@ def test_a_damaged_tier_ends_the_pull_behind_it() -> None:
 class Chaos:
     """Three workers that pull from each other at random, with pages too few for all. After each event the books and all pages are right."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kind: type[Worker] = Worker) -> None:
         self.random = random.Random(seed)
         self.hub, self.clock = Hub(), Clock()
         self.hub.on_copy = lambda source, block: "a block is damaged" if self.random.random() < 0.02 else ""
-        self.workers = [Worker(self.hub, name, self.clock, pages=24, max_batch=4) for name in "pde"]
+        self.workers = [kind(self.hub, name, self.clock, pages=24, max_batch=4) for name in "pde"]
         self.cancelled: set[int] = set()
         self.owner: dict[int, Worker] = {}
         self.transfers: list[tuple[int, list[int]]] = []
@@ -916,6 +1004,86 @@ class Chaos:
             assert (number in worker.ended) != (number in self.cancelled), f"generation {number}"
         for worker in self.workers:
             assert worker.is_clean
+
+
+def two_staged_workers(slots: int = 20) -> tuple[Hub, StagedWorker, StagedWorker]:
+    hub, clock = Hub(), Clock()
+    kind = type("WithSlots", (StagedWorker,), {"slots": slots})
+    return hub, kind(hub, "p", clock), kind(hub, "d", clock)
+
+
+def run_both(hub: Hub, *workers: StagedWorker) -> None:
+    """Until nothing happens at either."""
+    for _ in range(60):
+        for worker in workers:
+            worker.step()
+        hub.move()
+    assert not any(worker.scheduler.has_work or worker.copies.saves or worker.copies.loads for worker in workers)
+
+
+@pytest.mark.parametrize(("slots", "known"), [(20, 10), (10, 10), (4, 4), (1, 1), (0, 0)])
+def test_blocks_go_through_host_memory_as_far_as_there_is_some(slots: int, known: int) -> None:
+    hub, p, d = two_staged_workers(slots)
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt, export=export_of(9))
+    d.transfers.fetch(fetch_of(9, prompt, waits=True))
+    run_both(hub, p, d)
+    assert d.known(prompt) == known
+    d.submit(2, prompt, source=source_of(9))
+    run_both(hub, p, d)
+    assert d.ended == [2]
+    assert d.sequences[2].cached_tokens == known * SIZE
+    assert [report.outcome for report in d.reports] == ["done" if known == 10 else "failed"]
+    for worker in (p, d):
+        worker.transfers.end((9).to_bytes(16))
+    run_both(hub, p, d)
+    assert p.is_clean
+    assert d.is_clean
+
+
+def test_a_block_is_shown_only_when_it_is_loaded() -> None:
+    hub, p, d = two_staged_workers()
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt))
+    d.step()
+    # What was exported is not told before it is saved, and what has arrived not before it is loaded.
+    hub.move()
+    hub.move()
+    assert hub.copied == 0
+    p.step()
+    hub.move()
+    assert hub.copied == 10
+    assert d.known(prompt) == 0
+    d.step()
+    assert d.known(prompt) == 10
+
+
+def test_pages_of_a_stopped_pull_are_free_when_their_loads_are_over() -> None:
+    hub, p, d = two_staged_workers()
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt))
+    d.step()
+    hub.move()
+    p.step()
+    d.transport.move_one((9).to_bytes(16), 3)
+    assert len(d.copies.loads) == 1
+    d.transfers.end((9).to_bytes(16))
+    hub.move()
+    d.check()
+    assert d.cache.used == 10
+    d.step()
+    assert d.is_clean
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_transfers_through_host_memory_leave_the_books_right(seed: int) -> None:
+    chaos = Chaos(seed, StagedWorker)
+    chaos.run(250)
+    chaos.settle()
 
 
 @pytest.mark.parametrize("seed", range(40))
