@@ -193,12 +193,12 @@ class SlowCopies:
 
 
 class StagedWorker(Worker):
-    """A worker whose pages are not slots, as on a GPU. In each step one copy of each kind ends."""
+    """A worker whose pages are not slots, as on a GPU. In each step one copy of each kind ends. Ten more slots are a tier's."""
 
     slots = 20
 
     def connect(self, transport: KvTransport) -> None:
-        self.memory = slots = NameMemory(self.slots)
+        self.memory = slots = NameMemory(self.slots + 10)
         self.copies = SlowCopies(self.page_memory, slots)
         self.staging = Staging(self.transfers, transport, self.copies, range(self.slots))
         self.transfers.transport = self.staging
@@ -1006,10 +1006,10 @@ class Chaos:
             assert worker.is_clean
 
 
-def two_staged_workers(slots: int = 20) -> tuple[Hub, StagedWorker, StagedWorker]:
+def two_staged_workers(slots: int = 20, **settings: Any) -> tuple[Hub, StagedWorker, StagedWorker]:
     hub, clock = Hub(), Clock()
     kind = type("WithSlots", (StagedWorker,), {"slots": slots})
-    return hub, kind(hub, "p", clock), kind(hub, "d", clock)
+    return hub, kind(hub, "p", clock, **settings), kind(hub, "d", clock, **settings)
 
 
 def run_both(hub: Hub, *workers: StagedWorker) -> None:
@@ -1077,6 +1077,86 @@ def test_pages_of_a_stopped_pull_are_free_when_their_loads_are_over() -> None:
     assert d.cache.used == 10
     d.step()
     assert d.is_clean
+
+
+def test_slots_are_not_free_while_they_are_saved_to() -> None:
+    hub, p, d = two_staged_workers(10)
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt))
+    d.step()
+    hub.move()
+    assert len(p.copies.saves) == 1
+    d.transfers.end((9).to_bytes(16))
+    hub.move()
+    assert p.is_clean
+    # Nothing is left for another export, until the save is over.
+    d.transfers.fetch(fetch_of(10, prompt))
+    d.step()
+    hub.move()
+    run_both(hub, p, d)
+    assert d.known(prompt) == 0
+    d.transfers.fetch(fetch_of(11, prompt))
+    run_both(hub, p, d)
+    assert d.known(prompt) == 10
+
+
+def test_what_a_tier_saves_is_read_before_its_pages_are_pulled_into() -> None:
+    hub, p, d = two_staged_workers(pages=14)
+    first, second = prompt_of(1, 41), prompt_of(2, 41)
+    d.submit(1, first)
+    d.run(hub)
+    p.submit(2, second)
+    p.run(hub)
+    path = d.cache.match_blocks(ROOT, first, 10)
+    d.copies.save([node.page for node in path], range(20, 30), lambda: None)
+    names = [node.name for node in path]
+    d.transfers.fetch(fetch_of(9, second))
+    d.transfers.advance(d.clock(), 0)
+    assert d.known(first) < 10
+    # The load is faster than the save.
+    save = d.copies.saves.popleft()
+    run_both(hub, p, d)
+    d.copies.saves.append(save)
+    d.copies.move()
+    assert d.known(second) == 10
+    assert [bytes(d.memory.views(slot)[0]) for slot in range(20, 30)] == names
+
+
+class Heard:
+    """A `KvTransport` that notes what is exported."""
+
+    pull_rate = 0.0
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, bool]] = []
+
+    def exported(self, transfer: bytes, first: int, slots: Items[int], *, is_last: bool) -> None:
+        self.told.append((first, len(slots), is_last))
+
+    def pull(self, source: KvSource, names: Items[bytes], slots: Items[int]) -> None: ...
+
+    def stop(self, transfer: bytes) -> None: ...
+
+    def withdraw(self, transfer: bytes) -> None: ...
+
+
+def test_an_export_without_a_slot_for_a_block_ends_before_it() -> None:
+    """Also if slots are free again later: a puller wants blocks without a gap."""
+    copies, heard = SlowCopies(NameMemory(20), NameMemory(20)), Heard()
+    staging = Staging(Transfers(KVCache(20, SIZE)), heard, copies, range(3))
+    staging.exported(b"other", 0, [9], is_last=True)
+    staging.exported(b"this", 0, [1, 2, 3, 4], is_last=False)
+    staging.release(b"other")
+    while copies.move():
+        pass
+    staging.exported(b"this", 4, [5], is_last=True)
+    assert not copies.move()
+    assert heard.told == [(0, 2, True)]
+    staging.check_integrity()
+    staging.release(b"this")
+    staging.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(25))
