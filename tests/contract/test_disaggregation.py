@@ -266,11 +266,30 @@ async def test_engines_of_others_may_have_to_work_at_the_same_time(tmp_path: Pat
         assert (first.max_tokens, second.offset, first.export.transfer) == (0, 0, second.source.transfer)
         if fails:
             both["p"].break_links()
-            await until(lambda: both["d"].simulator.ended == [first.export.transfer])  # type: ignore[union-attr]
+            # The other one cannot go on alone. When the first is back, both begin again.
+            await until(lambda: len(both["d"].submits) == 2)
+            assert [request.id for request in both["d"].simulator.held] == [both["d"].submits[1].id], "its first attempt was cancelled"
+            assert both["d"].simulator.ended == [first.export.transfer]
         both["d"].simulator.let_go()
         await finished(task)
         assert reader.tokens == expected(1, 50)
-        assert both.transfers.counts == {("prefill", "lost" if fails else "done"): 1}
+        assert both.transfers.counts["prefill", "lost" if fails else "done"] == 1
+        assert both.front_end.dispatcher.migrations["prefill_lost"] == fails
+
+
+async def test_one_half_of_a_pair_gets_nothing_alone(tmp_path: Path) -> None:
+    """Also a prompt shorter than a block, and one that the second is thought to have cached."""
+    async with cluster(tmp_path, "p d", handover="meeting") as both:
+        for number, length in enumerate((5, PROMPT, PROMPT)):
+            _, reader = await both.front_end.run(submit(number // 2, 20, length))
+            assert reader.tokens == expected(number // 2, 20)
+        assert len(both["p"].submits) == len(both["d"].submits) == 3
+        assert all(request.source is not None for request in both["d"].submits)
+        both["p"].simulator.is_held = both["d"].simulator.is_held = True
+        reader, task = both.front_end.start(submit(7, 20, PROMPT))
+        await until(lambda: bool(both["p"].simulator.held and both["d"].simulator.held))
+        task.cancel()
+        await until(lambda: not both["p"].simulator.held and not both["d"].simulator.held)
 
 
 async def in_prefill(both: Cluster, outcome: TransferOutcome | None = "done") -> tuple[Reader, asyncio.Task[None]]:

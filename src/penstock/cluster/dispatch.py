@@ -253,9 +253,12 @@ class Production:
     def attempt_ended(self, attempt: Attempt, error: PenstockError | None) -> None:
         """Called by an attempt. Without an error the mailbox has its terminal."""
         if attempt is self.beside:
-            self.beside = None
-            if error is not None and self._attempt is not None and self._attempt.transfer is not None:
-                self.dispatcher.transfers.end(self._attempt.transfer, "lost")
+            if error is None or self.age:
+                self.beside = None
+            else:
+                self._lose_partner(attempt, "lost")
+                # Later: the link is in the middle of a frame, or of its own end.
+                self._pause = asyncio.get_running_loop().call_soon(self._guarded, self.send_again)
         if attempt is not self._attempt:
             return  # cancelled, or beside it
         self._attempt = None
@@ -311,8 +314,12 @@ class Production:
         self.send_again()
 
     def transfer_was_late(self) -> None:
-        """If its prompt is still being computed elsewhere, that is given up: its own worker computes."""
+        """If its prompt is still being computed elsewhere, that is given up: its own worker computes, or other ones."""
         attempt = self._attempt
+        if self.beside is not None and not self.age:
+            self._lose_partner(self.beside, "stalled")
+            self._guarded(self.send_again)
+            return
         if attempt is None or not attempt.is_prefill:
             return
         self._attempt = None
@@ -323,6 +330,19 @@ class Production:
         self.dispatcher.migrations["prefill_stalled"] += 1
         self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
         self._guarded(self.send_again)
+
+    def _lose_partner(self, beside: Attempt, ending: Ending) -> None:
+        """The engine that computes its prompt has failed, and its own cannot go on: it leaves both."""
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None
+        if attempt.transfer is not None:
+            self.dispatcher.transfers.end(attempt.transfer, ending)
+        attempt.abandon()
+        attempt.cancel()
+        self._drop_relay(ending)
+        self.failed.add(beside.member.link)
+        self.dispatcher.migrations[f"prefill_{ending}"] += 1
+        self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
 
     def _continue(self, attempt: Attempt, error: PenstockError) -> None:
         """On another worker, after this attempt failed; after a pause when there is no other."""
@@ -561,7 +581,13 @@ class Dispatcher:
         if self.suspects.deaths and production in self.suspects:
             members = [member for member in members if self.suspects.is_free(member.link)]
         helpers = self._helpers(production, members)
-        members = _with_role(members, production.wanted_role)
+        complete = [member for member in members if self._is_complete(member, helpers)]
+        if not complete and members and production.failed:
+            # One half of a pair failed it: the same pair is the last resort.
+            members = [member for member in self._pool.usable(production.model) if member.link.has_just_spoken]
+            helpers = self._helpers(production, members)
+            complete = [member for member in members if self._is_complete(member, helpers)]
+        members = _with_role(complete, production.wanted_role)
         usable = {member.name: member for member in members}
         rooms = {name: self._has_room(member) for name, member in usable.items()}
         if not any(rooms.values()) and self._may_overdraw(production):
@@ -585,16 +611,16 @@ class Dispatcher:
 
     def _helpers(self, production: Production, members: list[Member]) -> list[str]:
         """Those of these workers that could compute its prompt for another one."""
-        found = [
-            member.name
-            for member in members
-            if "prefill" in member.model.roles
-            and self._has_room(member)
-            and (member.model.kv_handover == "blocks" or not production.request.prompt_logprobs)
-        ]
-        if not found or not production.may_be_relayed or (self.suspects.deaths and production in self.suspects):
-            return []
-        return found
+        able = [member for member in members if "prefill" in member.model.roles and self._has_room(member)]
+        if able and (not production.may_be_relayed or (self.suspects.deaths and production in self.suspects)):
+            able = [member for member in able if member.model.kv_handover == "meeting"]
+        return [member.name for member in able if member.model.kv_handover != "ticket" or not production.request.prompt_logprobs]
+
+    def _is_complete(self, member: Member, helpers: list[str]) -> bool:
+        """Whether it can run a generation: itself, or with one of these."""
+        if member.model.kv_handover != "meeting":
+            return True
+        return any((helper := self._pool.find(name)) is not None and member.can_meet(helper) for name in helpers)
 
     def _send(self, production: Production, member: Member, decision: Decision, blocks: int) -> Attempt:
         request = production.next_request()

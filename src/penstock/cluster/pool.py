@@ -40,6 +40,10 @@ class Member:
     def is_for(self, role: Role) -> bool:
         return role in self.model.roles or "aggregated" in self.model.roles
 
+    def can_meet(self, other: Member) -> bool:
+        """Whether it can continue prompts only together with an engine that computes them, and the other one is such an engine."""
+        return "decode" in self.model.roles and "prefill" in other.model.roles and self.model.kv_fingerprint == other.model.kv_fingerprint
+
     @property
     def is_quiet(self) -> bool:
         """It has running generations and has sent nothing for QUIET_LOOKS looks."""

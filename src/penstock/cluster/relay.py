@@ -50,7 +50,8 @@ class Relay:
             self.transfers.end(self.transfer, "failed")
         if self.transfer.id not in self.transfers.open:
             return None
-        self.transfers.was_computed(self.transfer, self.pull_seconds)
+        if self.member.model.kv_handover != "meeting":
+            self.transfers.was_computed(self.transfer, self.pull_seconds)
         return self.transfer.message
 
     def drop(self, ending: Ending) -> None:

@@ -40,7 +40,7 @@ class _Worker:
     @property
     def kin(self) -> bytes:
         """Workers with the same value can use each other's KV. Empty: its KV does not move."""
-        return self.model.kv_fingerprint if self.model.kv_address else b""
+        return self.model.kv_fingerprint if self.model.kv_address or self.model.kv_handover != "blocks" else b""
 
 
 class Router:
@@ -138,7 +138,7 @@ class Router:
         self.decisions[decision.reason] += 1
         if decision.diverted is not None:
             self.diversions[decision.diverted] += 1
-        if not names:
+        if not names and not self._needs_partner(decision.worker):
             return decision
         reason: MoveReason = "session" if preferred_reason == "session" and preferred not in (None, decision.worker) else "peer"
         move = self._move(decision, blocks, overlaps, helpers, reason) if self._can_move(decision.worker) else None
@@ -151,6 +151,11 @@ class Router:
             return None
         prompt = Prompt(blocks + 1, known.model.block_size)
         return choose_source(self._place(worker, overlap), prompt, [self._place(source, blocks)], "drain", margin=1.0)
+
+    def _needs_partner(self, worker: str) -> bool:
+        """Whether it cannot compute a prompt itself."""
+        known = self._workers.get(worker)
+        return known is not None and known.model.kv_handover == "meeting"
 
     def _can_move(self, worker: str) -> bool:
         known = self._workers.get(worker)
@@ -169,7 +174,10 @@ class Router:
         prompt, target = Prompt(blocks, model.block_size), self._place(chosen, decision.overlap)
         able = [self._place(name, overlaps.get(name, 0)) for name in helpers if self._are_kin(chosen, name)]
         if able:
-            choice, move = choose_prefill(target, prompt, able, self.settings.disaggregation)
+            wish = self.settings.disaggregation
+            if self._needs_partner(chosen):
+                wish, target = "always", structs.replace(target, overlap=0)
+            choice, move = choose_prefill(target, prompt, able, wish)
             self.prefill_choices[choice] += 1
             if move is not None:
                 return move

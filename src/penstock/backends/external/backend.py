@@ -199,6 +199,8 @@ class ExternalBackend:
             )
         if fault is None and moves is not None and not moves.computes and request.export is None and request.source is None:
             fault = Fault("unsupported", f"{self.model.engine} is one half of a pair here, and cannot run this alone", retryable=True)
+        if fault is None and request.prompt_logprobs and moves is not None and moves.handover == "meeting":
+            fault = Fault("unsupported", f"a pair of workers with {self.model.engine} has no logprobs of prompts")
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
