@@ -18,6 +18,16 @@ SO_ATTACH_FILTER = 26
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
 
 
+def cut_power(ports: set[int]) -> None:
+    """The kernel drops every packet of this process's connections from and to these ports."""
+    for file in Path("/proc/self/fd").iterdir():
+        if not file.is_socket():
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as found:
+            if found.family == socket.AF_INET and {found.getsockname()[1], found.getpeername()[1]} & ports:
+                found.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL)))
+
+
 class Relay:
     """Forwards each connection to `target` and counts what it forwards. While `is_dark` it swallows everything and closes nothing."""
 
@@ -56,13 +66,7 @@ class Relay:
     def cut_power(self) -> None:
         """From now on the kernel drops every packet of these connections. For both ends, which must be in this process, the other host is
         gone."""
-        ports = {self.address.port, self._target.port}
-        for file in Path("/proc/self/fd").iterdir():
-            if not file.is_socket():
-                continue
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as found:
-                if found.family == socket.AF_INET and {found.getsockname()[1], found.getpeername()[1]} & ports:
-                    found.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL)))
+        cut_power({self.address.port, self._target.port})
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there = await asyncio.open_connection(self._target.host, self._target.port)

@@ -1,6 +1,6 @@
 """How fast KV moves between two workers' processes on this machine, against a plain copy of memory and of a socket.
 
-    python bench/kv/transport.py [--blocks 128] [--block-mib 2] [--strips 64] [--rounds 4] [--checksum crc32|none] [--strace]
+    python bench/kv/transport.py [--blocks 128] [--block-mib 2] [--strips 64] [--rounds 4] [--checksum crc32|none] [--only TLS] [--strace]
 
 Both ends are real transports with real slots, each in its own process. For each way: GB/s, and seconds of CPU per GB of both processes
 together. `--strace` also counts system calls, which makes everything slower, so its times are not shown. It ends by itself.
@@ -149,6 +149,8 @@ def show(name: str, size: float, seconds: float, cpu: float) -> None:
 
 def move(options: argparse.Namespace, name: str, address: str, streams: int, *, tls: bool = False) -> None:
     """Pulls all blocks, again and again."""
+    if options.only not in name:
+        return
     log = Path(tempfile.mkstemp()[1]) if options.strace else None
     names, slots = names_of(options.blocks), list(range(options.blocks))
     with source_process(options, address, tls=tls, log=log) as (pid, place), tempfile.TemporaryDirectory() as folder:
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("--strips", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--checksum", choices=("crc32", "none"), default="crc32")
+    parser.add_argument("--only", default="", help="ways with this in their name")
     parser.add_argument("--strace", action="store_true")
     parser.add_argument("--source", help=argparse.SUPPRESS)
     parser.add_argument("--tls", action="store_true", help=argparse.SUPPRESS)
@@ -237,7 +240,7 @@ def main() -> None:
         serve(options)
         return
     print("| way | GB/s | CPU s per GB |\n|---|---|---|")
-    if not options.strace:
+    if not options.strace and not options.only:
         copy_memory(options)
         copy_socket(options, socket.AF_UNIX)
         copy_socket(options, socket.AF_INET)

@@ -17,7 +17,9 @@ from kv_workers import QUICK, Workers, source_of
 from penstock.cluster.kv.faults import Faults
 from penstock.config.commands import LinkTlsSettings
 from penstock.config.engines import TransferFaults
+from penstock.wire.address import TcpAddress
 from penstock.wire.messages import KvSource
+from relay import cut_power
 
 TESTS = Path(__file__).parents[2]
 CERTIFICATES = TESTS / "certificates"
@@ -96,6 +98,21 @@ def test_a_worker_that_was_itself_busy_does_not_blame_its_source(workers: Worker
     here.until(lambda: here.progress)
     there_transport.exported(source.transfer, 1, slots[1:], is_last=False)
     assert here.until_ended(source.transfer) == ""
+
+
+def test_both_ends_notice_that_the_other_host_is_gone(tmp_path: Path) -> None:
+    """No packet comes through any more, and nothing is closed."""
+    workers = Workers(tmp_path, "tcp")
+    here, there = DictEngine(), DictEngine(is_manual=True)
+    there_transport, here_transport = workers.start(there), workers.start(here)
+    source = source_of(there_transport, waits=True)
+    here_transport.pull(source, names_of(1), [0])
+    there.until(lambda: there.exports)
+    assert isinstance(there_transport.address, TcpAddress)
+    cut_power({there_transport.address.port})
+    assert here.until_ended(source.transfer) == "the source is silent"
+    there.until_released(source.transfer)
+    workers.close()
 
 
 # TLS.

@@ -230,9 +230,12 @@ class Connection:
         with self._errors():
             try:
                 while budget > 0 and not self.is_closed:
-                    if not self._outgoing and not self._refill():
-                        self._watch(False)
-                        return
+                    if not self._outgoing:
+                        # Each refill costs something: blocks in shared memory are a short message, but all of them are checked.
+                        budget -= TURN_BYTES // 4
+                        if not self._refill():
+                            self._watch(False)
+                            return
                     budget -= self._write()
                 self.wake()
             except _BLOCKED:

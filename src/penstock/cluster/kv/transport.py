@@ -159,7 +159,7 @@ class SocketTransport:
         self._puller = Puller(self._engine, self._credentials, self._patience, self._streams)
         self._source = Source(self._engine, self._faults, self._busy.set)
         self._file = read_only(self._engine.memory.file) if isinstance(self.address, UnixAddress) else -1
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._listen()
         looking = asyncio.create_task(self._look(), name="looks at KV transfers")
         self._started.set()
         try:
@@ -196,12 +196,18 @@ class SocketTransport:
             if looks % LOOKS_PER_KEEP_ALIVE == 0:
                 self._source.keep_alive()
 
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            # It has left again; or this process has no file left, then the next look at the socket comes at once.
-            log.debug("no connection for KV: %s", error)
+            # It has left again; or this process may open no more files, then a pause keeps this thread from spinning.
+            log.warning("a connection for KV was not accepted: %s", error.strerror)
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(self._patience.look_seconds, self._listen)
             return
         if len(self._opening) + len(self._source.connections) >= MAX_CONNECTIONS:
             log.warning("a connection for KV was refused: there are %d", MAX_CONNECTIONS)
