@@ -1,6 +1,6 @@
 """How fast KV moves between two workers' processes on this machine, against a plain copy of memory and of a socket.
 
-    python bench/kv/transport.py [--blocks 128] [--block-mib 2] [--strips 64] [--rounds 4] [--checksum crc32|none] [--only TLS] [--strace]
+    python bench/kv/transport.py [--blocks 128] [--block-mib 2] [--strips 64] [--rounds 4] [--checksum engine|none] [--only TLS] [--strace]
 
 Both ends are real transports with real slots, each in its own process. For each way: GB/s, and seconds of CPU per GB of both processes
 together. `--strace` also counts system calls, which makes everything slower, so its times are not shown. It ends by itself.
@@ -19,10 +19,8 @@ import tempfile
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from hashlib import blake2b
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from penstock.cluster.kv.handshake import Credentials
 from penstock.cluster.kv.transport import SocketTransport
 from penstock.cluster.links.security import LinkTls
 from penstock.config.commands import LinkTlsSettings
+from penstock.engine.page_memory import checksum
 from penstock.kv.moving import KvTransport, SlotLayout
 from penstock.wire.address import parse_address
 from penstock.wire.messages import KvSource
@@ -49,7 +48,7 @@ def names_of(count: int) -> list[bytes]:
 def checksum_named(name: str) -> Checksum:
     if name == "none":
         return lambda _: 0
-    return lambda strips: reduce(lambda found, strip: zlib.crc32(strip, found), strips, 0)
+    return checksum
 
 
 class Slots:
@@ -230,7 +229,7 @@ def main() -> None:
     parser.add_argument("--block-mib", type=float, default=2.0)
     parser.add_argument("--strips", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--checksum", choices=("crc32", "none"), default="crc32")
+    parser.add_argument("--checksum", choices=("engine", "none"), default="engine")
     parser.add_argument("--only", default="", help="ways with this in their name")
     parser.add_argument("--strace", action="store_true")
     parser.add_argument("--source", help=argparse.SUPPRESS)

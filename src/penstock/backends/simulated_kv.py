@@ -37,7 +37,7 @@ class SimulatedSlots:
 
     def __init__(self, slots: int) -> None:
         self.layout = SlotLayout(slots, SLOT_BYTES, (0,))
-        self.file = os.memfd_create("simulated KV")
+        self.file = os.memfd_create("simulated KV", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.file, slots * SLOT_BYTES)
         self._mapped = mmap.mmap(self.file, slots * SLOT_BYTES)
         self._bytes = memoryview(self._mapped)
