@@ -136,6 +136,7 @@ class EmbeddedBackend:
             loaded.set_exception(error)
             return
         engine.model.on_progress = self._progressed
+        engine.on_disk_news(self._wake.set)
         if engine.memory is not None:
             self.kv = EmbeddedKv(engine.fingerprint(), engine.memory, self.ask)
         loaded.set_result(engine.stats())

@@ -29,6 +29,7 @@ from penstock.worker.backend import Backend
 try:
     import torch
 
+    from penstock.backends.disk_tier import DiskTier
     from penstock.backends.embedded import EmbeddedBackend
     from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
     from penstock.engine.engine import Engine
@@ -95,11 +96,25 @@ def load_engine(
     model = Model(checkpoint.shape, checkpoint.tensors(), context_length, dtype, device)
     budget = settings.token_budget or (CPU_TOKEN_BUDGET if device.type == "cpu" else GPU_TOKEN_BUDGET)
     pages = _known_pages(settings, checkpoint.shape, device) or _pages_in(kv_memory_left(settings, device), checkpoint.shape, dtype)
-    config = narrowed(settings, EngineConfig, context_length=context_length, kv_pages=pages, token_budget=budget)
+    host_slots = _host_slots(settings, checkpoint.shape, dtype)
+    config = narrowed(settings, EngineConfig, context_length=context_length, kv_pages=pages, token_budget=budget, host_slots=host_slots)
     end_ids = checkpoint.end_ids | {tokenizer.end_id}
     vocab_size = min(tokenizer.vocab_size, checkpoint.shape.vocab_size)
     compiler = None if tokenizer.definition is None else GrammarCompiler(tokenizer.definition, vocab_size, end_ids)
-    return Engine(config, model, end_ids, vocab_size, compiler, time.monotonic)
+    engine = Engine(config, model, end_ids, vocab_size, compiler, time.monotonic)
+    if engine.copies is not None:
+        size = engine.copies.slots.layout.slot_bytes
+        disk = settings.kv_disk
+        engine.use_tiers(None if disk is None else DiskTier(disk, engine.fingerprint(), size, int(settings.kv_disk_size * GIB)))
+    return engine
+
+
+def _host_slots(settings: EmbeddedSettings, shape: ModelShape, dtype: torch.dtype) -> int:
+    """Blocks that have room in host memory."""
+    memory = settings.host_bytes()
+    if memory and memory < _page_bytes(shape, dtype):
+        raise ConfigError(f"--kv-host-memory is {memory / GIB:.3f} GiB: a KV block has {_page_bytes(shape, dtype):,} bytes")
+    return memory // _page_bytes(shape, dtype)
 
 
 def _known_pages(settings: EmbeddedSettings, shape: ModelShape, device: torch.device) -> int | None:
@@ -111,8 +126,12 @@ def _known_pages(settings: EmbeddedSettings, shape: ModelShape, device: torch.de
     return _pages_in(int((settings.kv_memory or CPU_KV_GIB) * GIB), shape, _dtype(device))
 
 
+def _page_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    return 2 * shape.layers * PAGE_SIZE * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+
 def _pages_in(memory: int, shape: ModelShape, dtype: torch.dtype) -> int:
-    page_bytes = 2 * shape.layers * PAGE_SIZE * shape.kv_heads * shape.head_dim * dtype.itemsize
+    page_bytes = _page_bytes(shape, dtype)
     if memory < page_bytes:
         raise ConfigError(
             f"the KV memory of {memory / GIB:.3f} GiB is too small: {PAGE_SIZE} tokens need {page_bytes:,} bytes; see --kv-memory"

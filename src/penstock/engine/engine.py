@@ -26,6 +26,7 @@ from penstock.kv.cache import KVCache
 from penstock.kv.moving import KvTransport, SlotMemory
 from penstock.kv.rates import Rate
 from penstock.kv.sessions import Sessions
+from penstock.kv.tiers import BlockFiles, HostTier, Tiers
 from penstock.kv.transfers import Transfers
 from penstock.wire.codec import pack_logprobs
 from penstock.wire.errors import GrammarError
@@ -51,6 +52,9 @@ COMPILE_WAIT_SECONDS = 0.02
 MAX_LOGPROB_ROWS = 256
 # A step with fewer tokens of prompts is not measured: reading the weights takes most of its time.
 MIN_MEASURED_TOKENS = 64
+# Copies that are queued at a time, between pages and host memory: about 15 ms on a CPU, 20 ms on a GPU.
+CPU_COPY_BYTES = 64 * 2**20
+GPU_COPY_BYTES = 2**30
 NOT_NUMBERS = Fault("invalid_logits", "the model's logits for the next token are not numbers")
 
 log = logging.getLogger(__name__)
@@ -94,6 +98,8 @@ class Engine:
         """Tokens of prompts per second."""
         self.copies = None if not config.host_slots else PageCopies(self._store, HostSlots(self._store, config.host_slots))
         """Between pages and host memory; None without host memory."""
+        self.tiers: Tiers | None = None
+        self._files: BlockFiles | None = None
         # How long the last step took, by the bits of its number of rows.
         self._step_seconds: dict[int, float] = {}
 
@@ -113,6 +119,23 @@ class Engine:
     def pages_of(self, names: Iterable[bytes]) -> list[int]:
         """The pages of those of these blocks that are cached."""
         return [node.page for name in names if (node := self._cache.find(name)) is not None]
+
+    def use_tiers(self, files: BlockFiles | None) -> None:
+        """From now on KV that the device has no room for goes to host memory, and from there to these files."""
+        assert self.copies is not None
+        memory = self.copies.slots
+        size = memory.layout.slot_bytes
+        # On a CPU a step makes all copies that are queued. A GPU makes them beside its steps.
+        copying = (CPU_COPY_BYTES if self.model.device.type == "cpu" else GPU_COPY_BYTES) // size
+        host = HostTier(self.copies, memory, max(1, copying))
+        self._files = files
+        self.tiers = Tiers(host, files, self._cache.events, self.prefill_rate, self._config.page_size, size, self._clock)
+        self.transfers.use_tiers(self.tiers)
+
+    def on_disk_news(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, in another thread, when a step can go on with what it has read or written."""
+        if self._files is not None:
+            self._files.on_done = wake
 
     def connect(self, transport: KvTransport) -> None:
         """From now on KV can move."""
@@ -156,9 +179,13 @@ class Engine:
 
     def stats(self) -> WorkerStats:
         stats = self._scheduler.stats(len(self._compiling))
-        return msgspec.structs.replace(stats, memory_failures=self._memory_failures, prefill_rate=self.prefill_rate.per_second)
+        stats = msgspec.structs.replace(stats, memory_failures=self._memory_failures, prefill_rate=self.prefill_rate.per_second)
+        return stats if self.tiers is None else self.tiers.add_stats(stats)
 
     def close(self) -> None:
+        if self._files is not None:
+            # Before the memory is gone that it reads and writes.
+            self._files.close()
         if self.copies is not None:
             self.copies.close()
         self._masks.close()
@@ -168,6 +195,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is in one place and all holders of pages are known."""
         self._scheduler.check_integrity(sequence for sequence, _ in self._compiling.values())
+        if self.tiers is not None:
+            self.tiers.check_integrity(self.sessions.leases)
 
     def check_idle(self) -> None:
         """The cheap check, for when nothing runs: the counts add up and only transfers use pages."""

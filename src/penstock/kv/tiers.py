@@ -77,9 +77,11 @@ class Done(NamedTuple):
 
 
 class BlockFiles(Protocol):
-    """Blocks on disk, each in a slot. Every call returns at once; what it asks for is done in order, in another thread."""
+    """Blocks on disk, each in a slot. Every call returns at once; what it asks for is done in order, in another thread. That thread calls
+    `on_done` when something can be taken."""
 
     slots: int
+    on_done: Callable[[], None]
 
     def recovered(self) -> Sequence[tuple[int, bytes, bytes]]:
         """What an earlier process has left: slot, name and parent of each block, the oldest first."""
@@ -92,6 +94,9 @@ class BlockFiles(Protocol):
         """Nobody finds the block in this slot any more, not even after a restart."""
 
     def take_done(self) -> list[Done]: ...
+
+    def close(self) -> None:
+        """Does what was asked for, then ends."""
 
 
 class PullListener(Protocol):

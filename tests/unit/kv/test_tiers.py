@@ -113,6 +113,12 @@ class MemoryFiles:
     def forget(self, slot: int) -> None:
         self.asked.append(("forget", 0, slot, b"", b"", memoryview(b"")))
 
+    def close(self) -> None:
+        pass
+
+    def on_done(self) -> None:
+        pass
+
     def take_done(self) -> list[Done]:
         done, self.done = self.done, []
         return done

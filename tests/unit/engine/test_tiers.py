@@ -1,0 +1,173 @@
+"""KV that was in host memory or on disk gives the tokens that it gave before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.backends.disk_tier import DiskTier
+from penstock.engine.engine import Engine
+from penstock.wire.messages import Finish, Sampling, SessionTurn, Submit
+from tiny_models import Collected, generation_id, make_engine, make_submit, random_prompt
+
+AGENTS, TURNS, TOKENS = 5, 2, 20
+PAGES = 14
+"""Enough for one agent, and hardly for another."""
+DRAWN = Sampling(temperature=0.8, top_p=0.9)
+
+
+def drive(engine: Engine, requests: Sequence[Submit], news: threading.Event) -> Collected:
+    """Steps until all have ended. While the engine waits for its disk, so does this."""
+    collected = Collected()
+    for request in requests:
+        engine.submit(request)
+    while len(collected.terminals) < len(requests):
+        news.clear()
+        collected.step(engine)
+        if not engine.has_work and len(collected.terminals) < len(requests):
+            engine.check_idle()
+            assert news.wait(10)
+    assert all(terminal == Finish("length") for terminal in collected.terminals.values())
+    return collected
+
+
+def settle(engine: Engine, news: threading.Event) -> None:
+    """Until all that is in host memory is on disk."""
+    while engine.has_work or engine.stats().kv_disk_blocks > engine.stats().kv_tier_events.get("disk stored", 0):
+        news.clear()
+        Collected().step(engine)
+        if not engine.has_work and engine.stats().kv_disk_blocks > engine.stats().kv_tier_events.get("disk stored", 0):
+            assert news.wait(10)
+
+
+class SlowClock:
+    """Each look at it takes 10 ms. So computing is slow, and blocks are worth loading on any machine."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+class Agents:
+    """Conversations that grow turn by turn, some of them at the same time."""
+
+    def __init__(self, engine: Engine, news: threading.Event | None = None) -> None:
+        self.engine = engine
+        self.news = news or threading.Event()
+        self.conversations = [random_prompt(number, 40 + 11 * number) for number in range(AGENTS)]
+        self.number = 0
+        self.cached: list[int] = []
+
+    def turn(self, agents: Sequence[int], **fields: Any) -> None:
+        requests = []
+        for agent in agents:
+            self.number += 1
+            session = SessionTurn(f"agent {agent}", "open", epoch=1) if agent % 2 else None
+            requests.append(make_submit(self.number, self.conversations[agent], TOKENS, seed=self.number, session=session, **fields))
+        collected = drive(self.engine, requests, self.news)
+        for agent, request in zip(agents, requests, strict=True):
+            self.conversations[agent] += collected.tokens[request.id] + [3, 4, 5]
+            report = collected.deltas[request.id][0].prompt
+            assert report is not None
+            self.cached.append(report.cached_tokens)
+
+    def all_turns(self, **fields: Any) -> list[list[int]]:
+        for _ in range(TURNS):
+            for first in range(AGENTS):
+                self.turn([first, (first + 2) % AGENTS], **fields)
+        return self.conversations
+
+
+def with_tiers(host_slots: int, disk: Path | None = None, **settings: Any) -> tuple[Engine, threading.Event]:
+    engine = make_engine(clock=SlowClock(), kv_pages=PAGES, host_slots=host_slots, **settings)
+    assert engine.copies is not None
+    size = engine.copies.slots.layout.slot_bytes
+    engine.use_tiers(None if disk is None else DiskTier(disk, engine.fingerprint(), size, 1000 * (size + 64)))
+    news = threading.Event()
+    engine.on_disk_news(news.set)
+    return engine, news
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[list[int]]]:
+    """By an engine with pages for all."""
+    return {"greedy": Agents(make_engine(kv_pages=512)).all_turns(), "drawn": Agents(make_engine(kv_pages=512)).all_turns(sampling=DRAWN)}
+
+
+@pytest.mark.parametrize(("host_slots", "has_disk"), [(200, False), (20, True)])
+def test_tokens_are_those_of_an_engine_with_pages_for_all(
+    expected: dict[str, list[list[int]]], host_slots: int, has_disk: bool, tmp_path: Path
+) -> None:
+    engine, news = with_tiers(host_slots, tmp_path if has_disk else None)
+    agents = Agents(engine, news)
+    assert agents.all_turns() == expected["greedy"]
+    events = engine.stats().kv_tier_events
+    assert events["host loaded"] > 0
+    assert bool(events.get("disk stored")) == has_disk
+    assert "disk corrupt" not in events
+    engine.close()
+
+
+def test_drawn_tokens_too(expected: dict[str, list[list[int]]]) -> None:
+    engine, news = with_tiers(200)
+    agents = Agents(engine, news)
+    assert agents.all_turns(sampling=DRAWN) == expected["drawn"]
+    # Whatever was computed is never computed again.
+    conversations = Agents(make_engine(kv_pages=512))
+    conversations.all_turns(sampling=DRAWN)
+    assert sum(agents.cached) >= 0.95 * sum(conversations.cached)
+
+
+def test_a_restart_loads_from_disk(expected: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    engine, news = with_tiers(200, tmp_path)
+    agents = Agents(engine, news)
+    for _ in range(TURNS - 1):
+        for first in range(AGENTS):
+            agents.turn([first, (first + 2) % AGENTS])
+    # Agents without a session are saved when they are evicted.
+    settle(engine, news)
+    before = engine.stats().kv_disk_blocks
+    engine.close()
+    assert before
+    agents.engine, agents.news = with_tiers(200, tmp_path)
+    assert agents.engine.stats().kv_disk_blocks == before
+    for first in range(AGENTS):
+        agents.turn([first, (first + 2) % AGENTS])
+    assert agents.conversations == expected["greedy"]
+    assert agents.engine.stats().kv_tier_events["disk loaded"] > 0
+    agents.engine.close()
+
+
+def test_a_close_frees_what_is_in_host_memory() -> None:
+    engine, news = with_tiers(200)
+    drive(engine, [make_submit(1, random_prompt(1, 100), 20, session=SessionTurn("agent", "open", epoch=1))], news)
+    drive(engine, [make_submit(2, random_prompt(2, 200), 4)], news)
+    assert engine.stats().kv_host_blocks >= 7
+    engine.close_session("agent", 1)
+    engine.check_integrity()
+    assert engine.stats().kv_host_blocks == 0
+    engine.close()
+
+
+def test_generations_cancelled_while_they_load_leave_nothing(tmp_path: Path) -> None:
+    engine, news = with_tiers(200, tmp_path)
+    prompts = [random_prompt(number, 150) for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        drive(engine, [make_submit(number, prompt, 2)], news)
+    for number, prompt in enumerate(prompts, 10):
+        engine.submit(make_submit(number, [*prompt, 1], 2))
+        assert engine.transfers.imports == 1
+        for _ in range(number % 3):
+            Collected().step(engine)
+        engine.cancel(generation_id(number))
+        engine.check_integrity()
+        while engine.has_work or engine.transfers.imports:
+            Collected().step(engine)
+        assert not engine.transfers.held_pages
+    engine.close()
