@@ -100,6 +100,7 @@ class MemoryFiles:
         self.asked: list[tuple[str, int, int, bytes, bytes, memoryview]] = []
         self.done: list[Done] = []
         self.failures: list[str] = []
+        self.on_done: Callable[[], None] = lambda: None
 
     def recovered(self) -> Sequence[tuple[int, bytes, bytes]]:
         return [(slot, name, parent) for slot, (name, parent, _) in self.stored.items()]
@@ -114,9 +115,6 @@ class MemoryFiles:
         self.asked.append(("forget", 0, slot, b"", b"", memoryview(b"")))
 
     def close(self) -> None:
-        pass
-
-    def on_done(self) -> None:
         pass
 
     def take_done(self) -> list[Done]:
