@@ -31,6 +31,8 @@ class Hub:
     def __init__(self) -> None:
         self.transports: dict[str, MemoryTransport] = {}
         self.copied = 0
+        self.is_eager = False
+        """A pull is over before it returns. In a thread of its own, a transport may be as fast."""
         self.on_copy: Callable[[KvSource, int], Fault] = lambda source, block: ""
 
     def add(self, address: str, engine: KvEngine) -> MemoryTransport:
@@ -59,6 +61,8 @@ class MemoryTransport:
         assert source.transfer not in self.pulls
         assert len(names) == len(slots)
         self.pulls[source.transfer] = Pulling(source, tuple(names), tuple(slots))
+        while self.hub.is_eager and source.transfer in self.pulls:
+            assert self.move_one(source.transfer)
 
     def stop(self, transfer: bytes) -> None:
         self.pulls[transfer].is_stopped = True

@@ -566,8 +566,6 @@ class Transfers:
             self._cache.give_back(pull.pages)
             pull.pages = []
         if wanted.is_stopped:
-            self._reserved -= wanted.reserved
-            wanted.reserved = 0
             return
         self._forget_names(wanted)
         wanted.state = "over"
@@ -595,9 +593,8 @@ class Transfers:
     def _let_go(self, wanted: Import) -> None:
         """Nothing that it has pulled is held any more."""
         self._release(wanted.path)
-        if wanted not in self._active:
-            self._reserved -= wanted.reserved
-            wanted.reserved = 0
+        self._reserved -= wanted.reserved
+        wanted.reserved = 0
 
     def _interrupt_newest(self) -> None:
         newest = next(reversed(self._active), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from moving import Hub, MemoryTransport
 from penstock.config.engines import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.model import Model
+from penstock.engine.shape import RopeScaling
 from penstock.grammar.grammar import GrammarCompiler
 from penstock.kv.moving import KvTransport, SlotMemory
 from penstock.wire.messages import Delta, Export, Fetch, Finish, Grammar, KvSource, Sampling, SessionTurn, Submit, TransferReport
@@ -298,6 +300,18 @@ def test_pulled_pages_are_not_wiped() -> None:
     assert cluster.hub.copied == 8
 
 
+def test_pages_that_arrive_during_a_step_are_not_wiped() -> None:
+    """The import begins in a step, and the transport is done before that step wipes the pages of others."""
+    prompt = random_prompt(3, 141)
+    cluster = Cluster(make_engine)
+    run(cluster.p, [make_submit(9, prompt, 1)])
+    cluster.hub.is_eager = True
+    request = make_submit(1, prompt, 20, source=KvSource(MOVE, "p"))
+    expected = alone(make_engine, msgspec.structs.replace(request, source=None))
+    assert run(cluster.d, [request, make_submit(2, random_prompt(4, 60), 5)]).tokens[request.id] == tokens_of(expected)
+    assert cluster.hub.copied == 8
+
+
 def lose_prefill(cluster: Cluster) -> None:
     """It dies: nobody can pull from it, and what it has told is worth nothing."""
     cluster.hub.transports.pop("p", None)
@@ -395,8 +409,16 @@ def test_the_fingerprint_says_what_gives_kv_its_meaning() -> None:
         make_engine("llama", reproducible=True),
         make_engine(make_model("llama", 2048)),
         make_engine(changed_model()),
+        *[make_engine(stretched_model(factor)) for factor in (1.0, 1.1)],
     ]
     assert len({same, *[engine.fingerprint() for engine in others]}) == len(others) + 1
+
+
+def stretched_model(attention_factor: float) -> Model:
+    """The same weights and frequencies: positions turn queries and keys into longer ones."""
+    made = make_model("llama")
+    rope = RopeScaling("yarn", 2.0, attention_factor=attention_factor)
+    return Model(dataclasses.replace(made.shape, rope=rope), reference("llama").state_dict().items(), 512, made.dtype, made.device)
 
 
 def changed_model() -> Model:
