@@ -22,6 +22,7 @@ from penstock.wire.messages import (
     Fetch,
     Finish,
     KvHandover,
+    Mark,
     PromptReport,
     Role,
     Segment,
@@ -221,6 +222,17 @@ async def test_a_session_is_leased_where_it_is_decoded(tmp_path: Path) -> None:
         assert [request.session for request in both["p"].submits] == [None] * len(both["p"].submits)
         assert all(isinstance(request.session, SessionTurn) for request in both["d"].submits)
         assert (both["p"].simulator.stats().sessions, both["d"].simulator.stats().sessions) == (0, 1)
+
+
+async def test_a_marked_prompt_is_written_once_and_kept_by_both(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        turn, reader = await both.front_end.run(submit(1, 20, PROMPT, marks=(Mark(PROMPT, 60.0),)))
+        delta, _ = reader.read()
+        assert delta is not None
+        assert delta.prompt is not None
+        assert (delta.prompt.retained, delta.prompt.written) == ((Mark(PROMPT, 60.0),), (PROMPT,))
+        assert [each["tokens"] for each in turn.describe_retained()] == [PROMPT]
+        assert [both[name].simulator.stats().kv_blocks_leased for name in "pd"] == [PROMPT // 16] * 2
 
 
 async def test_what_needs_no_decoding_goes_to_a_prefill_worker(tmp_path: Path) -> None:

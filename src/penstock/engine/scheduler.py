@@ -367,8 +367,10 @@ class Scheduler(Generic[S]):
         return PromptReport(cached, logprobs, sequence.session_state, retained, tuple(written), "device" if is_leased else None)
 
     def _retain_marked(self, sequence: S, path: Items[Node], now: float) -> tuple[Mark, ...]:
-        """Leases what the marks ask for, in whole blocks. Returns what that is."""
+        """Leases what the marks ask for, in whole blocks. Returns what that is: nothing where leases protect nothing."""
         size, retained = self.cache.page_size, []
+        if not self.cache.protects_leases:
+            return ()
         for mark in sequence.request.marks:
             blocks = min(mark.tokens // size, len(path))
             self.sessions.retain(path[:blocks], mark.seconds, now)

@@ -87,6 +87,11 @@ class KVCache:
     def leased(self) -> int:
         return self._leased
 
+    @property
+    def protects_leases(self) -> bool:
+        """Whether a lease keeps anything."""
+        return self._max_leased > 0
+
     def root(self, name: bytes) -> Node:
         """The parent of the first blocks under this root."""
         return self._tree.root(name)

@@ -6,7 +6,6 @@ contain, and both renderings are compared.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenize
 MAX_PLACES = 128
 # UTF-8 has no bytes for surrogates, so no message contains one.
 _FIRST = 0xDB00
-_ANY = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + MAX_PLACES - 1)}]")
 
 
 class Place(NamedTuple):
@@ -49,14 +47,16 @@ def positions(text: str, marked: str, messages: int, places: Sequence[Place]) ->
     """Where the places are in `text`, the rendering without marks. Never behind the place: where the two differ, nothing is certain."""
     found: dict[int, int] = {}
     position = start = 0
-    for match in _ANY.finditer(marked):
-        piece = marked[start : match.start()]
+    for place, number in sorted((marked.rfind(chr(_FIRST + number)), number) for number in range(len(places))):
+        if place < 0:
+            continue
+        piece = marked[start:place]
         if not text.startswith(piece, position):
             position += _common(piece, text[position : position + len(piece)])
             break
         position += len(piece)
-        found[ord(match[0]) - _FIRST] = position
-        start = match.end()
+        found[number] = position
+        start = place + 1
     else:
         # Those that are not found were left out by the template.
         position = 0

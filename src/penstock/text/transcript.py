@@ -229,8 +229,8 @@ class Transcripts:
         if is_remembered and key is not None and session is not None and self._sessions.get(key) is session:
             end = await self._remember(key, session, path, known, pieces[:-1])
             turn = None if end is None else _Turn(key, session, tokenizer, end, *pieces[-1])
-        counts = [tokens_before(tokenizer, _unpacked((*known, *pieces)), mark) for mark in marks]
-        return EncodedChat(token_ids, reused, turn, text[-ENDING:], tuple(counts))
+        counts = await self.encoder.read(lane, len(text), _counts, tokenizer, (*known, *pieces), marks) if marks else ()
+        return EncodedChat(token_ids, reused, turn, text[-ENDING:], counts)
 
     async def _find_marks(self, tokenizer: Tokenizer, prompt: ChatPrompt, text: str, places: Sequence[Place], lane: str) -> Sequence[int]:
         """Where the places are in the rendered text."""
@@ -239,7 +239,7 @@ class Transcripts:
         except RequestError:
             # The template reads its messages too closely. Nothing is certain.
             marked = ""
-        return positions(text, marked, len(prompt.messages), places)
+        return await self.encoder.read(lane, len(text), positions, text, marked, len(prompt.messages), places)
 
     def record(self, prompt: EncodedChat, token_ids: Sequence[int]) -> None:
         """Records an answer: the tokens generated after this prompt, with or without the end token. A prompt may have several answers.
@@ -355,6 +355,11 @@ def _encode(
         unpacked += _unpack(together[start : start + STEP_BYTES])
         yield
     return pieces, tuple(unpacked), encoded
+
+
+def _counts(tokenizer: Tokenizer, pieces: Sequence[_Piece], marks: Sequence[int]) -> tuple[int, ...]:
+    """How many tokens come before each position in the text of these pieces."""
+    return tuple([tokens_before(tokenizer, _unpacked(pieces), mark) for mark in marks])
 
 
 def _unpacked(pieces: Sequence[_Piece]) -> Iterator[tuple[str, Sequence[int]]]:

@@ -416,6 +416,12 @@ def test_what_was_reported_is_leased_however_the_generation_ends() -> None:
     assert leased_until(engine, PROMPT) == [500.0] * 4, "from its end on"
 
 
+def test_where_leases_protect_nothing_nothing_is_retained() -> None:
+    engine = make_engine(lease_share=0.0)
+    told = report(run(engine, [make_submit(0, PROMPT, 1, marks=(Mark(64, 300.0),))]), 0)
+    assert (told.retained, told.written, told.tier) == ((), (), None)
+
+
 def test_the_choices_of_a_request_lease_their_prompt_once() -> None:
     engine = make_engine()
     run(engine, [make_submit(number, PROMPT, 4, marks=(Mark(64, 300.0),)) for number in range(8)])

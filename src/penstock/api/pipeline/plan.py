@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from penstock.router.policy import Hints, PlacedMark
 from penstock.text.formats.grammar import after_reasoning, tool_grammar
 from penstock.text.formats.make import make_parser, opens_reasoning, visible_tokens
 from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT
-from penstock.text.marks import MAX_PLACES, Place
+from penstock.text.marks import Place
 from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import EncodedChat, Memo
@@ -139,7 +139,8 @@ async def plan_chat(
     prompt_field = chat.fields[-1].partition("[")[0]  # it has all messages
     check = partial(_room, model, prompt_field, max_tokens=chat.max_tokens, clips=chat.clips)
     marks = _still_there(hints.marks, chat.left_out) if hints.marks else ()
-    encoded = await _encode(model, chat, tenant, context, key, memo, check, places=_places(marks))
+    places = _places(marks)
+    encoded = await _encode(model, chat, tenant, context, key, memo, check, places=list(places.values()))
     reasoning_format = model.info.reasoning_parser
     tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
     is_inside = reasoning_format is not None and opens_reasoning(reasoning_format, encoded.ending)
@@ -161,7 +162,7 @@ async def plan_chat(
         hints,
         tenant,
         [(prompt_field, encoded.token_ids)],
-        marks=_lengths(marks, encoded),
+        marks=_lengths(marks, places, encoded),
         max_tokens=chat.max_tokens,
         clips=chat.clips,
         logprobs=chat.logprobs,
@@ -288,14 +289,18 @@ def _still_there(marks: Sequence[PlacedMark], left_out: slice) -> Sequence[Place
     ]
 
 
-def _places(marks: Sequence[PlacedMark]) -> list[Place]:
-    return [Place(mark.message, mark.characters) for mark in marks if mark.message is not None][-MAX_PLACES:]
+def _places(marks: Sequence[PlacedMark]) -> dict[float, Place]:
+    """The furthest place for each time: it includes the others."""
+    found: dict[float, Place] = {}
+    for mark in marks:
+        if mark.message is not None:
+            found[mark.seconds] = max(Place(mark.message, mark.characters), found.get(mark.seconds, Place(0, 0)))
+    return found
 
 
-def _lengths(marks: Sequence[PlacedMark], encoded: EncodedChat) -> list[Mark]:
-    """How many tokens each mark keeps."""
-    placed = [mark for mark in marks if mark.message is not None][-MAX_PLACES:]
-    found = [Mark(tokens, mark.seconds) for mark, tokens in zip(placed, encoded.marks, strict=True)]
+def _lengths(marks: Sequence[PlacedMark], places: Iterable[float], encoded: EncodedChat) -> list[Mark]:
+    """How many tokens are kept for each time."""
+    found = [Mark(tokens, seconds) for seconds, tokens in zip(places, encoded.marks, strict=True)]
     return [*found, *(Mark(len(encoded.token_ids), mark.seconds) for mark in marks if mark.message is None)]
 
 

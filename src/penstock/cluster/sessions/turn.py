@@ -151,8 +151,8 @@ class Turn:
     def reported(self, worker: str, sent: SessionTurn | None, report: PromptReport) -> None:
         """A worker has computed the prompt. `sent` has the session fields that it got; the report says whether it granted a lease."""
         if self.worker is None:
-            self.cached_tokens, self.retained = report.cached_tokens, report.retained
-        self.worker, self.tier = worker, report.tier
+            self.cached_tokens = report.cached_tokens
+        self.worker, self.retained, self.tier = worker, report.retained, report.tier
         if sent is not None and self.session is not None:
             if report.session == "open":
                 self.sessions.granted(self, self.session, worker, sent.epoch)
@@ -167,6 +167,7 @@ class Turn:
         """A worker has computed the prompt for another one, which will have the session and all that follows."""
         if self.worker is None:
             self.worker, self.cached_tokens = worker, report.cached_tokens
+            self.retained, self.tier = report.retained, report.tier
 
     def describe_session(self) -> dict[str, object] | None:
         """What the answer tells about the session; None for a request without one."""

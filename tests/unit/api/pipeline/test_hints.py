@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from front_end import at_once
 from penstock.api.openai.schema import (
+    MAX_SECONDS,
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
     AssistantMessage,
@@ -28,6 +29,7 @@ from penstock.api.pipeline.hints import (
     without_billing_header,
 )
 from penstock.api.pipeline.request import decode_body
+from penstock.kv.sessions import MAX_LEASE_SECONDS
 from penstock.router.policy import Hints, PlacedMark, SessionWish
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import DEFAULT_SESSION_SECONDS
@@ -245,6 +247,15 @@ def test_our_own_retention_keeps_the_answer_too() -> None:
     hints = chat(nvext={"cache_control": {"ttl": "1h"}, "retention_seconds": 8}, **others)
     assert hints == Hints(retention_seconds=8, marks=(PlacedMark(8),))
     assert hints.longest_retention == 8
+
+
+def test_no_spelling_asks_for_more_than_a_worker_grants() -> None:
+    spelled: list[dict[str, Any]] = [
+        {"prompt_cache_retention": "24h"},
+        {"prompt_cache_options": {"ttl": "12h"}},
+        {"nvext": {"retention_seconds": MAX_SECONDS}},
+    ]
+    assert max(chat(**fields).longest_retention for fields in spelled) == MAX_SECONDS == MAX_LEASE_SECONDS
 
 
 def placed(*marks: tuple[float, int | None, int]) -> tuple[PlacedMark, ...]:
