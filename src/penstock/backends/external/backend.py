@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -29,6 +30,7 @@ from penstock.backends.external.kv_events import BlockMirror, salt_of
 from penstock.config.engines import EngineSettings
 from penstock.fairness import RESERVED_PART, FairBudget, Share
 from penstock.grammar.compile_queue import CompileQueue
+from penstock.kv.rates import Rate
 from penstock.kv.sessions import Session, Sessions
 from penstock.wire.codec import pack_logprobs
 from penstock.wire.messages import (
@@ -57,6 +59,7 @@ log = logging.getLogger(__name__)
 # Expired sessions are ended this often. A busy engine that emits nothing is pinged this often.
 WATCH_SECONDS = 1.0
 MAX_SEED = 2**63 - 1
+MIN_MEASURED_TOKENS = 256
 
 
 class EventFeed(Protocol):
@@ -87,6 +90,8 @@ class _Generation:
         self.position = request.offset
         self.repeated = request.offset if request.grammar is not None and not self.is_complete else 0
         self.to_skip = request.token_ids[len(request.token_ids) - self.repeated :] if not self.only_prompt else ()
+        self.sent_at = math.nan
+        """When the engine got it; not a number if other generations ran there."""
         self.has_begun = False
         self.reported = False
         self.cached_tokens = 0
@@ -136,6 +141,7 @@ class ExternalBackend:
         self._clock = clock
         self._handovers = Handovers(engine, self._report, kv_patience, clock, time_of_day)
         self._reports: list[TransferReport] = []
+        self._prefill_rate = Rate()
         self._sessions = Sessions(None, max_sessions, session_grace)
         self._engine_sessions: dict[str, str] = {}
         self._feed: EventFeed | None = None
@@ -248,6 +254,8 @@ class ExternalBackend:
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
             sessions_evicted=self._sessions.evicted,
+            prefill_rate=self._prefill_rate.per_second,
+            pull_rate=self._handovers.rate.per_second,
             exports=self._handovers.exports,
             imports=self._handovers.imports,
             kv_host_blocks=0 if mirror is None else mirror.count("host"),
@@ -285,6 +293,8 @@ class ExternalBackend:
             return
         try:
             request = await self._engine_request(generation)
+            if len(self._open) == 1 and request.source is None:
+                generation.sent_at = self._clock()
             made = self._engine.generate(request) if request.source is None else self._handovers.generate(request, request.source)
             async with contextlib.aclosing(made) as chunks:
                 async for chunk in chunks:
@@ -364,11 +374,15 @@ class ExternalBackend:
 
     def _note(self, generation: _Generation, chunk: Chunk) -> None:
         """Reads what comes only once, with any chunk."""
-        if not generation.has_begun:
-            generation.has_begun = True
-            self._running += 1
+        is_first, generation.has_begun = not generation.has_begun, True
+        self._running += is_first
         if chunk.cached_tokens is not None and not generation.reported:
             generation.cached_tokens = min(chunk.cached_tokens, len(generation.request.token_ids))
+        if is_first and len(self._open) == 1 and not math.isnan(generation.sent_at):
+            now, computed = self._clock(), len(generation.request.token_ids) - generation.cached_tokens
+            # Of a short prompt, most is not the computing.
+            if computed >= MIN_MEASURED_TOKENS:
+                self._prefill_rate.measure(computed, now - generation.sent_at, now)
         if chunk.prompt_logprobs is not None:
             generation.prompt_logprobs = chunk.prompt_logprobs
 

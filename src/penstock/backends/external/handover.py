@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest, ExternalEngine, KvMoves
+from penstock.kv.rates import Rate
 from penstock.wire.errors import PenstockError
 from penstock.wire.messages import Export, Fault, KvSource, TransferReport
 
@@ -95,6 +96,7 @@ class Handovers:
         self.moves: KvMoves | None = None
         """Known after the engine's start."""
         self.imports = 0
+        self.rate = Rate()
         self._engine = engine
         self._report = report
         self._patience = patience
@@ -190,7 +192,9 @@ class Handovers:
         assert self.moves is not None
         pulled, self._reported_bytes = self._engine.pulled_bytes() - self._reported_bytes, self._engine.pulled_bytes()
         blocks = pulled // self.moves.block_bytes if self.moves.block_bytes else 0
-        self._report(TransferReport(source.transfer, "done", blocks, pulled, self._clock() - began))
+        now = self._clock()
+        self.rate.measure(pulled, now - began, now)
+        self._report(TransferReport(source.transfer, "done", blocks, pulled, now - began))
 
     def _expire(self, transfer: bytes) -> None:
         del self._leases[transfer]

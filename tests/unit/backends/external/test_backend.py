@@ -361,6 +361,21 @@ async def test_every_field_of_a_request_reaches_the_engine() -> None:
         assert request.session_id is None
 
 
+async def test_the_rate_of_prompts_is_measured_while_nothing_else_runs() -> None:
+    now = 0.0
+    async with running(replace(FACTS, context_length=4096), clock=lambda: now) as rig:
+        request = await rig.begin(submit(1, [1] * 1000))
+        now = 2.0
+        rig.say(request, chunk(5, cached_tokens=200))
+        await rig.until(lambda: bool(rig.deltas(1)))
+        assert rig.backend.stats().prefill_rate == pytest.approx(400)
+        other = await rig.begin(submit(2, [1] * 1000))
+        now = 100.0
+        rig.say(other, chunk(5, cached_tokens=0))
+        await rig.until(lambda: bool(rig.deltas(2)))
+        assert rig.backend.stats().prefill_rate == pytest.approx(400), "another one ran"
+
+
 TRANSFER = bytes(range(16))
 MOVES = replace(FACTS, moves=KvMoves("ticket", b"fingerprint", "tcp://127.0.0.1:1", 64))
 
