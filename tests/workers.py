@@ -14,6 +14,7 @@ from penstock.cluster.links.link import HEARTBEAT_SECONDS
 from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import WorkerPool
+from penstock.cluster.sessions.moves import SessionMoves
 from penstock.cluster.sessions.sessions import KEEP_ALIVE_SECONDS, Sessions
 from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
@@ -131,6 +132,9 @@ class FrontEnd:
     async def __aenter__(self) -> Self:
         for part in (self.pool, self.sessions, self.dispatcher):
             await self._stack.enter_async_context(part)
+        moves = SessionMoves(self.sessions, self.dispatcher)
+        self.dispatcher.on_draining = moves.begin
+        self._stack.push_async_callback(moves.close)
         if self._waits:
             async with asyncio.timeout(10):
                 await self.pool.wait_ready()

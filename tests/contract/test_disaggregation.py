@@ -466,20 +466,49 @@ async def test_a_request_that_kills_its_workers_is_found(tmp_path: Path, monkeyp
         assert both.front_end.dispatcher.suspects.deaths <= 4
 
 
-async def test_a_session_that_moves_brings_its_kv_along(tmp_path: Path) -> None:
+async def test_a_worker_pulls_what_another_one_has(tmp_path: Path) -> None:
     async with cluster(tmp_path, "a b", RouterSettings()) as both:
-        turn, _ = await both.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
-        home = turn.worker
-        assert home is not None
-        other = {"a": "b", "b": "a"}[home]
+        first, _ = await both.front_end.run(submit(1, 20, 3200))
+        home, other = ("a", "b") if first.worker == "a" else ("b", "a")
         both[home].runtime.drain()
         await until(lambda: both.member(home).link.draining)
-        turn, reader = await both.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
-        assert (turn.worker, turn.state, reader.tokens) == (other, "moved", expected(1, 20))
+        turn, reader = await both.front_end.run(submit(1, 20, 3200))
+        assert (turn.worker, reader.tokens) == (other, expected(1, 20))
         (request,) = both[other].submits
         assert request.source is not None
         assert (request.source.address, request.source.waits) == (f"unix:{home}.kv", False)
-        assert both.transfers.counts == {("session", "done"): 1}
+        assert both.transfers.counts == {("peer", "done"): 1}
+
+
+async def test_idle_sessions_leave_a_worker_that_drains_with_their_kv(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "a b", RouterSettings()) as both:
+        turns = [(await both.front_end.run(submit(n, 20, 3200), Hints(SessionWish(f"s{n}"))))[0] for n in range(4)]
+        home = turns[0].worker
+        assert home is not None
+        other = {"a": "b", "b": "a"}[home]
+        moved = [n for n in range(4) if turns[n].worker == home]
+        before = len(both[other].submits)
+        both[home].runtime.drain()
+        await until(lambda: both[home].simulator.stats().sessions == 0 and both[other].simulator.stats().sessions == 4)
+        assert not both[home].runtime.has_sessions
+        requests = both[other].submits[before:]
+        assert sorted(request.token_ids[:3200] for request in requests) == sorted(submit(n, 20, 3200).token_ids for n in moved)
+        for request in requests:
+            assert request.source is not None
+            assert (request.source.address, request.max_tokens) == (f"unix:{home}.kv", 0)
+        await until(lambda: both.front_end.sessions.is_idle)
+        for n in range(4):
+            turn, reader = await both.front_end.run(submit(n, 20, 3200), Hints(SessionWish(f"s{n}")))
+            assert (turn.worker, turn.state, reader.tokens) == (other, "open", expected(n, 20))
+        assert both.transfers.counts == {("session", "done"): len(moved)}
+
+
+async def test_a_worker_that_drains_waits_for_its_sessions_only_while_they_can_move(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "a", RouterSettings()) as alone:
+        await alone.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
+        assert alone["a"].runtime.has_sessions
+        alone["a"].runtime.drain()
+        await until(lambda: not alone["a"].runtime.has_sessions)
 
 
 async def test_a_worker_that_drains_hands_its_kv_over(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ class EmbeddedBackend:
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.ask(lambda engine: engine.close_session(session_id, epoch, frees=frees))
 
-    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
-        return await self._answer(lambda engine: engine.describe_sessions(session_ids)) or []
+    async def describe_sessions(self, session_ids: Sequence[str], *, with_tokens: bool = False) -> Sequence[SessionReport]:
+        return await self._answer(lambda engine: engine.describe_sessions(session_ids, with_tokens=with_tokens)) or []
 
     async def snapshot(self) -> Snapshot | None:
         return await self._answer(lambda engine: engine.snapshot())

@@ -267,8 +267,8 @@ class Simulator:
         if self._sessions.close(session_id, epoch, frees=frees):
             self._asked.set()
 
-    async def describe_sessions(self, session_ids: Items[str]) -> Items[SessionReport]:
-        return self._sessions.describe(session_ids, self._clock())
+    async def describe_sessions(self, session_ids: Items[str], *, with_tokens: bool = False) -> Items[SessionReport]:
+        return self._sessions.describe(session_ids, self._clock(), with_tokens=with_tokens)
 
     async def snapshot(self) -> Snapshot | None:
         return self._cache.snapshot()

@@ -38,6 +38,7 @@ from penstock.cluster.kv.transport import SocketTransport
 from penstock.cluster.links.security import LinkTls
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.cluster.pool import Member, WorkerPool
+from penstock.cluster.sessions.moves import SessionMoves
 from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.config.commands import FrontEndSettings, ServeSettings, WorkerSettings
@@ -111,7 +112,7 @@ async def run_worker(settings: WorkerSettings) -> int:
             runtime.hand_over()
             await _until(lambda: runtime.is_idle, HAND_OVER_SECONDS)
         # Those who take over pull the KV from here.
-        await _until(lambda: not runtime.owes_kv or stop.is_cut, KV_HAND_OVER_SECONDS)
+        await _until(lambda: not (runtime.owes_kv or runtime.has_sessions) or stop.is_cut, KV_HAND_OVER_SECONDS)
         await server.close()
         await _close(runtime, transport)
     log.info("%s has ended", settings.name)
@@ -270,6 +271,9 @@ async def _open_cluster(settings: FrontEndSettings, models: Models, transcripts:
     sessions = Sessions(store, pool, quota=settings.sessions_per_key, on_end=transcripts.forget)
     await stack.enter_async_context(sessions)
     await stack.enter_async_context(dispatcher)
+    moves = SessionMoves(sessions, dispatcher)
+    dispatcher.on_draining = moves.begin
+    stack.push_async_callback(moves.close)
     return Cluster(pool, router, dispatcher, sessions, store)
 
 

@@ -425,6 +425,8 @@ class Dispatcher:
         self._watch: asyncio.Task[None] | None = None
         self.migrations: Counter[str] = Counter()
         self.transfers = Transfers(clock)
+        self.on_draining: Callable[[Member], None] = lambda _: None
+        """Called when a worker takes no more work."""
         self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, clock)
         # By model and lane: how many wait at workers, and who waits here with none there.
         self._unbegun: Counter[tuple[str, str]] = Counter()
@@ -544,6 +546,7 @@ class Dispatcher:
                 self._router.load_snapshot(member.name, report)
             case Draining():
                 log.info("worker %s is draining and gets no new generations", member.name)
+                self.on_draining(member)
 
     def _stepped(self, member: Member, step: Step) -> None:
         self._router.report(member.name, step.stats)

@@ -165,9 +165,9 @@ class Engine:
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> bool:
         return self.sessions.close(session_id, epoch, frees=frees)
 
-    def describe_sessions(self, session_ids: Iterable[str]) -> list[SessionReport]:
+    def describe_sessions(self, session_ids: Iterable[str], *, with_tokens: bool = False) -> list[SessionReport]:
         """Reports on the known ones of these sessions."""
-        return self.sessions.describe(session_ids, self._clock())
+        return self.sessions.describe(session_ids, self._clock(), with_tokens=with_tokens)
 
     def take_events(self) -> KvEvents | None:
         """The KV events since the last call; None when there are none."""

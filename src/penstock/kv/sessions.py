@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from penstock.kv.cache import KVCache
-from penstock.kv.radix import Lease, Node
+from penstock.kv.radix import Key, Lease, Node
 from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import SessionReport, SessionState, SessionTurn
 
@@ -70,6 +73,16 @@ class Session:
             tier="device" if self.pages else None,
         )
 
+    def with_tokens(self, report: SessionReport) -> SessionReport:
+        """With the tokens of the longest path that it leases."""
+        node = max(self.lease.nodes, key=lambda node: node.depth, default=None)
+        keys: list[Key] = []
+        while node is not None and node.parent is not None:
+            keys.append(node.key)
+            node = node.parent
+        token_ids = tuple(itertools.chain.from_iterable(reversed(keys)))
+        return structs.replace(report, token_ids=token_ids, root=b"" if node is None else node.name, lane=self.lane)
+
 
 class Sessions:
     """At most `max_sessions` at a time. `grace_seconds` is added to every timeout: a live front end closes its sessions before that.
@@ -100,10 +113,11 @@ class Sessions:
     def get(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
 
-    def describe(self, session_ids: Iterable[str], now: float) -> list[SessionReport]:
+    def describe(self, session_ids: Iterable[str], now: float, *, with_tokens: bool = False) -> list[SessionReport]:
         """Reports on the known ones of these sessions."""
         sessions = [self._sessions.get(session_id) for session_id in session_ids]
-        return [session.report(now, self._grace_seconds) for session in sessions if session is not None]
+        reports = [(session, session.report(now, self._grace_seconds)) for session in sessions if session is not None]
+        return [session.with_tokens(report) if with_tokens else report for session, report in reports]
 
     @property
     def leases(self) -> list[Lease]:

@@ -369,11 +369,12 @@ class SessionQuery(Struct, frozen=True, tag="session_query"):
 
     number: int
     ids: tuple[str, ...]
+    with_tokens: bool = False
 
 
 class SessionReport(Struct, frozen=True, array_like=True, gc=False):
     """What a worker knows about a session. `expires_in` is None while a turn is active. `tier` is the slowest that has a part of its KV;
-    None without any."""
+    None without any. If asked for, it has the tokens whose KV the session leases, with the `root` and the `lane` of their Submit."""
 
     id: str
     epoch: int
@@ -385,6 +386,9 @@ class SessionReport(Struct, frozen=True, array_like=True, gc=False):
     generated_tokens: int
     expires_in: float | None = None
     tier: Tier | None = None
+    token_ids: tuple[int, ...] = ()
+    root: bytes = b""
+    lane: str = ""
 
 
 class SessionReports(Struct, frozen=True, tag="session_reports"):

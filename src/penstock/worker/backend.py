@@ -75,8 +75,8 @@ class Backend(Protocol):
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         """Ends a session now or when its last active turn ends, see CloseSession. An unknown one, or one of another epoch, is ignored."""
 
-    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
-        """Reports on the known ones of these sessions."""
+    async def describe_sessions(self, session_ids: Sequence[str], *, with_tokens: bool = False) -> Sequence[SessionReport]:
+        """Reports on the known ones of these sessions, with their tokens if the engine has them."""
 
     async def snapshot(self) -> Snapshot | None:
         """All blocks that are cached now; None from an engine without KV events."""

@@ -213,6 +213,11 @@ class WorkerRuntime:
         return len(self._transfers)
 
     @property
+    def has_sessions(self) -> bool:
+        """Whether a front end may still move sessions from here, with their KV. It closes those that it has moved."""
+        return bool(self.ports and self.model.kv_fingerprint) and self._backend.stats().sessions > 0
+
+    @property
     def owes_kv(self) -> bool:
         """Whether other workers pull KV from here, or may still do so for a generation that was handed over."""
         return bool(self._handed_over) or self._backend.stats().exports > 0
@@ -370,7 +375,7 @@ class WorkerRuntime:
             task.add_done_callback(tasks.discard)
 
     async def _describe_sessions(self, port: FrontEndPort, query: SessionQuery) -> None:
-        reports = await self._backend.describe_sessions(query.ids)
+        reports = await self._backend.describe_sessions(query.ids, with_tokens=query.with_tokens)
         port.announce(SessionReports(query.number, tuple(reports)))
 
     def _begin_snapshot(self, port: FrontEndPort) -> None:

@@ -207,8 +207,8 @@ class Tap:
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.backend.close_session(session_id, epoch)
 
-    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
-        return await self.backend.describe_sessions(session_ids)
+    async def describe_sessions(self, session_ids: Sequence[str], *, with_tokens: bool = False) -> Sequence[SessionReport]:
+        return await self.backend.describe_sessions(session_ids, with_tokens=with_tokens)
 
     async def snapshot(self) -> Snapshot | None:
         return await self.backend.snapshot()

@@ -81,7 +81,7 @@ class HandDriven:
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.closed_sessions.append((session_id, epoch))
 
-    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+    async def describe_sessions(self, session_ids: Sequence[str], *, with_tokens: bool = False) -> Sequence[SessionReport]:
         reports = await self._ask()
         assert isinstance(reports, list)
         return reports

@@ -235,7 +235,7 @@ class ExternalBackend:
         self._sessions.close(session_id, epoch, frees=frees)
         self._end_engine_sessions()
 
-    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+    async def describe_sessions(self, session_ids: Sequence[str], *, with_tokens: bool = False) -> Sequence[SessionReport]:  # noqa: ARG002, it has none
         return self._sessions.describe(session_ids, self._clock())
 
     async def snapshot(self) -> Snapshot | None:

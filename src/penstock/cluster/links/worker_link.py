@@ -255,7 +255,7 @@ class WorkerLink(LinkProtocol):
         if not self.lost.done():
             self._write_soon(encode_frame(SnapshotRequest()))
 
-    async def describe_sessions(self, session_ids: Sequence[str]) -> Sequence[SessionReport]:
+    async def describe_sessions(self, session_ids: Sequence[str], *, with_tokens: bool = False) -> Sequence[SessionReport]:
         """The worker's reports about these sessions. Unknown ones are left out; empty when the link is lost."""
         if self.lost.done():
             return ()
@@ -263,7 +263,7 @@ class WorkerLink(LinkProtocol):
         number = self._next_query
         answer: asyncio.Future[Sequence[SessionReport]] = self._loop.create_future()
         self._queries[number] = answer
-        self._write_soon(encode_frame(SessionQuery(number, tuple(session_ids))))
+        self._write_soon(encode_frame(SessionQuery(number, tuple(session_ids), with_tokens)))
         try:
             return await answer
         finally:

@@ -114,6 +114,11 @@ class Sessions:
             session.settling += 1
             self._spawn(self._settle(session), "end of a session's turn")
 
+    def idle_at(self, worker: str) -> list[Session]:
+        """The sessions at this worker without a running turn, the most recently used first."""
+        idle = [session for session in self._expiries if session.binding.worker == worker]
+        return sorted(idle, key=lambda session: session.binding.timeout - self._expiries.priority(session))
+
     def is_open(self, session: Session) -> bool:
         """This incarnation has not ended."""
         return self._sessions.get(session.key) is session
