@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 
 from penstock.config.front_end import Policy, RouterSettings
 from penstock.router.index import KvFeed, PrefixIndex
-from penstock.router.moving import MIN_MOVED_BLOCKS, Move, MoveReason, Place, Prompt, choose_prefill, choose_source
+from penstock.router.moving import MIN_MOVED_BLOCKS, UNMEASURED_PREFILL_RATE, Move, MoveReason, Place, Prompt, choose_prefill, choose_source
 from penstock.router.policy import Decision, Preference, RouteRequest, WorkerView, choose
 from penstock.wire.messages import KvEvents, ModelInfo, Snapshot, WorkerStats
 
@@ -36,6 +36,14 @@ class _Worker:
     feed: KvFeed | None
     load: WorkerLoad
     stats: WorkerStats = field(default_factory=WorkerStats)
+
+    def saved_by_loading(self) -> tuple[float, float]:
+        """The share of the time to compute a block that loading it from host memory, and from the disk, saves."""
+        stats = self.stats
+        compute = self.model.block_size / (stats.prefill_rate or UNMEASURED_PREFILL_RATE)
+        host = self.model.kv_block_bytes / stats.host_rate if stats.host_rate else compute
+        disk = host + (self.model.kv_block_bytes / stats.disk_rate if stats.disk_rate else 0.0)
+        return max(0.0, 1 - host / compute), max(0.0, 1 - disk / compute)
 
     @property
     def kin(self) -> bytes:
@@ -127,7 +135,8 @@ class Router:
         if (len(candidates) > 1 and (policy or self.settings.policy) == "kv") or self._can_move(candidates[0].name):
             names = prompt() if callable(prompt) else prompt
         overlaps = self.index.overlaps(names, self._clock()) if names else {}
-        view = [self._view(candidate, overlaps.get(candidate.name, 0)) for candidate in candidates]
+        usable = self._with_tiers(names, overlaps) if names else overlaps
+        view = [self._view(candidate, usable.get(candidate.name, 0)) for candidate in candidates]
         first = self._workers.get(candidates[0].name)
         model = first.model.name if first is not None else ""
         turn = self._turns[model]
@@ -151,6 +160,20 @@ class Router:
             return None
         prompt = Prompt(blocks + 1, known.model.block_size)
         return choose_source(self._place(worker, overlap), prompt, [self._place(source, blocks)], "drain", margin=1.0)
+
+    def _with_tiers(self, names: Sequence[bytes], overlaps: Mapping[str, int]) -> Mapping[str, int]:
+        """The overlap of each worker, with the blocks that it can load from its host memory or its disk. Such a block counts as much as
+        loading it saves of the time that computing it takes."""
+        tiered = [(name, worker) for name, worker in self._workers.items() if worker.stats.kv_host_total]
+        if not tiered:
+            return overlaps
+        now, usable = self._clock(), dict(overlaps)
+        in_host, on_disk = self.index.overlaps(names, now, "host"), self.index.overlaps(names, now, "disk")
+        for name, worker in tiered:
+            device, host = overlaps.get(name, 0), in_host.get(name, 0)
+            from_host, from_disk = worker.saved_by_loading()
+            usable[name] = device + int((host - device) * from_host + (on_disk.get(name, 0) - host) * from_disk)
+        return usable
 
     def _needs_partner(self, worker: str) -> bool:
         """Whether it cannot compute a prompt itself."""

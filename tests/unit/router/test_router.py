@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from msgspec import structs
 
 from penstock.config.front_end import RouterSettings
 from penstock.router.policy import Decision
 from penstock.router.router import Assignment, Candidate, Router
-from penstock.wire.messages import BlocksStored, Capability, KvEvents, ModelInfo, Snapshot, WorkerStats
+from penstock.wire.messages import BlocksStored, Capability, KvEvents, ModelInfo, Snapshot, Tier, WorkerStats
 
 WORKERS = ["a", "b", "c", "d"]
 CANDIDATES = [Candidate(name) for name in WORKERS]
@@ -229,3 +230,28 @@ def test_each_model_has_its_own_round_robin(router: Router) -> None:
             assert decision is not None
             placed[decision.worker] += 1
     assert placed == {"x": 2, "y": 2, "a": 2, "b": 2}
+
+
+def test_blocks_below_the_device_count_as_much_as_loading_them_saves(clock: Clock) -> None:
+    """A block takes 0.8 ms to compute. One worker has 10 blocks on its device, another 40 in host memory, a third all 100 on disk."""
+    names = chain("prefix", 100)
+    told = {"a": (10, 0, 0), "b": (0, 40, 0), "c": (0, 0, 100)}
+
+    def chosen(host_seconds: float, disk_seconds: float) -> str:
+        router = Router(RouterSettings(), clock, random.Random(1).random)
+        for worker, counts in told.items():
+            router.join(worker, structs.replace(model(), kv_block_bytes=2_000_000))
+            tiers: tuple[Tier, ...] = ("device", "host", "disk")
+            events = [BlocksStored(b"", tuple(names[:count]), tier) for tier, count in zip(tiers, counts, strict=True) if count]
+            router.load_snapshot(worker, Snapshot(0, tuple(events)))
+            rates = 2_000_000 / host_seconds, 2_000_000 / disk_seconds
+            router.report(worker, WorkerStats(prefill_rate=20_000, kv_host_total=1000, host_rate=rates[0], disk_rate=rates[1]))
+        decision = router.choose([Candidate(name) for name in told], names, 101)
+        assert decision is not None
+        router.check_integrity()
+        return decision.worker
+
+    assert chosen(0.000_08, 0.000_1) == "c"
+    assert chosen(0.000_08, 0.000_6) == "b"
+    assert chosen(0.000_7, 0.000_7) == "a"
+    assert chosen(0.001, 0.001) == "a"
