@@ -131,7 +131,7 @@ async def test_it_wakes_from_idleness_for_work_and_for_the_end_of_a_lease() -> N
             backend.submit(make_submit(number, random_prompt(1, 40), 3, session=session))
             await receiver.until(lambda number=number: generation_id(number) in receiver.terminals)  # type: ignore[misc]
             await receiver.until(lambda: backend.stats().sessions == 0)
-            assert backend.stats().kv_blocks_cached == 0, "nobody asked; its lease ran out"
+            assert backend.stats().kv_blocks_leased == 0, "nobody asked; its lease ran out"
 
 
 async def test_an_idle_engine_closes_a_session_at_once_and_tells_so() -> None:
