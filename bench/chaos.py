@@ -66,25 +66,34 @@ class Chaos:
                 self._thaw(process)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(KILL_EVERY)
-            workers = list(self._server.children("worker").values())
+            workers = list(self._server.children("worker").items())
             self._random.shuffle(workers)
-            if workers:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    workers[0].kill()
-                    self.killed += 1
-                    self.faults.append(time.perf_counter())
-                    self._frozen.pop(workers[0].pid, None)
-            for process in workers[1:2]:
-                if process.pid not in self._frozen:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(signal.SIGSTOP)
-                        self.frozen += 1
-                        self.faults.append(time.perf_counter())
-                        self._frozen[process.pid] = process
-                        loop.call_later(self._freeze_seconds, self._thaw, process)
+            self.strike(workers)
+
+    def strike(self, workers: list[tuple[str, psutil.Process]]) -> None:
+        """What happens every KILL_EVERY seconds, to these workers in random order."""
+        for _, process in workers[:1]:
+            self.kill(process)
+        for _, process in workers[1:2]:
+            self.freeze(process)
+
+    def kill(self, process: psutil.Process) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            self.killed += 1
+            self.faults.append(time.perf_counter())
+            self._frozen.pop(process.pid, None)
+
+    def freeze(self, process: psutil.Process) -> None:
+        if process.pid not in self._frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
+                self.frozen += 1
+                self.faults.append(time.perf_counter())
+                self._frozen[process.pid] = process
+                asyncio.get_running_loop().call_later(self._freeze_seconds, self._thaw, process)
 
     def _thaw(self, process: psutil.Process) -> None:
         if self._frozen.pop(process.pid, None) is not None:

@@ -149,6 +149,10 @@ def _kv_blocks(reading: ClusterReading) -> Samples:
     return {(worker, state): count for state in states for worker, count in _of_workers(reading, f"kv_blocks_{state}").items()}
 
 
+def _transfers_held(reading: ClusterReading) -> Samples:
+    return {(worker, side): count for side in ("export", "import") for worker, count in _of_workers(reading, f"{side}s").items()}
+
+
 def _tier_blocks(reading: ClusterReading) -> Samples:
     places = [(tier, state) for tier in ("host", "disk") for state in ("blocks", "total")]
     samples = {(*place, worker): count for place in places for worker, count in _of_workers(reading, f"kv_{'_'.join(place)}").items()}
@@ -211,6 +215,8 @@ DECLARATIONS = (
     # What each worker holds, and what it has counted since its start.
     Declaration("gauge", "penstock_kv_blocks", ("name", "state"), lambda _, reading: _kv_blocks(reading),
         "KV blocks of a worker. used: by generations; cached: kept for reuse; leased: of both, under a lease; total: all."),
+    Declaration("gauge", "penstock_kv_transfers_held", ("name", "side"), lambda _, reading: _transfers_held(reading),
+        "Transfers of KV that a worker has open. export: others pull from it; import: it pulls."),
     Declaration("gauge", "penstock_kv_tier_blocks", ("name", "tier", "state"), lambda _, reading: _tier_blocks(reading),
         "KV blocks of a worker below its device. host: in host memory; disk: on disk. stored: there now; total: that have room."),
     Declaration("counter", "penstock_kv_tier_events", ("name", "tier", "event"), lambda _, reading: _tier_events(reading),
