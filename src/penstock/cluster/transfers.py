@@ -89,6 +89,8 @@ class Transfers:
     durations: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
     """Those on which the target has reported, by their length."""
     seconds: float = 0.0
+    _busy_until: dict[str, float] = field(default_factory=dict)
+    """By worker: when it should have sent and received all that was begun."""
 
     def begin(
         self, owner: Owner, source: Member, target: Member, reason: MoveReason, expected_seconds: float, name: bytes = b""
@@ -96,7 +98,9 @@ class Transfers:
         """`name` is an id that the source knows already."""
         now = self.clock()
         identity = name or secrets.token_bytes(TRANSFER_ID_BYTES)
-        transfer = Transfer(identity, owner, source, target, reason, now, now + patience(expected_seconds), waits=reason == "prefill")
+        waits = reason == "prefill"
+        deadline = now + patience(expected_seconds) if waits else self._deadline(source, target, expected_seconds)
+        transfer = Transfer(identity, owner, source, target, reason, now, deadline, waits)
         self.open[identity] = transfer
         return transfer
 
@@ -115,7 +119,14 @@ class Transfers:
     def was_computed(self, transfer: Transfer, expected_seconds: float) -> None:
         """The source has computed all blocks: this is what is left of the transfer."""
         transfer.waits = False
-        transfer.deadline = self.clock() + patience(expected_seconds)
+        transfer.deadline = self._deadline(transfer.source, transfer.target, expected_seconds)
+
+    def _deadline(self, source: Member, target: Member, expected_seconds: float) -> float:
+        """Transfers of one worker share its link: those before it take their time first. A drain begins hundreds at once."""
+        now = self.clock()
+        begins = min(now + LEASE_SECONDS, max(now, *[self._busy_until.get(worker.name, now) for worker in (source, target)]))
+        self._busy_until[source.name] = self._busy_until[target.name] = begins + expected_seconds
+        return begins + patience(expected_seconds)
 
     def use(self, transfer: Transfer) -> None:
         """Its generation has begun at the target, which reports the end of the transfer before that, or together with it."""
@@ -134,6 +145,7 @@ class Transfers:
 
     def left(self, member: Member) -> list[Owner]:
         """This worker was lost. What it moved is ended at the other end, which computes instead. Returns the owners of that."""
+        self._busy_until.pop(member.name, None)
         lost = [each for each in self.open.values() if each.target is member or (each.source is member and not each.has_arrived)]
         for transfer in lost:
             self.end(transfer, "lost")
