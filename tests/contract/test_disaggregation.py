@@ -235,6 +235,16 @@ async def test_a_marked_prompt_is_written_once_and_kept_by_both(tmp_path: Path) 
         assert [both[name].simulator.stats().kv_blocks_leased for name in "pd"] == [PROMPT // 16] * 2
 
 
+async def test_a_key_is_bound_to_the_worker_that_decodes(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        await both.front_end.run(submit(1, 20, PROMPT), Hints(affinity="key"))
+        await until(lambda: both.front_end.sessions.is_idle)
+        turn = both.front_end.turn(Hints(affinity="key"))
+        await both.front_end.sessions.begin(turn, "simulator")
+        assert turn.affinity is not None
+        assert turn.affinity.worker == "d"
+
+
 async def test_what_needs_no_decoding_goes_to_a_prefill_worker(tmp_path: Path) -> None:
     async with cluster(tmp_path, "p d") as both:
         await both.front_end.run(submit(1, 1, PROMPT))
@@ -343,6 +353,8 @@ async def test_without_its_first_token_the_decode_worker_computes(
     async with cluster(tmp_path, "p d") as both:
         reader, task = await in_prefill(both, outcome)
         fails(both["p"])
+        await until(lambda: bool(both["d"].submits))
+        assert both.member("d").link.reserved == 0, "it has its place, and no second one"
         await finished(task)
         assert reader.tokens == expected(1, 200)
         (request,) = both["d"].submits
