@@ -35,6 +35,10 @@ def leased(workers: list[Worker]) -> int:
     return sum(worker.simulator.stats().kv_blocks_leased for worker in workers)
 
 
+def cached(workers: list[Worker]) -> int:
+    return sum(worker.simulator.stats().kv_blocks_cached for worker in workers)
+
+
 def longer(request: Submit, number: int) -> Submit:
     """The next turn: the transcript so far, and a new message."""
     answer = expected(request.seed, request.max_tokens)
@@ -158,13 +162,14 @@ async def test_a_session_expires_after_the_end_of_its_last_turn(tmp_path: Path) 
         turn, _ = await running
         assert turn.state == "open"
         assert held(workers) == 1
+        kept = cached(workers)
         await until(lambda: held(workers) == 0)
         assert front_end.sessions.counts["expired"] == 2
         assert leased(workers) == 0
+        assert cached(workers) == kept, "expiry takes the lease and frees nothing"
         turn, _ = await front_end.run(submit(3), wish())
         assert turn.state == "unknown"
         assert leased(workers) == 0
-        assert sum(worker.simulator.stats().kv_blocks_cached for worker in workers) > 0, "expiry takes the lease and frees nothing"
 
 
 async def test_the_worker_ends_the_sessions_of_a_dead_front_end(tmp_path: Path) -> None:

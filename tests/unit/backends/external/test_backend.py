@@ -28,6 +28,7 @@ from penstock.wire.messages import (
     Grammar,
     KvEvents,
     KvSource,
+    Mark,
     ModelInfo,
     PromptReport,
     Segment,
@@ -344,6 +345,15 @@ async def test_a_generation_that_another_worker_completed_needs_no_engine(gramma
         assert rig.terminals(1) == [Finish("length")]
         assert not rig.engine.requests
         assert (rig.backend.stats().running, rig.backend.stats().kv_blocks_used) == (0, 0)
+
+
+async def test_marks_are_a_wish_and_nothing_is_reported_as_kept() -> None:
+    async with running() as rig:
+        request = await rig.begin(submit(1, marks=(Mark(2, 60.0),)))
+        assert request.is_retained
+        rig.say(request, chunk(5, cached_tokens=1, finish="length"))
+        await rig.until(lambda: bool(rig.terminals(1)))
+        assert [delta.prompt for delta in rig.deltas(1)] == [PromptReport(1)]
 
 
 async def test_every_field_of_a_request_reaches_the_engine() -> None:
