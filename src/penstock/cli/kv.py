@@ -34,7 +34,7 @@ def open_transport(settings: WorkerSettings, backend: Backend, runtime: WorkerRu
     except ConfigError as error:
         if settings.kv_listen is not None:
             raise
-        log.warning("other workers cannot pull KV from this one: %s", error)
+        log.warning("no KV moves from or to this worker: %s", error)
         return None
     engine.connect(transport)
     runtime.move_kv(str(place), engine.fingerprint, engine.memory.layout.slot_bytes)

@@ -315,6 +315,8 @@ class WorkerSettings(ProcessSettings):
         found = []
         if isinstance(self.listen, TcpAddress) and not is_loopback(self.listen.host) and self.link_tls.cert is None:
             found.append(f"prompts and answers on the links of --listen {self.listen}: {USE_LINK_TLS}")
+        if isinstance(self.kv_listen, TcpAddress) and not is_loopback(self.kv_listen.host) and self.link_tls.cert is None:
+            found.append(f"KV on --kv-listen {self.kv_listen}: {USE_LINK_TLS}")
         return found + unencrypted_store(self.store)
 
     def check_engine(self) -> None:

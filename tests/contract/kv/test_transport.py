@@ -173,14 +173,15 @@ def test_another_secret_is_refused(workers: Workers) -> None:
 
 
 def test_transfers_take_turns(workers: Workers) -> None:
-    """A short transfer behind a long one ends long before it."""
+    """A short transfer behind two long ones ends before them. Those end in the order in which they began: none waits for the other."""
     here, there = DictEngine(500, 16_384), DictEngine(500, 16_384)
-    long, short = names_of(400), names_of(10, "short")
-    there.store([*long, *short])
-    there_transport, here_transport = workers.start(there), workers.start(here)
-    first, second = source_of(there_transport, 1), source_of(there_transport, 2)
-    here_transport.pull(first, long, list(range(400)))
-    here_transport.pull(second, short, list(range(400, 410)))
-    assert here.until_ended(first.transfer) == ""
-    assert [transfer for transfer, _ in here.ended] == [second.transfer, first.transfer]
-    assert all(here.memory.holds(slot, name) for slot, name in enumerate([*long, *short]))
+    first, second, short = names_of(200), names_of(200, "second"), names_of(10, "short")
+    there.store([*first, *second, *short])
+    there_transport, here_transport = workers.start(there), workers.start(here, streams=1)
+    sources = [source_of(there_transport, number) for number in range(3)]
+    for source, names, start in zip(sources, (first, second, short), (0, 200, 400), strict=True):
+        here_transport.pull(source, names, list(range(start, start + len(names))))
+    for source in sources:
+        assert here.until_ended(source.transfer) == ""
+    assert [transfer for transfer, _ in here.ended] == [sources[2].transfer, sources[0].transfer, sources[1].transfer]
+    assert all(here.memory.holds(slot, name) for slot, name in enumerate([*first, *second, *short]))

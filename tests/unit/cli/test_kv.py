@@ -42,6 +42,13 @@ def test_a_host_that_means_all_is_no_place_to_pull_from() -> None:
         kv_place(worker("--listen=unix:/tmp/w.sock", "--kv-listen=tcp://0.0.0.0:1"))
 
 
+def test_kv_in_the_clear_is_named() -> None:
+    assert any(
+        "KV on --kv-listen tcp://10.0.0.7:1" in each for each in worker("--listen=unix:/w", "--kv-listen=tcp://10.0.0.7:1").unencrypted()
+    )
+    assert worker("--listen=unix:/w", "--kv-listen=tcp://127.0.0.1:1").unencrypted() == []
+
+
 def test_faults_reach_the_workers_of_serve() -> None:
     given = TransferFaults(drop=0.05, stall=0.05, corrupt=0.05, kill=0.01, seed=3)
     loaded = load(["serve", "--engine=simulator", f"--fault={given}"], {})
