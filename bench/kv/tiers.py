@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import statistics
 import sys
@@ -29,10 +30,33 @@ import aiohttp
 from servers import Process, serving
 from sessions import ask, words
 
-BLOCK = 16
+BLOCK, TEMPLATE = 16, 16
 # An 8B model in bfloat16 on an H200: prompts at 20,000 tokens a second, 128 KiB of KV per token, a bus of 50 GB/s, a disk of 5 GB/s.
 RATES = ["--prefill-rate=20000", "--prefill-budget=2048", "--step-ms=10", "--kv-host-gbps=400", "--kv-disk-gbps=40"]
 BLOCK_BYTES = 2 * 2**20
+# One token each for most tokenizers.
+COMMON = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "was",
+    "for",
+    "that",
+    "it",
+    "with",
+    "as",
+    "his",
+    "on",
+    "be",
+    "at",
+    "by",
+    "had",
+    "not",
+    "are",
+)
 MIN_REUSE, MIN_SPEEDUP, MIN_KEPT = 0.95, 3.0, 0.90
 
 
@@ -75,8 +99,12 @@ class Work:
 
     @property
     def blocks(self) -> int:
-        """What all conversations need at their end."""
-        return self.agents * (self.prompt + self.turns * (self.tool + self.answer)) // BLOCK
+        """What all conversations need at their end, with a few tokens per message for the chat template."""
+        return self.agents * (self.prompt + self.turns * (self.tool + self.answer + TEMPLATE)) // BLOCK
+
+
+def common_words(seed: int, count: int) -> str:
+    return " ".join(random.Random(seed).choices(COMMON, k=count))
 
 
 async def take_turns(server: Process, work: Work, agents: Sequence[Agent], rounds: range) -> Turns:
@@ -86,7 +114,8 @@ async def take_turns(server: Process, work: Work, agents: Sequence[Agent], round
     async def turn(http: aiohttp.ClientSession, agent: Agent, number: int) -> None:
         seed = agent.number * 1000 + number
         length = work.tool if agent.messages else work.prompt
-        content = f"{agent.number} {words(40_000_000 + seed, length)}"
+        text = words(40_000_000 + seed, length) if work.model == "simulator" else common_words(seed, length)
+        content = f"{agent.number} {text}"
         agent.messages.append({"role": "user", "content": content})
         session = {"session_control": {"session_id": f"agent-{agent.number}", "timeout": 600, "action": "open"}}
         body = {"model": work.model, "messages": agent.messages, "max_tokens": work.answer, "seed": seed, "nvext": session}
@@ -156,7 +185,9 @@ async def reuse(arguments: argparse.Namespace) -> bool:
 
 async def embedded(arguments: argparse.Namespace) -> bool:
     model = [f"--model={arguments.model}"] if arguments.model else []
-    work = Work(agents=8, prompt=arguments.embedded_prompt, tool=32, answer=16, turns=3, at_once=1, model=arguments.name)
+    work = Work(
+        agents=arguments.embedded_agents, prompt=arguments.embedded_prompt, tool=32, answer=8, turns=3, at_once=1, model=arguments.name
+    )
     return await compare(work, ["--engine=embedded", "--device=cpu", f"--served-name={arguments.name}", *model], arguments.host_gib)
 
 
@@ -208,6 +239,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=8000)
     parser.add_argument("--model", help="directory of the embedded engine's model")
     parser.add_argument("--name", default="bench")
+    parser.add_argument("--embedded-agents", type=int, default=8)
     parser.add_argument("--embedded-prompt", type=int, default=400)
     parser.add_argument("--host-gib", type=float, default=2.0)
     arguments = parser.parse_args()

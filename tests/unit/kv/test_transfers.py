@@ -768,7 +768,7 @@ class Tier(Nearby):
         self.worker = worker
         self.most = most
         self.names: set[bytes] = set()
-        self.fails = False
+        self.fails = self.is_slow = False
         self.pulls: dict[bytes, tuple[Items[bytes], Items[int]]] = {}
 
     @property
@@ -785,6 +785,8 @@ class Tier(Nearby):
         pass
 
     def poll(self) -> None:
+        if self.is_slow:
+            return
         pulls, self.pulls = self.pulls, {}
         for transfer, (names, slots) in pulls.items():
             for name, slot in zip(names, slots, strict=True):
@@ -860,6 +862,20 @@ def test_two_generations_load_the_same_blocks_once() -> None:
     d.submit(1, prompt)
     d.submit(2, prompt)
     assert len(tier.pulls) == 1
+    d.run(hub)
+    assert [d.sequences[number].cached_tokens for number in (1, 2)] == [40, 40]
+
+
+def test_a_load_is_not_interrupted_by_a_generation_that_waits_for_pages() -> None:
+    hub, _, d = two_workers(pages=16)
+    first, second = prompt_of(1, 41), prompt_of(2, 41)
+    tier = d.transfers.nearby = Tier(d)
+    tier.names.update([*block_hashes(first, SIZE), *block_hashes(second, SIZE)])
+    tier.is_slow = True
+    d.submit(1, first)
+    d.submit(2, second)
+    d.step()
+    tier.is_slow = False
     d.run(hub)
     assert [d.sequences[number].cached_tokens for number in (1, 2)] == [40, 40]
 
