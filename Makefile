@@ -86,6 +86,9 @@ bench-cluster: setup ## Measure faults, routing, sessions and tokenizing; a few 
 	$(BIN)/python bench/sessions.py share
 	$(BIN)/python bench/sessions.py guess
 	$(BIN)/python bench/transcripts.py
+	$(BIN)/python bench/kv/chaos.py
+	$(BIN)/python bench/kv/drain.py
+	$(BIN)/python bench/kv/interference.py
 
 bench-api: setup ## Measure tool parsing and long prompts under load, what waiting clients hear, stalls of the event loop, and a hostile key.
 	$(BIN)/python bench/api.py parsing
