@@ -83,7 +83,7 @@ class Client:
             while True:
                 try:
                     metrics = (await self.http.get(f"{self.url}/metrics")).text
-                    if all(f'worker="{name}"' in metrics for name in names):
+                    if all(f'name="{name}"' in metrics for name in names):
                         return
                 except httpx.HTTPError:
                     pass
