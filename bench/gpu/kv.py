@@ -9,12 +9,14 @@ An 8B-shaped model with random weights needs no download and about 60 GB of GPU 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import faulthandler
 import itertools
 import logging
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,11 +27,14 @@ from typing import Any
 import torch
 from msgspec import structs
 
+# The folder of this script: there `kv` would be the script itself.
+sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 from gpu.engine import GREEDY, TINY, make_engine, random_weights, requests, run
 from gpu.long_prompt import GB, Bench, finish, first_token, load, say
+from kv.engines import Worker, disaggregated, started, tokens_of
 from penstock.engine import page_copies
 from penstock.engine.attention import KVStore
 from penstock.engine.engine import Engine
@@ -38,7 +43,7 @@ from penstock.engine.model import Model
 from penstock.engine.page_copies import PageCopies
 from penstock.engine.page_memory import checksum
 from penstock.engine.shape import ModelShape
-from penstock.wire.messages import Submit
+from penstock.wire.messages import Fetch, KvSource, Submit
 
 PAGE = 16
 FOR_EVER = 1e6
@@ -429,6 +434,50 @@ def kv_bytes_equal(first: Engine, second: Engine, tokens: Sequence[int]) -> bool
     return torch.equal(*strips)
 
 
+# Another worker.
+
+
+def measure_transfer(bench: Bench, model: Model, kind: str) -> dict[str, Any]:
+    """A long prompt is computed by one worker and continued by another one, over the real transport. The tokens are those of the first worker
+    when it continues itself. Then a third worker pulls all blocks at once."""
+    length, budget = (16_016, 8192) if bench.device.type == "cuda" else (336, 128)
+    blocks = length // PAGE
+
+    def make() -> Engine:
+        return make_engine(model, 2 * blocks, token_budget=budget, staging_slots=blocks)
+
+    tokens = tuple(random.Random(5).choices(range(model.shape.vocab_size), k=length))
+    row = asyncio.run(transfer(kind, make, Submit(b"r" * 16, tokens, 32, 0, sampling=GREEDY)))
+    say(f"   {shown(row)}")
+    assert row["tokens equal"] == 32
+    assert row["blocks"] == blocks
+    return row
+
+
+async def transfer(kind: str, make: Callable[[], Engine], request: Submit) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        first, second, third = workers = await started(kind, directory, [make] * 3)
+        made = tokens_of(await disaggregated(first, second, request, b"t" * 16))
+        rest = structs.replace(request, id=b"s" * 16, token_ids=(*request.token_ids, made[0]), offset=1)
+        own = tokens_of(await first.answer(rest))
+        await second.until(lambda: bool(second.reports))
+        moved = second.reports[0]
+        row: dict[str, Any] = {"over": kind, "blocks": moved.blocks, "MB": moved.size / 1e6, "beside computing, s": moved.seconds}
+        row["tokens equal"] = sum(a == b for a, b in zip(made, [made[0], *own], strict=True))
+        row["pulled at once, GB/s"] = await pull_rate(third, first, request)
+        for worker in workers:
+            await worker.close()
+    return row
+
+
+async def pull_rate(target: Worker, source: Worker, request: Submit) -> float:
+    target.backend.fetch(Fetch(KvSource(b"u" * 16, source.address), request.token_ids, 10.0))
+    await target.until(lambda: bool(target.reports))
+    (report,) = target.reports
+    assert report.outcome == "done", report
+    return report.size / report.seconds / GB
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -452,6 +501,8 @@ def main() -> None:
     model, _ = load(bench, bench.sizes.shape)
     parts.run("tokens", 15, lambda: check_tokens(bench, model))
     parts.run("a prefix of 16,000 tokens", 20, lambda: measure_prefix(bench, model))
+    for kind in ("shared memory", "TCP"):
+        parts.run(f"from another worker, {kind}", 20, partial(measure_transfer, bench, model, kind))
     kinds = [("save", False), ("save", True), ("load", False)]
     for batch in (8, 64, 256) if device.type == "cuda" else (4,):
         parts.run(f"decoding, batch {batch}", 20, partial(measure_decoding, bench, model, batch, kinds))

@@ -202,16 +202,16 @@ class EmbeddedKv:
         self._ask(lambda engine: engine.connect(transport))
 
     def export(self, transfer: bytes, names: Sequence[bytes], *, waits: bool) -> None:
-        self._ask(lambda engine: engine.transfers.export(transfer, names, waits=waits))
+        self._ask(lambda engine: engine.moves.export(transfer, names, waits=waits))
 
     def release(self, transfer: bytes) -> None:
-        self._ask(lambda engine: engine.transfers.release(transfer))
+        self._ask(lambda engine: engine.moves.release(transfer))
 
     def arrived(self, transfer: bytes, blocks: int) -> None:
-        self._ask(lambda engine: engine.transfers.arrived(transfer, blocks))
+        self._ask(lambda engine: engine.moves.arrived(transfer, blocks))
 
     def pull_ended(self, transfer: bytes, failure: str) -> None:
-        self._ask(lambda engine: engine.transfers.pull_ended(transfer, failure))
+        self._ask(lambda engine: engine.moves.pull_ended(transfer, failure))
 
 
 def _set(answered: asyncio.Future[None]) -> None:

@@ -97,12 +97,15 @@ def load_engine(
     budget = settings.token_budget or (CPU_TOKEN_BUDGET if device.type == "cpu" else GPU_TOKEN_BUDGET)
     pages = _known_pages(settings, checkpoint.shape, device) or _pages_in(kv_memory_left(settings, device), checkpoint.shape, dtype)
     host_slots = _host_slots(settings, checkpoint.shape, dtype)
-    config = narrowed(settings, EngineConfig, context_length=context_length, kv_pages=pages, token_budget=budget, host_slots=host_slots)
+    # On a CPU other workers read and write the pages themselves.
+    staging_slots = 0 if device.type == "cpu" else min(pages, int(settings.kv_staging_memory * GIB) // _page_bytes(checkpoint.shape, dtype))
+    sizes = {"kv_pages": pages, "host_slots": host_slots, "staging_slots": staging_slots}
+    config = narrowed(settings, EngineConfig, context_length=context_length, token_budget=budget, **sizes)
     end_ids = checkpoint.end_ids | {tokenizer.end_id}
     vocab_size = min(tokenizer.vocab_size, checkpoint.shape.vocab_size)
     compiler = None if tokenizer.definition is None else GrammarCompiler(tokenizer.definition, vocab_size, end_ids)
     engine = Engine(config, model, end_ids, vocab_size, compiler, time.monotonic)
-    if engine.copies is not None:
+    if engine.copies is not None and host_slots:
         size = engine.copies.slots.layout.slot_bytes
         disk = settings.kv_disk
         engine.use_tiers(None if disk is None else DiskTier(disk, engine.fingerprint(), size, int(settings.kv_disk_size * GIB)))

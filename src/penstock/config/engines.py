@@ -185,6 +185,12 @@ class EmbeddedSettings(TierSettings):
     kv_memory: float | None = _kv_memory(None)
     kv_blocks: int | None = _kv_blocks(None)
     gpu_memory_utilization: float | None = _gpu_memory_utilization(None)
+    kv_staging_memory: float = setting(
+        2.0,
+        "pinned host memory through which KV goes from a GPU to other workers and back. What does not fit is computed; 0: no KV moves",
+        unit="GIB",
+        minimum=0,
+    )
     max_batch: int = _max_batch(256)
     token_budget: int | None = setting(
         None,
@@ -205,7 +211,8 @@ class EngineConfig(SessionSettings):
 
     A step computes at most `token_budget` tokens, of prompts and answers together: the longer a step, the longer everybody waits for the
     next token. `reproducible`: the same rounding for any batch, as far as the matrix library can. `host_slots`: blocks of KV that have a
-    place in host memory.
+    place in host memory. `staging_slots`: more such places, for blocks on their way to and from other workers. Without them pages are
+    written and read in place, which only a CPU can.
     """
 
     context_length: int
@@ -215,6 +222,7 @@ class EngineConfig(SessionSettings):
     token_budget: int = CPU_TOKEN_BUDGET
     reproducible: bool = EmbeddedSettings.reproducible
     host_slots: int = 0
+    staging_slots: int = 0
 
 
 @dataclass(frozen=True)

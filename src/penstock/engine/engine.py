@@ -26,6 +26,7 @@ from penstock.kv.cache import KVCache
 from penstock.kv.moving import KvTransport, SlotMemory
 from penstock.kv.rates import Rate
 from penstock.kv.sessions import Sessions
+from penstock.kv.staging import Staging
 from penstock.kv.tiers import BlockFiles, HostTier, Tiers
 from penstock.kv.transfers import Transfers
 from penstock.wire.codec import pack_logprobs
@@ -85,9 +86,14 @@ class Engine:
         self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device, config.reproducible)
         self._builder = BatchBuilder(config.page_size, model.device)
         self.sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
-        self.memory: SlotMemory | None = self._store.memory
+        slots = config.host_slots + config.staging_slots
+        self.copies = None if not slots else PageCopies(self._store, HostSlots(self._store, slots))
+        """Between pages and host memory; None without host memory."""
+        self.memory: SlotMemory | None = self._store.memory if self.copies is None or not config.staging_slots else self.copies.slots
         """What a transport may touch; None if it may not."""
         self.transfers = Transfers(self._cache, clock, 0 if self.memory is None else self.memory.layout.slot_bytes)
+        self.moves: Transfers | Staging = self.transfers
+        """What a transport speaks to."""
         self._scheduler: Scheduler[SampledSequence] = Scheduler(self._cache, self.sessions, config.max_batch, self.transfers)
         self._sampler = Sampler(self._end_ids)
         self._masks = MaskPool(self._vocab_size)
@@ -96,8 +102,6 @@ class Engine:
         self._memory_failures = 0
         self.prefill_rate = Rate()
         """Tokens of prompts per second."""
-        self.copies = None if not config.host_slots else PageCopies(self._store, HostSlots(self._store, config.host_slots))
-        """Between pages and host memory; None without host memory."""
         self.tiers: Tiers | None = None
         self._files: BlockFiles | None = None
         # How long the last step took, by the bits of its number of rows.
@@ -123,7 +127,8 @@ class Engine:
     def use_tiers(self, files: BlockFiles | None) -> None:
         """From now on KV that the device has no room for goes to host memory, and from there to these files."""
         assert self.copies is not None
-        memory = self.copies.slots
+        # The others are for transfers.
+        memory = self.copies.slots.first(self._config.host_slots)
         size = memory.layout.slot_bytes
         # On a CPU a step makes all copies that are queued. A GPU makes them beside its steps.
         copying = (CPU_COPY_BYTES if self.model.device.type == "cpu" else GPU_COPY_BYTES) // size
@@ -140,6 +145,10 @@ class Engine:
     def connect(self, transport: KvTransport) -> None:
         """From now on KV can move."""
         self.transfers.transport = transport
+        if self._config.staging_slots and self.copies is not None:
+            first = self._config.host_slots
+            staging = Staging(self.transfers, transport, self.copies, range(first, first + self._config.staging_slots))
+            self.moves = self.transfers.transport = staging
 
     def submit(self, request: Submit) -> None:
         """Queues a generation, whose id is not in use. One that can never run gets its fault with the next step."""
@@ -195,6 +204,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is in one place and all holders of pages are known."""
         self._scheduler.check_integrity(sequence for sequence, _ in self._compiling.values())
+        self.moves.check_integrity()
         if self.tiers is not None:
             self.tiers.check_integrity(self.sessions.leases)
 

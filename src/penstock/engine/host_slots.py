@@ -7,12 +7,13 @@ import os
 import weakref
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from penstock.engine.attention import KVStore
 from penstock.engine.page_memory import checksum
-from penstock.kv.moving import SlotLayout
+from penstock.kv.moving import SlotLayout, SlotMemory
 
 
 class HostSlots:
@@ -41,10 +42,23 @@ class HostSlots:
     def checksum(self, strips: Sequence[memoryview]) -> int:
         return checksum(strips)
 
+    def first(self, slots: int) -> SlotMemory:
+        """The first ones of these slots, for one who may use no others."""
+        return _FirstSlots(self, slots)
+
     def close(self) -> None:
         """No copy is under way, and nobody uses a view any more. Also done when nobody has this object any more."""
         self._release()
         self.file = -1
+
+
+class _FirstSlots:
+    file = -1
+
+    def __init__(self, slots: HostSlots, count: int) -> None:
+        self.layout = msgspec.structs.replace(slots.layout, slots=count)
+        self.views = slots.views
+        self.checksum = slots.checksum
 
 
 def _pin(memory: Tensor) -> int:

@@ -46,16 +46,16 @@ class DirectKv:
         self.engine.connect(transport)
 
     def export(self, transfer: bytes, names: Sequence[bytes], *, waits: bool) -> None:
-        self.engine.transfers.export(transfer, names, waits=waits)
+        self.engine.moves.export(transfer, names, waits=waits)
 
     def release(self, transfer: bytes) -> None:
-        self.engine.transfers.release(transfer)
+        self.engine.moves.release(transfer)
 
     def arrived(self, transfer: bytes, blocks: int) -> None:
-        self.engine.transfers.arrived(transfer, blocks)
+        self.engine.moves.arrived(transfer, blocks)
 
     def pull_ended(self, transfer: bytes, failure: str) -> None:
-        self.engine.transfers.pull_ended(transfer, failure)
+        self.engine.moves.pull_ended(transfer, failure)
 
 
 class Cluster:
@@ -87,7 +87,11 @@ class Cluster:
         self.reports += engine.transfers.take_reports()
 
     def move(self) -> None:
+        """What is on its way goes on: an engine steps while copies are under way."""
         self.event()
+        for engine in (self.p, self.d):
+            if engine.copies is not None and engine.copies.is_busy:
+                self.answers[engine].step(engine)
         self.hub.move()
 
     @property
@@ -194,6 +198,23 @@ def test_the_bytes_of_the_kv_are_the_same() -> None:
     for source, target in copies:
         assert [bytes(strip) for strip in ours.views(target)] == [bytes(strip) for strip in theirs.views(source)]
         assert any(any(strip) for strip in ours.views(target))
+
+
+@pytest.mark.parametrize(("slots", "blocks"), [(30, 8), (8, 8), (5, 5), (1, 1)])
+def test_the_tokens_are_the_same_through_host_memory(slots: int, blocks: int) -> None:
+    """As on a GPU, where a transport cannot touch a page. What host memory has no room for is computed."""
+
+    def make() -> Engine:
+        return make_engine(token_budget=48, host_slots=4, staging_slots=slots)
+
+    request = make_submit(1, random_prompt(3, 141), 30, sampling=SAMPLED, seed=5)
+    cluster = Cluster(make)
+    assert tokens_of(cluster.generate(request)) == tokens_of(alone(make, request))
+    assert cluster.hub.copied == blocks
+    told = cluster.answers[cluster.d].deltas[request.id][0].prompt
+    assert told is not None
+    assert told.cached_tokens == blocks * 16
+    assert [report.outcome for report in cluster.reports] == ["done" if blocks == 8 else "failed"]
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
@@ -349,10 +370,27 @@ def test_a_fault_at_any_time_changes_no_token(fault: Callable[[Cluster], None], 
     run(cluster.d, [])
 
 
+@pytest.mark.parametrize("at", [1, 5, 9, 13])
+@pytest.mark.parametrize("fault", [lose_prefill, corrupt, evict, crowd, end_early])
+def test_a_fault_at_any_time_changes_no_token_through_host_memory(fault: Callable[[Cluster], None], at: int) -> None:
+    def make() -> Engine:
+        return make_engine(token_budget=32, kv_pages=18, staging_slots=12)
+
+    request = make_submit(1, random_prompt(3, 141), 12, sampling=SAMPLED, seed=8)
+    cluster = Cluster(make, lambda cluster, event: fault(cluster) if event == at else None)
+    assert tokens_of(cluster.generate(request, most=2000)) == tokens_of(alone(make, request))
+    run(cluster.d, [])
+
+
+@pytest.mark.parametrize("slots", [0, 12])
 @pytest.mark.parametrize("at", range(0, 22, 2))
-def test_a_cancel_at_any_time_leaves_nothing(at: int) -> None:
+def test_a_cancel_at_any_time_leaves_nothing(at: int, slots: int) -> None:
     request = make_submit(1, random_prompt(3, 141), 12)
-    cluster = Cluster(lambda: make_engine(token_budget=32), lambda cluster, event: cluster.cancel(request) if event == at else None)
+
+    def make() -> Engine:
+        return make_engine(token_budget=32, staging_slots=slots)
+
+    cluster = Cluster(make, lambda cluster, event: cluster.cancel(request) if event == at else None)
     cluster.generate(request)
 
 
