@@ -33,12 +33,14 @@ from penstock.engine.host_slots import HostSlots
 # Bytes of the buffer on a GPU, for each direction, and the part of the KV memory that it may be. All that a step has room for fits in.
 MAX_STAGING_BYTES = 256 * 2**20
 MAX_STAGING_PART = 1 / 64
-# The part of a step in which saves may run: nobody waits for them. They are still several times as fast as prompts are computed.
-SAVE_SHARE = 0.2
-# The same for loads. A request waits for them.
+# The part of the time of steps that saves may take: nobody waits for them. They are still faster than an H200 computes prompts.
+SAVE_SHARE = 0.1
+# Saves wait until they may take this long: starting them takes the engine's thread a third of a millisecond.
+SAVE_SECONDS = 0.0025
+# The part of a step that loads may take. A request waits for them.
 LOAD_SHARE = 0.5
 # An engine with nothing to compute starts copies for this long at once. A step that comes then waits no longer for its inputs.
-IDLE_SECONDS = 0.01
+IDLE_SECONDS = 0.005
 
 MEASUREMENTS = 4
 
@@ -94,13 +96,34 @@ def _find_batch_copy() -> BatchCopy | None:
     return copy
 
 
+class Pace:
+    """How many pages may be started in a step: as many as take a share of its time. Less than `least_seconds` is saved up for a later one.
+
+    `seconds_per_page` is measured at the start.
+    """
+
+    def __init__(self, share: float, least_seconds: float = 0.0) -> None:
+        self._share, self._least_seconds = share, least_seconds
+        self._saved_up = 0.0
+        self.seconds_per_page = 0.0
+
+    def room(self, step_seconds: float, under_way: int) -> int:
+        """`under_way` pages were started before and have not ended. If there are none, there is room for one at least, sooner or later."""
+        seconds = max(step_seconds * self._share, min(self._saved_up + step_seconds * self._share, self._least_seconds))
+        if seconds < self._least_seconds:
+            self._saved_up = seconds
+            return 0
+        self._saved_up = 0.0
+        return max(int(seconds / self.seconds_per_page) - under_way, 0 if under_way else 1)
+
+
 class _Lane:
     """The copies of one direction, in the order of their calls. `pages` and `slots` are [number, strips of a page, words]."""
 
     is_save: bool
 
-    def __init__(self, pages: Tensor, slots: Tensor, piece: int) -> None:
-        self._pages, self._slots, self._piece = pages, slots, piece
+    def __init__(self, pages: Tensor, slots: Tensor, piece: int, pace: Pace) -> None:
+        self._pages, self._slots, self._piece, self.pace = pages, slots, piece, pace
         self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None  # type: ignore[no-untyped-call]
         self._staging = torch.empty((piece, *pages.shape[1:]), dtype=pages.dtype, device=pages.device) if pages.is_cuda else None
         self._copy_many = _find_batch_copy() if pages.is_cuda else None
@@ -108,7 +131,6 @@ class _Lane:
         self._marks: list[torch.cuda.Event] = []
         self.queue: deque[_Copy] = deque()
         self.running: deque[_Piece] = deque()
-        self.seconds_per_page = 0.0
 
     def start(self, most: int) -> None:
         """Starts copies of at most so many pages."""
@@ -124,12 +146,11 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             self._launch_all(most)
 
-    def room(self, seconds: float) -> int:
-        """How many pages can be copied in this time, beside those under way. At least one, if there are none."""
-        if self._stream is None:
-            return sys.maxsize
-        under_way = sum([len(piece.pages) for piece in self.running])
-        return max(int(seconds / self.seconds_per_page) - under_way, 0 if under_way else 1)
+    def start_in(self, step_seconds: float) -> None:
+        """Starts what fits into a step of this length; on a CPU, all."""
+        if self.queue:
+            under_way = sum([len(piece.pages) for piece in self.running])
+            self.start(sys.maxsize if self._stream is None else self.pace.room(step_seconds, under_way))
 
     def take_ended(self) -> Iterator[_Piece]:
         while self.running and _is_passed(self.running[0].is_done):
@@ -233,7 +254,8 @@ class PageCopies:
         pages = store.strips.transpose(0, 1)
         staging = min(MAX_STAGING_BYTES, int(pages.nbytes * MAX_STAGING_PART))
         piece = max(1, min(staging // slots.layout.slot_bytes, len(pages), slots.layout.slots))
-        self._saves, self._loads = _Saves(pages, slots.tensor, piece), _Loads(pages, slots.tensor, piece)
+        self._saves = _Saves(pages, slots.tensor, piece, Pace(SAVE_SHARE, SAVE_SECONDS))
+        self._loads = _Loads(pages, slots.tensor, piece, Pace(LOAD_SHARE))
         self._measure(range(piece))
 
     @property
@@ -243,11 +265,11 @@ class PageCopies:
     @property
     def save_rate(self) -> float:
         """Bytes per second, measured at the start."""
-        return self.slots.layout.slot_bytes / self._saves.seconds_per_page
+        return self.slots.layout.slot_bytes / self._saves.pace.seconds_per_page
 
     @property
     def load_rate(self) -> float:
-        return self.slots.layout.slot_bytes / self._loads.seconds_per_page
+        return self.slots.layout.slot_bytes / self._loads.pace.seconds_per_page
 
     def save(self, pages: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> None:
         """Queues a copy of each page to the slot at the same place. `on_end` is called by `poll`."""
@@ -271,13 +293,12 @@ class PageCopies:
             torch.cuda.current_stream(self._device).wait_event(readers[-1])
 
     def start(self, step_seconds: float) -> None:
-        """Starts as many of the queued copies as fit into a step of this length, at least one page; on a CPU, all of them.
+        """Starts as many of the queued copies as a step of this length has room for; on a CPU, all of them.
 
         Call it when the step's inputs are on their way to the device, and after pages that were allocated are wiped.
         """
-        for lane, share in ((self._loads, LOAD_SHARE), (self._saves, SAVE_SHARE)):
-            if lane.queue:
-                lane.start(lane.room(step_seconds * share))
+        self._loads.start_in(step_seconds)
+        self._saves.start_in(step_seconds)
 
     def poll(self) -> None:
         """Calls `on_end` of all copies that have ended."""
@@ -288,7 +309,8 @@ class PageCopies:
 
     def wait(self) -> None:
         """Starts copies and waits on the host for a part of them. For an engine that has nothing to compute."""
-        self.start(IDLE_SECONDS)
+        self._loads.start_in(IDLE_SECONDS / LOAD_SHARE)
+        self._saves.start_in(IDLE_SECONDS / SAVE_SHARE)
         for lane in (self._loads, self._saves):
             if lane.running and (mark := lane.running[0].is_done) is not None:
                 mark.synchronize()
@@ -310,7 +332,7 @@ class PageCopies:
                 lane.start(len(numbers))
                 lane.synchronize()
                 seconds = max(1e-9, time.perf_counter() - began) / len(numbers)
-                lane.seconds_per_page = min(lane.seconds_per_page or seconds, seconds)
+                lane.pace.seconds_per_page = min(lane.pace.seconds_per_page or seconds, seconds)
                 list(lane.take_ended())
 
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock.engine.attention import KVStore
 from penstock.engine.host_slots import HostSlots
-from penstock.engine.page_copies import PageCopies
+from penstock.engine.page_copies import Pace, PageCopies
 from penstock.engine.page_memory import checksum
 from penstock.engine.shape import ModelShape
 
@@ -114,6 +114,27 @@ def test_a_copy_that_is_larger_than_a_step_has_room_for_goes_on_in_the_next() ->
         assert ended == known
     assert [bytes(copies.slots.views(slot)[0]) for slot in (*range(10), 20, 10)] == before
     copies.close()
+
+
+def test_copies_take_their_share_of_the_time_and_no_more() -> None:
+    pace = Pace(0.25)
+    pace.seconds_per_page = 0.001
+    assert pace.room(0.040, 0) == 10
+    assert pace.room(0.040, 4) == 6
+    assert pace.room(0.040, 12) == 0
+    # Nothing is saved up, and nothing waits for ever: a page that takes longer than the share is copied alone.
+    assert pace.room(0.002, 0) == 1
+    assert pace.room(0.0, 0) == 1
+    assert pace.room(0.002, 1) == 0
+
+
+def test_small_shares_are_saved_up() -> None:
+    pace = Pace(0.1, 0.0025)
+    pace.seconds_per_page = 0.0001
+    # Two steps of 10 ms have 2 ms for copies, the third makes it enough; then it begins again.
+    assert [pace.room(0.010, 0) for _ in range(6)] == [0, 0, 25, 0, 0, 25]
+    # A long step has its whole share, and no more than that.
+    assert [pace.room(0.010, 0), pace.room(0.100, 0), pace.room(0.010, 0)] == [0, 100, 0]
 
 
 def test_making_copies_changes_no_page() -> None:
