@@ -350,13 +350,19 @@ def measure_decoding(bench: Bench, model: Model, batch: int, kinds: Sequence[tup
         # The mean, since not every step has copies, without the slowest steps: the host is disturbed now and then.
         off, on = (statistics.mean(sorted(times[key])[: -len(times[key]) // 20]) * 1e3 for key in (False, True))
         row: dict[str, Any] = {"batch": batch, "copies": kind, "slots": "scattered" if is_scattered else "neighbours"}
-        row |= {"step, ms": off, "with copies, ms": on, "slower": on / off - 1}
+        row |= {"step, ms": off, "with copies, ms": on, "slower": slower(times[False], times[True])}
         row |= {"p90, ms": nth(times[False], 0.9), "p90 with copies, ms": nth(times[True], 0.9)}
         row["GB/s"] = pages_copied * engine.copies.slots.layout.slot_bytes / seconds / GB
         say(f"   {shown(row)}")
         found.append(row)
     engine.close()
     return found
+
+
+def slower(off: list[float], on: list[float], turn: int = 12) -> float:
+    """The median of all turns: each against the one before it, without copies. The speed of the host changes from second to second."""
+    starts = range(0, len(off), turn)
+    return statistics.median([sum(on[at : at + turn]) / sum(off[at : at + turn]) for at in starts]) - 1
 
 
 def nth(times: list[float], part: float) -> float:

@@ -205,10 +205,14 @@ def test_the_tokens_are_the_same_through_host_memory(slots: int, blocks: int) ->
     """As on a GPU, where a transport cannot touch a page. What host memory has no room for is computed."""
 
     def make() -> Engine:
-        return make_engine(token_budget=48, host_slots=4, staging_slots=slots)
+        engine = make_engine(token_budget=48, host_slots=4, staging_slots=slots)
+        engine.use_tiers(None)
+        return engine
 
     request = make_submit(1, random_prompt(3, 141), 30, sampling=SAMPLED, seed=5)
     cluster = Cluster(make)
+    # The tier and transfers have slots of their own.
+    assert cluster.p.stats().kv_host_total == 4
     assert tokens_of(cluster.generate(request)) == tokens_of(alone(make, request))
     assert cluster.hub.copied == blocks
     told = cluster.answers[cluster.d].deltas[request.id][0].prompt
