@@ -540,3 +540,20 @@ async def test_a_worker_that_drains_hands_its_kv_over(tmp_path: Path) -> None:
         await until(lambda: not old.runtime.owes_kv)
         assert owed == [True]
         assert both.transfers.counts == {("drain", "done"): len(moved)}
+
+
+async def test_half_a_prompt_leaves_a_worker_that_drains(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "a b", RouterSettings()) as both:
+        reader, task = both.front_end.start(submit(1, 20, 60_000))
+        await until(lambda: any(both.front_end.router.index.held(name)[0] > 100 for name in "ab"))
+        (old,), (new,) = [name for name in "ab" if both[name].submits], [name for name in "ab" if not both[name].submits]
+        assert not reader.tokens
+        both[old].runtime.drain()
+        both[old].runtime.hand_over()
+        await finished(task)
+        assert reader.tokens == expected(1, 20)
+        ((first,), (second,)) = both[old].submits, both[new].submits
+        assert second.source is not None
+        assert (second.source.transfer, second.source.address) == (first.id, f"unix:{old}.kv")
+        assert both.transfers.counts == {("drain", "done"): 1}
+        await until(lambda: not both[old].runtime.owes_kv)

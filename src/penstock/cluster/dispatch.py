@@ -380,8 +380,6 @@ class Production:
         self.forget_left_behind()
         if fault.code == "draining" and attempt.member.model.kv_fingerprint:
             self.left_behind = attempt
-            if self.mailbox.next_offset == attempt.started_at:
-                self.forget_left_behind()
 
     def hold(self, seconds: float) -> None:
         """Pauses it, and has it judged after that time, unless `end_hold` comes first."""
@@ -658,11 +656,12 @@ class Dispatcher:
         return self.transfers.begin(production, source, member, move.reason, move.seconds)
 
     def _inherit(self, production: Production, member: Member, decision: Decision) -> Transfer | None:
-        """The transfer from the worker that drains and has computed all of this generation's blocks."""
-        left_behind = production.left_behind
+        """The transfer from the worker that drains and has computed this generation's blocks: all of them if it has made a token."""
+        left_behind, there = production.left_behind, None
         assert left_behind is not None
-        there = (len(production.request.token_ids) + production.mailbox.next_offset - 1) // member.model.block_size
-        move = self._router.inherit(member.name, left_behind.member.name, decision.overlap, there)
+        if production.mailbox.next_offset > left_behind.started_at:
+            there = (len(production.request.token_ids) + production.mailbox.next_offset - 1) // member.model.block_size
+        move = self._router.inherit(decision, left_behind.member.name, there)
         if move is None or left_behind.member.link.lost.done():
             production.forget_left_behind()
             return None

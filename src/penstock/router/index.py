@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -165,6 +166,11 @@ class PrefixIndex:
             searches.append((having, middle + 1, high))
             searches.append((workers ^ having, low, middle))
         return found
+
+    def reported(self, worker: str, names: Sequence[bytes]) -> int:
+        """How many leading blocks of this chain the worker has on its device, without those that are only expected there."""
+        known = self._holdings[worker].known
+        return bisect_left(names, True, key=lambda name: name not in known)
 
     def held(self, worker: str) -> tuple[int, int]:
         """How many known and how many predicted blocks the worker has."""

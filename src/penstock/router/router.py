@@ -153,13 +153,16 @@ class Router:
         move = self._move(decision, blocks, overlaps, helpers, reason) if self._can_move(decision.worker) else None
         return structs.replace(decision, names=names, move=move)
 
-    def inherit(self, worker: str, source: str, overlap: int, blocks: int) -> Move | None:
-        """For a generation of so many full blocks that leaves a worker that drains: whether its new worker pulls them from there."""
-        known = self._workers.get(worker)
-        if known is None or known.model.kv_handover != "blocks" or not self._are_kin(worker, source):
+    def inherit(self, decision: Decision, source: str, blocks: int | None) -> Move | None:
+        """For a generation that leaves a worker that drains: whether its new worker pulls the full blocks from there. None of `blocks`: its
+        prompt was still being computed, and those count that the worker has reported."""
+        known = self._workers.get(decision.worker)
+        if known is None or known.model.kv_handover != "blocks" or not self._are_kin(decision.worker, source):
             return None
-        prompt = Prompt(blocks + 1, known.model.block_size)
-        return choose_source(self._place(worker, overlap), prompt, [self._place(source, blocks)], "drain", margin=1.0)
+        if blocks is None:
+            blocks = self.index.reported(source, decision.names)
+        prompt, target = Prompt(blocks + 1, known.model.block_size), self._place(decision.worker, decision.overlap)
+        return choose_source(target, prompt, [self._place(source, blocks)], "drain", margin=1.0)
 
     def _with_tiers(self, names: Sequence[bytes], overlaps: Mapping[str, int]) -> Mapping[str, int]:
         """The overlap of each worker, with the blocks that it can load from its host memory or its disk. Such a block counts as much as

@@ -131,9 +131,23 @@ def test_kv_moves_between_equal_workers_only(other: ModelInfo) -> None:
     decision = made.choose([Candidate("new")], NAMES, 100, helpers=["old"])
     assert decision is not None
     assert decision.move is None
-    assert made.inherit("new", "old", 0, 90) is None
-    assert made.inherit("new", "third", 0, 90) is not None
+    assert made.inherit(decision, "old", 90) is None
+    assert made.inherit(decision, "third", 90) is not None
     assert not made.prefill_choices
+
+
+def test_half_a_prompt_is_worth_half_and_what_is_only_expected_nothing() -> None:
+    made = router(old=model(), new=model())
+    sent = made.choose([Candidate("old")], NAMES, 100)
+    assert sent is not None
+    made.sent(sent, sent.names, 100)
+    decision = made.choose([Candidate("new")], NAMES, 100)
+    assert decision is not None
+    assert made.inherit(decision, "old", None) is None
+    has(made, "old", 50)
+    move = made.inherit(decision, "old", None)
+    assert move is not None
+    assert (move.overlap, move.reason) == (50, "drain")
 
 
 def test_who_computed_the_prompts_is_counted() -> None:
