@@ -150,7 +150,7 @@ class Router:
         if not names and not self._needs_partner(decision.worker):
             return decision
         reason: MoveReason = "session" if preferred_reason == "session" and preferred not in (None, decision.worker) else "peer"
-        move = self._move(decision, blocks, overlaps, helpers, reason) if self._can_move(decision.worker) else None
+        move = self._move(decision, blocks, names, overlaps, helpers, reason) if self._can_move(decision.worker) else None
         return structs.replace(decision, names=names, move=move)
 
     def inherit(self, decision: Decision, source: str, blocks: int | None) -> Move | None:
@@ -192,26 +192,44 @@ class Router:
         return one != other and known is not None and peer is not None and bool(known.kin) and known.kin == peer.kin
 
     def _move(
-        self, decision: Decision, blocks: int, overlaps: Mapping[str, int], helpers: Sequence[str], reason: MoveReason
+        self,
+        decision: Decision,
+        blocks: int,
+        names: Sequence[bytes],
+        overlaps: Mapping[str, int],
+        helpers: Sequence[str],
+        reason: MoveReason,
     ) -> Move | None:
         """Where blocks of the prompt come from, if not from the chosen worker itself."""
         chosen = decision.worker
         model = self._workers[chosen].model
         prompt, target = Prompt(blocks, model.block_size), self._place(chosen, decision.overlap)
         able = [self._place(name, overlaps.get(name, 0)) for name in helpers if self._are_kin(chosen, name)]
+        source = self._peer(prompt, target, names, overlaps, reason) if model.kv_handover == "blocks" else None
         if able:
             wish = self.settings.disaggregation
             if self._needs_partner(chosen):
                 wish, target = "always", structs.replace(target, overlap=0)
             choice, move = choose_prefill(target, prompt, able, wish)
+            if move is not None and source is not None and wish == "auto":
+                # What it can pull from a peer need not be computed.
+                instead = choose_prefill(structs.replace(target, overlap=source.overlap), prompt, able, wish)
+                choice, move = instead if instead[1] is None else (choice, move)
             self.prefill_choices[choice] += 1
             if move is not None:
                 return move
-        if model.kv_handover != "blocks":
-            return None
-        enough = decision.overlap + MIN_MOVED_BLOCKS
-        peers = [self._place(name, known) for name, known in overlaps.items() if known >= enough and self._are_kin(chosen, name)]
+        return source
+
+    def _peer(self, prompt: Prompt, target: Place, names: Sequence[bytes], overlaps: Mapping[str, int], reason: MoveReason) -> Move | None:
+        """The worker that has blocks which the target should pull. Blocks that are only expected there cannot be pulled."""
+        enough = target.overlap + MIN_MOVED_BLOCKS
+        able = [name for name, blocks in overlaps.items() if blocks >= enough and self._are_kin(target.name, name)]
+        peers = [self._place(name, self._reported(name, names, overlaps[name])) for name in able]
         return choose_source(target, prompt, peers, reason) if peers else None
+
+    def _reported(self, worker: str, names: Sequence[bytes], expected: int) -> int:
+        """How many leading blocks a worker has, as it has told; `expected` if it tells nothing."""
+        return expected if self._workers[worker].feed is None else self.index.reported(worker, names)
 
     def _place(self, worker: str, overlap: int) -> Place:
         known = self._workers[worker]

@@ -19,6 +19,7 @@ from penstock.router.moving import (
     compute_cost,
     pull_seconds,
 )
+from penstock.router.policy import Decision
 from penstock.router.router import Candidate, Router
 from penstock.wire.messages import BlocksStored, KvEvents, ModelInfo, Snapshot, WorkerStats
 
@@ -148,6 +149,23 @@ def test_half_a_prompt_is_worth_half_and_what_is_only_expected_nothing() -> None
     move = made.inherit(decision, "old", None)
     assert move is not None
     assert (move.overlap, move.reason) == (50, "drain")
+
+
+def test_what_a_peer_has_is_pulled_and_not_computed_by_a_prefill_worker() -> None:
+    made = router(p=model(), d=model(), peer=model())
+    for _ in range(8):
+        made.sent(Decision("d", "cost"), (), 1)
+    made.sent(Decision("peer", "cost"), NAMES, 100)
+    expected = made.choose([Candidate("d")], NAMES, 100, helpers=["p"])
+    assert expected is not None
+    assert expected.move is not None
+    assert (expected.move.worker, expected.move.reason) == ("p", "prefill"), "the peer has not computed it yet"
+    has(made, "peer", 99)
+    decision = made.choose([Candidate("d")], NAMES, 100, helpers=["p"])
+    assert decision is not None
+    assert decision.move is not None
+    assert (decision.move.worker, decision.move.reason) == ("peer", "peer")
+    assert made.prefill_choices == {"elsewhere": 1, "cached": 1}
 
 
 def test_who_computed_the_prompts_is_counted() -> None:
