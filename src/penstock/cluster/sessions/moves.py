@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 MAX_SESSIONS = 256
 AT_ONCE = 4
 MOVE_SECONDS = 5.0
-"""For all of them: the worker does not wait longer."""
+"""For those that are idle at one look: the worker does not wait longer."""
+LOOK_SECONDS = 0.5
 
 
 class SessionMoves:
@@ -48,7 +49,16 @@ class SessionMoves:
             await asyncio.wait(self._tasks)
 
     async def _move_all(self, member: Member) -> None:
-        idle = self._sessions.idle_at(member.name)
+        """Those that are idle now, and those whose turn ends there before the worker does."""
+        tried: set[Session] = set()
+        while not member.link.lost.done():
+            idle = [session for session in self._sessions.idle_at(member.name) if session not in tried]
+            tried.update(idle)
+            if idle:
+                await self._move_some(member, idle)
+            await asyncio.wait([member.link.lost], timeout=LOOK_SECONDS)
+
+    async def _move_some(self, member: Member, idle: list[Session]) -> None:
         is_possible = member.model.kv_fingerprint and self._sessions.pool.usable(member.model.name)
         moving = iter(idle[:MAX_SESSIONS] if is_possible else ())
         try:
@@ -65,26 +75,31 @@ class SessionMoves:
     async def _move_each(self, member: Member, sessions: Iterator[Session]) -> int:
         moved = 0
         for session in sessions:
-            epoch = session.binding.epoch
             for report in await member.link.describe_sessions([session.key], with_tokens=True):
                 if report.token_ids and not session.active and self._sessions.is_open(session):
-                    moved += await self._move(session, report)
-            if session.binding.worker != member.name:
-                member.link.close_session(session.key, epoch, frees=False)
+                    moved += await self._move(member, session, report)
         return moved
 
-    async def _move(self, session: Session, report: SessionReport) -> bool:
+    async def _move(self, member: Member, session: Session, report: SessionReport) -> bool:
         """Runs the turn. Returns whether it has finished."""
         binding = session.binding
-        turn = Turn(self._sessions, session.owner, Hints(SessionWish(binding.session, timeout=binding.timeout)))
+        turn = Turn(self._sessions, session.owner, Hints(SessionWish(binding.session, "continue", binding.timeout)))
         request = Submit(secrets.token_bytes(GENERATION_ID_BYTES), report.token_ids, 0, 0, root=report.root, lane=report.lane)
+        try:
+            await self._sessions.begin(turn, binding.model)
+            if turn.session is not session or session.active > 1 or session.binding.worker != member.name:
+                # It was closed, or it goes elsewhere with a turn of its client.
+                return False
+            return await self._run(binding.model, turn, request)
+        finally:
+            self._sessions.end(turn)
+
+    async def _run(self, model: str, turn: Turn, request: Submit) -> bool:
         doorbell = Doorbell()
         mailbox = Mailbox(doorbell)
-        await self._sessions.begin(turn, binding.model)
         try:
-            production = self._dispatcher.produce(binding.model, turn, request, mailbox)
+            production = self._dispatcher.produce(model, turn, request, mailbox)
         except GenerationFault:
-            self._sessions.end(turn)
             return False
         try:
             while not mailbox.ended:
@@ -93,4 +108,3 @@ class SessionMoves:
             return isinstance(mailbox.take()[1], Finish)
         finally:
             production.cancel()
-            self._sessions.end(turn)

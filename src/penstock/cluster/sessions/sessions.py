@@ -126,7 +126,7 @@ class Sessions:
     def granted(self, turn: Turn, session: Session, worker: str, epoch: int) -> None:
         """A worker has granted the lease, so the session is bound now. A lease at a place that the session left is given back."""
         if (worker, epoch) != session.place:
-            self._end_on_worker(worker, session.key, epoch)
+            self.end_on_worker(worker, session.key, epoch)
             return
         session.granted_epoch = epoch
         if session.bound_epoch != epoch and session.binding_task is None and self.is_open(session):
@@ -171,7 +171,7 @@ class Sessions:
         binding = await self.store.get(key)
         if binding is None or not await self.store.release(key, binding.epoch):
             return False
-        self._end_on_worker(binding.worker, key, binding.epoch, frees=True)
+        self.end_on_worker(binding.worker, key, binding.epoch, frees=True)
         self.counts["closed"] += 1
         if (session := self._sessions.get(key)) is not None:
             session.is_closing = True
@@ -204,7 +204,7 @@ class Sessions:
         if stored is not None and (session.bound_epoch is None or stored.epoch >= session.binding.epoch):
             worker, epoch = session.place
             if worker and epoch != stored.epoch:
-                self._end_on_worker(worker, key, epoch)
+                self.end_on_worker(worker, key, epoch)
             session.adopt(stored)
         if wish.action == "open":
             session.change_timeout(wish.timeout)
@@ -263,12 +263,12 @@ class Sessions:
         if winner is None:
             turn.state = "over_quota"
             self.counts["over_quota"] += 1
-            self._end_on_worker(binding.worker, session.key, binding.epoch)
+            self.end_on_worker(binding.worker, session.key, binding.epoch)
             self._forget(session)
         elif (winner.worker, winner.epoch) == (binding.worker, binding.epoch):
             session.bound_epoch = binding.epoch
         else:
-            self._end_on_worker(binding.worker, session.key, binding.epoch)
+            self.end_on_worker(binding.worker, session.key, binding.epoch)
             session.adopt(winner)
 
     async def _bind_affinity(self, turn: Turn, key: str, known: Binding | None, worker: str) -> None:
@@ -316,10 +316,10 @@ class Sessions:
     def _abandon(self, session: Session, *, frees: bool = False) -> None:
         """Ends this incarnation. The worker ends the lease after the last active turn, and only if the epoch is this one."""
         worker, epoch = session.place
-        self._end_on_worker(worker, session.key, epoch, frees=frees)
+        self.end_on_worker(worker, session.key, epoch, frees=frees)
         self._forget(session)
 
-    def _end_on_worker(self, worker: str, key: str, epoch: int, *, frees: bool = False) -> None:
+    def end_on_worker(self, worker: str, key: str, epoch: int, *, frees: bool = False) -> None:
         """Only a close by the client frees. Otherwise the KV stays cached while there is room: the client may come back."""
         member = self.pool.find(worker)
         if member is not None:

@@ -141,6 +141,8 @@ class Turn:
                 # The lease that it would close is gone with its worker.
                 return None
             session.move(decision.worker, epoch + 1)
+            # A worker that drains need not keep it any longer.
+            self.sessions.end_on_worker(worker, session.key, epoch)
             self.state = "moved"
             self.sessions.counts["moved"] += 1
         binding = session.binding
