@@ -14,7 +14,9 @@ from msgspec import structs
 from penstock.backends.simulator import Simulator
 from penstock.cluster import suspects
 from penstock.cluster.pool import Member
+from penstock.cluster.sessions import moves
 from penstock.config.front_end import RouterSettings
+from penstock.router.affinity import Binding, MemoryStore
 from penstock.router.policy import Hints, SessionWish
 from penstock.wire.messages import (
     Delta,
@@ -252,6 +254,13 @@ async def test_what_needs_no_decoding_goes_to_a_prefill_worker(tmp_path: Path) -
         assert (len(both["p"].submits), both["d"].submits) == (2, [])
 
 
+@pytest.mark.parametrize("count", [0, 1])
+async def test_a_sessions_turn_without_decoding_gets_no_token_from_another_worker(tmp_path: Path, count: int) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        turn, reader = await both.front_end.run(submit(1, count, PROMPT), Hints(SessionWish("s")))
+        assert (reader.tokens, turn.worker, both["p"].submits) == (expected(1, count), "d", [])
+
+
 @pytest.mark.parametrize("names", ["p0 p1", "d0 d1", "p", "d"])
 async def test_a_role_without_workers_is_taken_over(tmp_path: Path, names: str) -> None:
     async with cluster(tmp_path, names) as some:
@@ -273,6 +282,20 @@ async def test_engines_of_others_need_a_ticket_and_the_second_makes_all_tokens(t
         assert both.transfers.counts == {("prefill", "done" if is_given else "failed"): 1}
         await both.front_end.run(submit(2, 50, PROMPT, prompt_logprobs=True))
         assert len(both["p"].submits) == 1, "who computes the prompt has its logprobs"
+
+
+async def test_what_was_computed_for_a_prompt_was_not_cached(tmp_path: Path) -> None:
+    """An engine of others says that a prompt is cached when its KV has come from elsewhere."""
+    async with cluster(tmp_path, "p d", handover="ticket") as both:
+        both["d"].simulator.is_held = True
+        reader, task = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["d"].simulator.held))
+        (request,) = both["d"].simulator.held
+        both["d"].simulator.emit(Segment(request.id, Delta(0, expected(1, 50), None, PromptReport(PROMPT)), Finish("length")))
+        await finished(task)
+        delta, _ = reader.read()
+        assert delta is not None
+        assert delta.prompt == PromptReport(0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -348,8 +371,6 @@ def stalls(_: MovingWorker) -> None:
 async def test_without_its_first_token_the_decode_worker_computes(
     tmp_path: Path, fails: Callable[[MovingWorker], None], outcome: TransferOutcome | None
 ) -> None:
-    if fails is stalls and outcome is not None:
-        pytest.skip("a second each")
     async with cluster(tmp_path, "p d") as both:
         reader, task = await in_prefill(both, outcome)
         fails(both["p"])
@@ -395,6 +416,17 @@ async def test_a_decode_worker_that_leaves_before_the_token_is_replaced(tmp_path
         assert request.offset == 1
         assert request.source is not None, "p has its blocks"
         assert request.source.address == "unix:p.kv"
+
+
+async def test_a_prefill_worker_stalls_when_the_decode_worker_has_died(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d0 d1") as both:
+        reader, task = await in_prefill(both)
+        (chosen,) = [name for name in ("d0", "d1") if both[name].simulator.fetches]
+        both[chosen].break_links()
+        await finished(task)
+        assert reader.tokens == expected(1, 200)
+        assert both.front_end.dispatcher.migrations == {"prefill_stalled": 1}
+        both["p"].simulator.let_go()
 
 
 @pytest.mark.parametrize("names", ["p d", "p d a"])
@@ -515,6 +547,81 @@ async def test_idle_sessions_leave_a_worker_that_drains_with_their_kv(tmp_path: 
         assert both.transfers.counts == {("session", "done"): len(moved)}
 
 
+@pytest.mark.parametrize("is_handed_over", [True, False])
+async def test_a_session_whose_turn_runs_leaves_a_worker_that_drains(tmp_path: Path, is_handed_over: bool) -> None:
+    """With its turn, or after it."""
+    async with cluster(tmp_path, "a b", RouterSettings()) as both:
+        hints = Hints(SessionWish("s"))
+        running = asyncio.create_task(both.front_end.run(submit(1, 100, 3200), hints))
+        await until(lambda: any(both[name].simulator.stats().sessions for name in "ab"))
+        home, other = ("a", "b") if both["a"].submits else ("b", "a")
+        both[home].runtime.drain()
+        await until(lambda: both.member(home).link.draining)
+        if is_handed_over:
+            both[home].runtime.hand_over()
+        turn, reader = await running
+        assert (turn.worker, reader.tokens) == (other if is_handed_over else home, expected(1, 100))
+        await until(lambda: not both[home].runtime.has_sessions and both[other].simulator.stats().sessions == 1)
+        await until(lambda: both.front_end.sessions.is_idle)
+        turn, _ = await both.front_end.run(submit(1, 20, 3200), hints)
+        assert (turn.worker, turn.state) == (other, "open")
+
+
+class SlowStore(MemoryStore):
+    """One lookup takes as long as the test wants."""
+
+    held: asyncio.Event | None = None
+    is_waiting = False
+    slow_renewal: asyncio.Event | None = None
+
+    async def renew(self, key: str, epoch: int, seconds: float) -> bool:
+        if self.slow_renewal is not None:
+            await self.slow_renewal.wait()
+        return await super().renew(key, epoch, seconds)
+
+    async def get(self, key: str) -> Binding | None:
+        found, held = await super().get(key), self.held
+        self.held = None
+        if held is not None:
+            self.is_waiting = True
+            await held.wait()
+        return found
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_the_last_turn_of_a_session_that_moves_is_its_last(tmp_path: Path, is_over: bool) -> None:
+    """It comes while the move looks the session up. Its end may come, too."""
+    store = SlowStore()
+    async with cluster(tmp_path, "a b", RouterSettings(), store=store) as both:
+        turn, _ = await both.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
+        await until(lambda: both.front_end.sessions.is_idle)
+        home, other = ("a", "b") if turn.worker == "a" else ("b", "a")
+        held = store.held = asyncio.Event()
+        both[home].runtime.drain()
+        await until(lambda: store.is_waiting)
+        last = asyncio.create_task(both.front_end.run(submit(1, 200, 3200), Hints(SessionWish("s", is_final=True))))
+        await until(lambda: last.done() if is_over else both[other].simulator.stats().running > 0)
+        held.set()
+        turn, reader = await last
+        assert (turn.state, reader.tokens) == ("closed", expected(1, 200))
+        await until(lambda: both.front_end.sessions.is_idle and not len(both.front_end.sessions))
+        await until(lambda: not any(both[name].simulator.stats().sessions for name in "ab"))
+        assert both.front_end.sessions.counts["opened"] == 1
+
+
+async def test_a_move_that_is_cut_off_ends_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "MOVE_SECONDS", 0.05)
+    store = SlowStore()
+    async with cluster(tmp_path, "a b", RouterSettings(), store=store) as both:
+        turn, _ = await both.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
+        await until(lambda: both.front_end.sessions.is_idle)
+        slow = store.slow_renewal = asyncio.Event()
+        both[str(turn.worker)].runtime.drain()
+        await until(lambda: not both[str(turn.worker)].runtime.has_sessions)
+        slow.set()
+        await until(lambda: both.front_end.sessions.is_idle)
+
+
 async def test_a_worker_that_drains_waits_for_its_sessions_only_while_they_can_move(tmp_path: Path) -> None:
     async with cluster(tmp_path, "a", RouterSettings()) as alone:
         await alone.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
@@ -540,6 +647,23 @@ async def test_a_worker_that_drains_hands_its_kv_over(tmp_path: Path) -> None:
         await until(lambda: not old.runtime.owes_kv)
         assert owed == [True]
         assert both.transfers.counts == {("drain", "done"): len(moved)}
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+async def test_a_worker_that_drains_does_not_wait_for_clients_that_leave(tmp_path: Path, is_heard: bool) -> None:
+    """At the same moment: before, or just after the front end has heard that the worker hands the generation over."""
+    async with cluster(tmp_path, "a b", RouterSettings()) as both:
+        reader, task = both.front_end.start(submit(1, 2_000, PROMPT))
+        await until(lambda: len(reader.tokens) > 10)
+        (old,) = [name for name in "ab" if both[name].submits]
+        link = both.member(old).link
+        both[old].runtime.drain()
+        both[old].runtime.hand_over()
+        while is_heard and link.active:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: not both[old].runtime.owes_kv, seconds=2.0)
 
 
 async def test_half_a_prompt_leaves_a_worker_that_drains(tmp_path: Path) -> None:

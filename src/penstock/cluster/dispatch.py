@@ -84,15 +84,21 @@ class Attempt(Generation):
         self.started_at = production.mailbox.next_offset
         self.is_waiting = True
 
-    def reported(self, report: PromptReport) -> None:
+    def reported(self, report: PromptReport) -> PromptReport:
         self._begun()
         self.assignment.first_token()
-        if self.transfer is not None:
-            self.production.dispatcher.transfers.use(self.transfer)
+        production, transfer = self.production, self.transfer
+        if transfer is not None:
+            production.dispatcher.transfers.use(transfer)
         if self.is_prefill:
-            self.production.turn.prefilled(self.member.name, report)
-        else:
-            self.production.turn.reported(self.member.name, self.session, report)
+            production.prompt_cached = report.cached_tokens
+            production.turn.prefilled(self.member.name, report)
+            return report
+        if transfer is not None and transfer.reason == "prefill" and production.prompt_cached is not None:
+            # What it got from the one that computed the prompt was not cached before.
+            report = structs.replace(report, cached_tokens=min(report.cached_tokens, production.prompt_cached))
+        production.turn.reported(self.member.name, self.session, report)
+        return report
 
     def finished(self, finish: Finish) -> None:
         if self.is_prefill and finish.reason == "length":
@@ -147,6 +153,8 @@ class Production:
     left_behind: Attempt | None = None
     relay: Relay | None = None
     beside: Attempt | None = None
+    prompt_cached: int | None = None
+    """The tokens of its prompt that were cached at a worker that computed it for another one."""
     _attempt: Attempt | None = None
     _pause: asyncio.Handle | None = None
     _fruitless: int = 0
@@ -206,8 +214,8 @@ class Production:
 
     @property
     def may_be_relayed(self) -> bool:
-        """Whether another worker may compute its prompt. Tried once: afterwards its worker computes what is missing."""
-        return self.wanted_role == "decode" and not (self.failed or self.mailbox.history or self.request.offset)
+        """Whether another worker may compute its prompt, and make a token. Tried once: afterwards its worker computes what is missing."""
+        return self.request.max_tokens > 1 and not (self.failed or self.mailbox.history or self.request.offset)
 
     def cancel(self) -> None:
         """Stops it, wherever it is. Does nothing when it has ended."""
@@ -252,6 +260,8 @@ class Production:
 
     def attempt_ended(self, attempt: Attempt, error: PenstockError | None) -> None:
         """Called by an attempt. Without an error the mailbox has its terminal."""
+        if isinstance(error, GenerationFault) and error.fault.code == "draining" and attempt.member.model.kv_fingerprint:
+            self._leave_behind(attempt)
         if attempt is self.beside:
             if error is None or self.age:
                 self.beside = None
@@ -354,7 +364,6 @@ class Production:
         if isinstance(error, GenerationFault):
             fault, has_died = error.fault, False
             self._fruitless += not age
-            self._leave_behind(attempt, fault)
         else:
             fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
             has_died = link.has_died
@@ -375,11 +384,14 @@ class Production:
         else:
             self.send_again()
 
-    def _leave_behind(self, attempt: Attempt, fault: Fault) -> None:
+    def _leave_behind(self, attempt: Attempt) -> None:
         """A worker that drains offers the KV of what it hands over, under the generation's id, until it is told that nobody needs it."""
-        self.forget_left_behind()
-        if fault.code == "draining" and attempt.member.model.kv_fingerprint:
+        if attempt is self._attempt:
+            self.forget_left_behind()
             self.left_behind = attempt
+        else:
+            # It was cancelled, or only helped.
+            attempt.member.link.end_transfers([attempt.id])
 
     def hold(self, seconds: float) -> None:
         """Pauses it, and has it judged after that time, unless `end_hold` comes first."""
@@ -715,8 +727,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = self._clock()
-            if self.transfers.open:
-                self.transfers.tick()
+            self.transfers.tick()
             self.suspects.tick()
             for model in {*self._queues, *self.suspects.models}:
                 queue = self._queue(model)

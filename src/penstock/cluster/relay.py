@@ -45,7 +45,7 @@ class Relay:
 
     def take(self) -> KvSource | None:
         """The generation goes there now. Where its blocks are, unless the transfer has ended."""
-        self.member.link.reserved -= 1
+        self._leave()
         if self.member.model.kv_handover == "ticket" and not self.transfer.ticket:
             self.transfers.end(self.transfer, "failed")
         if self.transfer.id not in self.transfers.open:
@@ -56,9 +56,13 @@ class Relay:
 
     def drop(self, ending: Ending) -> None:
         """The generation will not go there."""
-        self.member.link.reserved -= 1
+        self._leave()
         self.assignment.ended()
         self.transfers.end(self.transfer, ending)
+
+    def _leave(self) -> None:
+        self.member.link.reserved -= 1
+        self.transfers.has_left(self.transfer)
 
 
 def first_leg(request: Submit, transfer: Transfer) -> Submit:

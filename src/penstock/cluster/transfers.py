@@ -68,7 +68,7 @@ class Transfer:
         """One look at it."""
         frames, self._frames = self._frames, self.source.link.frames
         self._silent_looks = self._silent_looks + 1 if frames == self._frames and self.waits else 0
-        return not self.has_arrived and (now >= self.deadline or self._silent_looks >= SILENT_LOOKS[self.source.model.kv_handover])
+        return now >= self.deadline or self._silent_looks >= SILENT_LOOKS[self.source.model.kv_handover]
 
 
 def patience(expected_seconds: float) -> float:
@@ -89,6 +89,8 @@ class Transfers:
     durations: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
     """Those on which the target has reported, by their length."""
     seconds: float = 0.0
+    _relayed: dict[bytes, Transfer] = field(default_factory=dict)
+    """Those whose generation is at the source. The transfer may end before that: the target may have failed, or be lost."""
     _busy_until: dict[str, float] = field(default_factory=dict)
     """By worker: when it should have sent and received all that was begun."""
 
@@ -102,6 +104,8 @@ class Transfers:
         deadline = now + patience(expected_seconds) if waits else self._deadline(source, target, expected_seconds)
         transfer = Transfer(identity, owner, source, target, reason, now, deadline, waits)
         self.open[identity] = transfer
+        if waits:
+            self._relayed[identity] = transfer
         return transfer
 
     def reported(self, member: Member, reports: Iterable[TransferReport]) -> None:
@@ -119,7 +123,12 @@ class Transfers:
     def was_computed(self, transfer: Transfer, expected_seconds: float) -> None:
         """The source has computed all blocks: this is what is left of the transfer."""
         transfer.waits = False
-        transfer.deadline = self._deadline(transfer.source, transfer.target, expected_seconds)
+        if not transfer.has_arrived:
+            transfer.deadline = self._deadline(transfer.source, transfer.target, expected_seconds)
+
+    def has_left(self, transfer: Transfer) -> None:
+        """Its generation waits for the source no more."""
+        self._relayed.pop(transfer.id, None)
 
     def _deadline(self, source: Member, target: Member, expected_seconds: float) -> float:
         """Transfers of one worker share its link: those before it take their time first. A drain begins hundreds at once."""
@@ -154,7 +163,8 @@ class Transfers:
     def tick(self) -> None:
         """Ends those that take too long."""
         now = self.clock()
-        for transfer in [each for each in self.open.values() if each.is_late(now)]:
+        watched = [each for each in self.open.values() if not each.has_arrived and each.id not in self._relayed]
+        for transfer in [each for each in (*self._relayed.values(), *watched) if each.is_late(now)]:
             self.end(transfer, "stalled")
             transfer.owner.transfer_was_late()
 

@@ -88,8 +88,9 @@ class Generation:
         self.has_begun = False
         self.has_ended = False
 
-    def reported(self, report: PromptReport) -> None:
-        """The worker tells about the prompt, with the first token."""
+    def reported(self, report: PromptReport) -> PromptReport:
+        """The worker tells about the prompt, with the first token. Returns what the reader learns of it."""
+        return report
 
     def ended(self, error: PenstockError | None) -> None:
         """Called once. Without an error the Finish is in the mailbox; an error is not."""
@@ -106,10 +107,8 @@ class Generation:
 
     def begin(self, delta: Delta, report: PromptReport) -> Delta:
         """The first delta of this worker. The reader learns of the prompt once, however many workers computed it."""
-        self.reported(report)
-        if self.mailbox.next_offset == 0:
-            return delta
-        return Delta(delta.offset, delta.token_ids, delta.logprobs)
+        told = self.reported(report)
+        return Delta(delta.offset, delta.token_ids, delta.logprobs, told if self.mailbox.next_offset == 0 else None)
 
     def end(self, error: PenstockError | None = None) -> None:
         if not self.has_ended:
