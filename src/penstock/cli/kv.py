@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def open_transport(settings: WorkerSettings, backend: Backend, runtime: WorkerRuntime, tls: LinkTls | None) -> SocketTransport | None:
-    """Starts it, if the engine's KV can move. Raises ConfigError for a --kv-listen that cannot work."""
+    """Starts it, if the engine's KV can move. Raises ConfigError if it cannot work and is asked for, by --kv-listen or --role."""
     engine = backend.kv if isinstance(backend, MovesKv) else None
     if engine is None:
         return None
@@ -32,7 +32,7 @@ def open_transport(settings: WorkerSettings, backend: Backend, runtime: WorkerRu
         )
         place = transport.start()
     except ConfigError as error:
-        if settings.kv_listen is not None:
+        if settings.kv_listen is not None or settings.role != "aggregated":
             raise
         log.warning("no KV moves from or to this worker: %s", error)
         return None

@@ -325,6 +325,10 @@ class WorkerSettings(ProcessSettings):
             raise ConfigError(f"--engine {self.engine} needs --model, for the tokenizer too: {kinds}")
         if self.engine == "http" and not self.http.url:
             raise ConfigError("--engine http needs --url: the address of the engine's server, such as http://127.0.0.1:30000")
+        if self.engine == "http" and self.role != "aggregated":
+            raise ConfigError(
+                f"--role {self.role} and --engine http: an engine behind HTTP moves no KV, so nobody could continue its prompts"
+            )
         if self.http.kv_replay is not None and self.http.kv_events is None:
             raise ConfigError(f"--kv-replay is {self.http.kv_replay}; it also needs --kv-events")
         engine = self.embedded if self.engine == "embedded" else self.external
@@ -367,6 +371,8 @@ class ServeSettings:
         if len(given) == 1:
             missing = next(flag for flag, count in by_role.items() if count is None)
             raise ConfigError(f"{given[0]} needs {missing} as well: one computes prompts for the other")
+        if given and self.worker.engine == "http":
+            raise ConfigError(f"{given[0]} and --engine http: an engine behind HTTP moves no KV, so nobody could continue its prompts")
         self.front_end.keys.check()
         self.front_end.link_tls.check()
         self.worker.check_engine()

@@ -77,6 +77,7 @@ def test_serve_starts_workers_of_each_role() -> None:
     [
         (["--engine=vllm"], "--engine vllm needs --model"),
         (["--engine=http", "--model=m"], "--engine http needs --url"),
+        (["--engine=http", "--model=m", "--url=http://e", "--role=decode"], "--role decode and --engine http"),
         (["--engine=http", "--model=m", "--url=ftp://x"], "--url is 'ftp://x'"),
         (["--engine=http", "--model=m", "--url=ftp://me:password@x"], "--url has credentials in it"),
         (["--engine=http", "--model=m", "--url=http://x", "--kv-replay=tcp://x:1"], "--kv-replay is tcp://x:1; it also needs --kv-events"),

@@ -267,6 +267,10 @@ def test_the_name_is_that_of_the_place(tmp_path: Path) -> None:
         ([*SERVE, "--prefill-workers=2"], "--prefill-workers 2 needs --decode-workers as well: one computes prompts for the other"),
         ([*SERVE, "--decode-workers=1"], "--decode-workers 1 needs --prefill-workers as well: one computes prompts for the other"),
         (
+            ["serve", "--decode-workers=1", "--prefill-workers=1", "--engine=http", "--url=http://e", "--model=m"],
+            "--prefill-workers 1 and --engine http: an engine behind HTTP moves no KV, so nobody could continue its prompts",
+        ),
+        (
             [*SERVE, "--workers=2", "--decode-workers=1", "--prefill-workers=1"],
             "--workers 2 and --prefill-workers 1: give --workers alone, or --prefill-workers and --decode-workers",
         ),

@@ -197,7 +197,7 @@ class _Run:
         plan = self._plan
         try:
             self._ticket.on_expel = self._expel
-            if plan.prompt_tokens > MAX_TOKENS_AT_ONCE and len(self._turn.sessions.pool.usable(plan.model.info.name)) > 1:
+            if plan.prompt_tokens > MAX_TOKENS_AT_ONCE and len(self._turn.sessions.pool.members) > 1:
                 prompts = [submit.token_ids for submit in plan.submits[:: plan.candidates]]
                 await self._turn.name_blocks(prompts, plan.model.info.block_size, plan.submits[0].root, self._loop_turn)
             for _ in range(0, len(plan.submits) - MAX_STARTED_AT_ONCE, MAX_STARTED_AT_ONCE):
