@@ -154,8 +154,8 @@ def test_half_a_prompt_is_worth_half_and_what_is_only_expected_nothing() -> None
 def test_what_a_peer_has_is_pulled_and_not_computed_by_a_prefill_worker() -> None:
     made = router(p=model(), d=model(), peer=model())
     for _ in range(8):
-        made.sent(Decision("d", "cost"), (), 1)
-    made.sent(Decision("peer", "cost"), NAMES, 100)
+        made.sent(Decision("d", "only"), (), 1)
+    made.sent(Decision("peer", "only"), NAMES, 100)
     expected = made.choose([Candidate("d")], NAMES, 100, helpers=["p"])
     assert expected is not None
     assert expected.move is not None
