@@ -7,7 +7,8 @@ entry and an inode each; files that grow would have to be rewritten for the bloc
 Nothing is synced. A record has the checksum of its block, and its own. What a crash has left half-written is found when it is read, and
 is dropped; then the block is computed. Written data that only the system's memory had is lost with the machine, never with the process.
 
-The files hold users' text in the form of KV. Only the user of this process can read them.
+The files hold users' text in the form of KV. Only the user of this process can read them: directories and files of other users, and links,
+are refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import struct
 import threading
 import time
@@ -34,6 +36,8 @@ MAX_STORES = 64
 """Workers on one machine that share a directory: each has a store of its own."""
 FULL_SECONDS = 10.0
 """After the disk was full, nothing is written for this long."""
+CLOSE_SECONDS = 2.0
+"""How long an end waits for a disk that does not answer."""
 ALIGNMENT = 4096
 MAX_BEHIND = 0.05
 
@@ -83,8 +87,8 @@ class DiskTier:
         """Records of an earlier process that could not be used."""
         try:
             self._store, self._lock = _lock_store(directory / fingerprint.hex())
-            self._index = os.open(self._store / "index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._blocks = os.open(self._store / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._index = _open_private(self._store / "index")
+            self._blocks = _open_private(self._store / "blocks")
             self._records = self._read_index(fingerprint)
         except OSError as error:
             raise ConfigError(f"--kv-disk {directory} cannot be used: {error.strerror or error}") from error
@@ -117,12 +121,20 @@ class DiskTier:
             done, self._done = self._done, []
         return done
 
-    def close(self) -> None:
-        """Writes what was asked for, then ends the thread and frees the directory for others."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Writes what was asked for, then ends the thread and frees the directory for others.
+
+        If the disk does not answer in this time, the thread is left behind, with its files. It does not keep the process from ending.
+        """
         with self._changed:
             self._is_closing = True
+            self._reads.clear()
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.warning("the disk of --kv-disk does not answer: KV that was to be written is lost")
+            self.on_done = lambda: None
+            return
         for file in (self._index, self._blocks, self._lock):
             os.close(file)
 
@@ -247,11 +259,12 @@ class DiskTier:
 
 def _lock_store(directory: Path) -> tuple[Path, int]:
     """The first store in this directory that no other process uses, and its lock."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_private(directory)
     for number in range(MAX_STORES):
         store = directory / str(number)
-        store.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(store / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _make_private(store)
+        lock = _open_private(store / "lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -259,6 +272,26 @@ def _lock_store(directory: Path) -> tuple[Path, int]:
             continue
         return store, lock
     raise OSError(errno.EBUSY, f"{MAX_STORES} other processes use it")
+
+
+def _make_private(directory: Path) -> None:
+    """Makes the directory if it is missing. Only this user can use it from now on."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, f"{directory} is not a directory of this user")
+    directory.chmod(0o700)
+
+
+def _open_private(path: Path) -> int:
+    """The same for a file in such a directory, which may have been open to others before."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(file)
+        raise OSError(errno.EPERM, f"{path} is not a file of this user")
+    os.fchmod(file, 0o600)
+    return file
 
 
 def _write_all(file: int, data: memoryview, offset: int) -> None:

@@ -100,6 +100,48 @@ def test_only_its_user_can_read_it(filled: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_a_directory_that_others_could_use_is_closed_to_them(filled: Path) -> None:
+    for path in (filled / MODEL.hex(), store(filled), *store(filled).iterdir()):
+        path.chmod(0o777)
+    with opened(filled) as disk:
+        assert len(disk.tier.recovered()) == 3
+    test_only_its_user_can_read_it(filled)
+
+
+@pytest.mark.parametrize("name", ["", "0", "0/lock", "0/index", "0/blocks"])
+def test_links_are_not_followed(filled: Path, name: str) -> None:
+    """Whoever could write to the directory before would choose which file is truncated, and read KV in it."""
+    path, elsewhere = filled / MODEL.hex() / name, filled / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=r"--kv-disk .* cannot be used: "):
+        Disk(filled)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("name", ["", "0", "0/index"])
+def test_what_belongs_to_another_user_is_refused(filled: Path, name: str) -> None:
+    os.chown(filled / MODEL.hex() / name, 12345, -1)
+    with pytest.raises(ConfigError, match="of this user"):
+        Disk(filled)
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(filled: Path) -> None:
+    disk, begun, released = Disk(filled), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        released.wait(60)
+
+    disk.tier.on_done = hang
+    disk.tier.write(1, 0, name(b"f"), b"p" * 16, memoryview(bytes(BYTES)))
+    assert begun.wait(10)
+    disk.tier.close(0.01)
+    with opened(filled) as other:
+        assert other.tier.recovered() == [], "the first store is still in use"
+    released.set()
+
+
 def flip(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
