@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from penstock.cli.engines import model_name
 from penstock.config.commands import WorkerSettings
@@ -59,6 +62,7 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
             context_length,
             trained,
         )
+    _host_slots(settings.embedded, checkpoint.shape, _dtype(device))
     pages = _known_pages(settings.embedded, checkpoint.shape, device)
     if pages is not None and pages * PAGE_SIZE < context_length:
         context_length = pages * PAGE_SIZE
@@ -114,10 +118,22 @@ def load_engine(
 
 def _host_slots(settings: EmbeddedSettings, shape: ModelShape, dtype: torch.dtype) -> int:
     """Blocks that have room in host memory."""
-    memory = settings.host_bytes()
+    memory, most = settings.host_bytes(), _machine_bytes()
+    if memory > most:
+        # All of it is touched at the start. The system would kill the process.
+        raise ConfigError(f"--kv-host-memory is {memory / GIB:g} GiB: expected less than the {most / GIB:.1f} GiB of this machine")
     if memory and memory < _page_bytes(shape, dtype):
         raise ConfigError(f"--kv-host-memory is {memory / GIB:.3f} GiB: a KV block has {_page_bytes(shape, dtype):,} bytes")
     return memory // _page_bytes(shape, dtype)
+
+
+def _machine_bytes() -> int:
+    """The memory of this machine, or what its container may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        # "max" without a limit.
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def _known_pages(settings: EmbeddedSettings, shape: ModelShape, device: torch.device) -> int | None:

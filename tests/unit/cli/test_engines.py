@@ -227,6 +227,11 @@ def test_a_share_of_the_gpu_is_refused_on_a_cpu() -> None:
         make_backend(worker("--gpu-memory-utilization=0.5", "--device=cpu"), lambda: None)
 
 
+def test_more_host_memory_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-host-memory is 100000 GiB: expected less than the .* GiB of this machine$"):
+        make_backend(worker("--kv-host-memory=100000", "--device=cpu"), lambda: None)
+
+
 @pytest.mark.parametrize(("share", "left"), [(None, 850), (0.9, 890), (0.1, 10), (0.05, 0)])
 def test_the_kv_of_a_gpu_gets_what_the_weights_leave(share: float | None, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, the GPU has 1,100 bytes, and the weights take 100 of them."""
