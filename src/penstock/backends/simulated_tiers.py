@@ -76,7 +76,8 @@ class SimulatedTiers:
         self._memory = SimulatedSlots(config.host_bytes() // size)
         copies = SimulatedCopies(pages, self._memory, size, config.kv_host_gbps, wake)
         self._disk = None if config.kv_disk is None else _open_disk(config, fingerprint, wake)
-        self.tiers = Tiers(HostTier(copies, self._memory, MAX_COPYING), self._disk, cache.events, prefill, config.block_size, size, clock)
+        host = HostTier(copies, self._memory, MAX_COPYING)
+        self.tiers = Tiers(host, self._disk, cache.events, prefill, config.block_size, size, clock, config.lease_share)
 
     def close(self) -> None:
         if self._disk is not None:

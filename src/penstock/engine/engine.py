@@ -134,7 +134,8 @@ class Engine:
         copying = (CPU_COPY_BYTES if self.model.device.type == "cpu" else GPU_COPY_BYTES) // size
         host = HostTier(self.copies, memory, max(1, copying))
         self._files = files
-        self.tiers = Tiers(host, files, self._cache.events, self.prefill_rate, self._config.page_size, size, self._clock)
+        config, events = self._config, self._cache.events
+        self.tiers = Tiers(host, files, events, self.prefill_rate, config.page_size, size, self._clock, config.lease_share)
         self.transfers.use_tiers(self.tiers)
 
     def on_disk_news(self, wake: Callable[[], None]) -> None:

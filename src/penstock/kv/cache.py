@@ -18,7 +18,7 @@ from penstock.config.engines import SessionSettings
 from penstock.kv.blocks import KvEventLog, block_hash
 from penstock.kv.radix import Key, Lease, Node, RadixTree, Root
 from penstock.lazy_heap import LazyHeap
-from penstock.wire.messages import BlocksStored, Snapshot
+from penstock.wire.messages import BlocksStored, Snapshot, Tier
 
 
 class Below(Protocol):
@@ -40,6 +40,8 @@ class Below(Protocol):
 
     def pause(self, path: Sequence[Node]) -> None:
         """These nodes will be needed again soon."""
+
+    def tier_of(self, name: bytes) -> Tier | None: ...
 
     def stored_events(self) -> list[BlocksStored]: ...
 
@@ -269,6 +271,12 @@ class KVCache:
             self._offer(node)
         if self.below is not None:
             self.below.supersede(lease, {node.name for node in kept})
+
+    def tier_of(self, name: bytes) -> Tier | None:
+        """The fastest tier that has this block; None if none has it."""
+        if name in self._by_name:
+            return "device"
+        return None if self.below is None else self.below.tier_of(name)
 
     def watch(self, on_stored: Callable[[Iterable[Node]], None]) -> None:
         """Calls `on_stored` with all nodes of the tree, and from now on with new ones."""

@@ -7,15 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from msgspec import structs
 
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Key, Lease, Node
 from penstock.lazy_heap import LazyHeap
-from penstock.wire.messages import SessionReport, SessionState, SessionTurn
+from penstock.wire.messages import SessionReport, SessionState, SessionTurn, Tier
 
 MAX_LEASE_SECONDS = 86_400.0
+TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Session:
     def pages(self) -> int:
         return len(self.lease.nodes)
 
-    def report(self, now: float, grace: float) -> SessionReport:
+    def report(self, now: float, grace: float, tier: Tier | None) -> SessionReport:
         """`expires_in` is what the client may count on: without the worker's grace."""
         usage, ends_at = self.usage, self.lease.ends_at
         return SessionReport(
@@ -70,7 +72,7 @@ class Session:
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.generated_tokens,
             expires_in=None if self.active_turns else max(0.0, ends_at - grace - now),
-            tier="device" if self.pages else None,
+            tier=tier,
         )
 
     def with_tokens(self, report: SessionReport) -> SessionReport:
@@ -116,8 +118,20 @@ class Sessions:
     def describe(self, session_ids: Iterable[str], now: float, *, with_tokens: bool = False) -> list[SessionReport]:
         """Reports on the known ones of these sessions."""
         sessions = [self._sessions.get(session_id) for session_id in session_ids]
-        reports = [(session, session.report(now, self._grace_seconds)) for session in sessions if session is not None]
+        reports = [(each, each.report(now, self._grace_seconds, self._tier(each))) for each in sessions if each is not None]
         return [session.with_tokens(report) if with_tokens else report for session, report in reports]
+
+    def _tier(self, session: Session) -> Tier | None:
+        """The slowest tier that has a part of its KV. Every tier gives up the ends of chains first, so it is the tier of an end."""
+        if self._cache is None:
+            return None
+        found: list[Tier] = ["device"] if session.pages else []
+        for _, last in session.branches if self._cache.below is not None else ():
+            node: Node | None = last
+            while node is not None and (tier := self._cache.tier_of(node.name)) is None:
+                node = node.parent
+            found += [] if node is None or tier is None else [tier]
+        return max(found, key=TIERS.index, default=None)
 
     @property
     def leases(self) -> list[Lease]:

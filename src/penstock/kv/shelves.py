@@ -1,6 +1,7 @@
 """Which block is in which slot of host memory or of the disk, who leases it, and which one gives way.
 
-Each tier keeps what was used last; leased blocks go last. A whole chain is used at one time, and of blocks that were used at the same time
+Each tier keeps what was used last; leased blocks go last, but they protect at most a share of the tier, as on the device: beyond it they go
+like others. A whole chain is used at one time, and of blocks that were used at the same time
 the deeper one goes first. So children go before their parents. A tier may still have a block whose parent is nowhere, because the parent
 was dropped by a failure. Such a block is of no use until its parent is computed again. It grows old like any other.
 """
@@ -49,9 +50,10 @@ class Spot:
 class Shelf:
     """The slots of one tier. A spot is pinned, or it is in one of two queues: that of leased blocks, or that of others."""
 
-    def __init__(self, tier: Tier, slots: int) -> None:
+    def __init__(self, tier: Tier, slots: int, lease_share: float) -> None:
         self.tier: Tier = tier
         self.slots = slots
+        self._max_leased = int(slots * lease_share)
         self._free = list(range(slots - 1, -1, -1))
         self._plain: LazyHeap[Spot, tuple[int, int]] = LazyHeap()
         self._leased: LazyHeap[Spot, tuple[int, int]] = LazyHeap()
@@ -68,10 +70,11 @@ class Shelf:
         """A slot, and the spot that gives it up. None if all are pinned."""
         if self._free:
             return self._free.pop(), None
-        queue = self._plain or self._leased
-        if not queue:
+        plain, leased = self._plain.least(), self._leased.least()
+        if plain is None and leased is None:
             return None
-        spot = queue.pop()
+        is_plain = leased is None or (plain is not None and (len(self._leased) <= self._max_leased or plain[0] < leased[0]))
+        spot = (self._plain if is_plain else self._leased).pop()
         return spot.slot, spot
 
     def claim(self, slots: Iterable[int]) -> None:
@@ -121,9 +124,9 @@ class Shelf:
 class Shelves:
     """All blocks below the device. `counts` has blocks by tier and by what happened to them, such as `host stored`."""
 
-    def __init__(self, host_slots: int, disk_slots: int, events: KvEventLog) -> None:
-        self.host = Shelf("host", host_slots)
-        self.disk = Shelf("disk", disk_slots)
+    def __init__(self, host_slots: int, disk_slots: int, events: KvEventLog, lease_share: float) -> None:
+        self.host = Shelf("host", host_slots, lease_share)
+        self.disk = Shelf("disk", disk_slots, lease_share)
         self.counts: Counter[str] = Counter()
         self._events = events
         self._blocks: dict[bytes, TierBlock] = {}

@@ -18,12 +18,13 @@ from typing import NamedTuple, Protocol
 
 from msgspec import structs
 
+from penstock.config.engines import SessionSettings
 from penstock.kv.blocks import KvEventLog
 from penstock.kv.moving import SlotMemory
 from penstock.kv.radix import Lease, Node
 from penstock.kv.rates import Rate
 from penstock.kv.shelves import Shelves, Spot, TierBlock
-from penstock.wire.messages import BlocksStored, KvSource, WorkerStats
+from penstock.wire.messages import BlocksStored, KvSource, Tier, WorkerStats
 
 MAX_READS = 32
 """Blocks that one load reads from the disk at a time."""
@@ -154,6 +155,7 @@ class Tiers:
         page_size: int,
         block_bytes: int,
         clock: Callable[[], float],
+        lease_share: float = SessionSettings.lease_share,
     ) -> None:
         self.listener: PullListener | None = None
         self.disk_rate = Rate()
@@ -163,7 +165,7 @@ class Tiers:
         self._page_size = page_size
         self._block_bytes = block_bytes
         self._clock = clock
-        self._shelves = Shelves(host.memory.layout.slots, 0 if files is None else files.slots, events)
+        self._shelves = Shelves(host.memory.layout.slots, 0 if files is None else files.slots, events, lease_share)
         self._host, self._disk, self.counts = self._shelves.host, self._shelves.disk, self._shelves.counts
         # Nodes of paused sessions that are to be saved, with the time of the pause; blocks to be written to the disk. The oldest first.
         self._to_save: OrderedDict[bytes, tuple[Node, int]] = OrderedDict()
@@ -225,9 +227,12 @@ class Tiers:
     def demote(self, nodes: Sequence[Node]) -> None:
         """These nodes leave the device now. Their pages are not used again yet."""
         tick = self._shelves.tick()
+        pays = self._pays("host")
         for node in nodes:
             self._to_save.pop(node.name, None)
-        if self._pays("host"):
+            if not pays:
+                self._touch(node, tick)
+        if pays:
             self._save([(node, tick) for node in nodes])
         self._shelves.report_left()
 
@@ -263,13 +268,14 @@ class Tiers:
         self._shelves.free(block)
 
     def _touch(self, node: Node, tick: int) -> bool:
-        """Whether the block is in host memory, or on its way. Then it was used now, and belongs to whom the node belongs."""
+        """The block was used now, wherever it is, and belongs to whom the node belongs. Returns whether it is in host memory, or on its
+        way there."""
         block = self._shelves.get(node.name)
-        if block is None or block.host is None:
+        if block is None:
             return False
         self._shelves.take_over(block, node)
         self._shelves.use(block, tick)
-        return True
+        return block.host is not None
 
     def _save(self, nodes: Iterable[tuple[Node, int]]) -> None:
         pages: list[int] = []
@@ -348,6 +354,14 @@ class Tiers:
                 best, best_gain = len(found), gain
         self.counts.update(f"{tier} declined" for tier in found[best:])
         return best
+
+    def keep(self, names: Iterable[bytes]) -> None:
+        """These blocks will be pulled next. What makes room for them until then does not push them out first."""
+        tick = self._shelves.tick()
+        for name in names:
+            block = self._shelves.get(name)
+            if block is not None:
+                self._shelves.use(block, tick)
 
     def pull(self, source: KvSource, names: Sequence[bytes], slots: Sequence[int]) -> None:
         """Loads this chain into these pages, in order. Ends with `pull_ended`, in a later `poll`."""
@@ -501,6 +515,11 @@ class Tiers:
 
     # What others ask.
 
+    def tier_of(self, name: bytes) -> Tier | None:
+        """The fastest tier that has the block; None if none has it."""
+        block = self._shelves.get(name)
+        return None if block is None else _fastest(block)
+
     def stored_events(self) -> list[BlocksStored]:
         """All blocks that can be loaded, as events."""
         return self._shelves.stored_events()
@@ -518,7 +537,7 @@ class Tiers:
         assert len(self._to_write) <= self._host.slots
 
 
-def _fastest(block: TierBlock) -> str | None:
+def _fastest(block: TierBlock) -> Tier | None:
     """The fastest tier from which the block can be loaded. One that is being read from the disk is still there."""
     if block.disk is not None and block.disk.is_ready and not (block.host is not None and block.host.is_ready):
         return "disk"

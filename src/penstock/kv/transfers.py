@@ -69,6 +69,9 @@ class Nearby(Place, Protocol):
     def plan(self, names: Iterable[bytes]) -> int:
         """How many of the first of these blocks are worth loading."""
 
+    def keep(self, names: Iterable[bytes]) -> None:
+        """These blocks will be pulled next."""
+
     def poll(self) -> None:
         """Goes on with what was begun. Calls `arrived` and `pull_ended`."""
 
@@ -511,6 +514,9 @@ class Transfers:
     def _pull(self, wanted: Import, names: Sequence[bytes], runs: Sequence[tuple[Place, KvSource, int]], now: float) -> None:
         wanted.reserved = sum([count for _, _, count in runs])
         self._reserved += wanted.reserved
+        if self.nearby is not None and runs and runs[0][0] is self.nearby:
+            # Before the pages are made free: what is evicted for them goes to the same tiers.
+            self.nearby.keep(names[: runs[0][2]])
         pages = self._cache.reserve(wanted.reserved, now) if runs else []
         first = 0
         for place, source, count in runs:

@@ -155,6 +155,33 @@ def test_a_close_frees_what_is_in_host_memory() -> None:
     engine.close()
 
 
+def test_a_session_says_where_its_kv_is(tmp_path: Path) -> None:
+    engine, news = with_tiers(10, tmp_path)
+    drive(engine, [make_submit(1, random_prompt(1, 100), 20, session=SessionTurn("agent", "open", epoch=1))], news)
+    settle(engine, news)
+    assert [report.tier for report in engine.describe_sessions(["agent"])] == ["device"]
+    drive(engine, [make_submit(2, random_prompt(2, 200), 4)], news)
+    assert [report.tier for report in engine.describe_sessions(["agent"])] == ["host"]
+    for number in (3, 4, 5):
+        drive(engine, [make_submit(number, random_prompt(number, 200), 4, session=SessionTurn(f"{number}", "open", epoch=1))], news)
+        settle(engine, news)
+    assert [report.tier for report in engine.describe_sessions(["agent"])] == ["disk"]
+    engine.close()
+
+
+def test_making_room_for_a_load_does_not_push_out_what_is_loaded() -> None:
+    """What is evicted for it goes to the same tier, where the blocks that come are the oldest."""
+    engine, news = with_tiers(20)
+    prompts = [random_prompt(number, 150) for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        drive(engine, [make_submit(number, prompt, 2)], news)
+    again = drive(engine, [make_submit(10, [*prompts[0], 1], 2)], news)
+    report = again.deltas[generation_id(10)][0].prompt
+    assert report is not None
+    assert report.cached_tokens == 144
+    engine.close()
+
+
 def test_generations_cancelled_while_they_load_leave_nothing(tmp_path: Path) -> None:
     engine, news = with_tiers(200, tmp_path)
     prompts = [random_prompt(number, 150) for number in range(4)]

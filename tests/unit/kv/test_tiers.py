@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from penstock.kv.blocks import ROOT, block_hashes
+from penstock.kv.blocks import ROOT, KvEventLog, block_hashes
 from penstock.kv.cache import KVCache
 from penstock.kv.moving import SlotLayout
-from penstock.kv.radix import Lease, Node
+from penstock.kv.radix import Lease, Node, Root
 from penstock.kv.rates import Rate
+from penstock.kv.shelves import Shelves
 from penstock.kv.tiers import DISK_PATIENCE, PROBE_BLOCKS, STALE_SECONDS, Done, HostTier, Tiers
 from penstock.wire.messages import BlocksRemoved, BlocksStored, KvSource, WorkerStats
 
@@ -336,6 +338,46 @@ def test_leased_blocks_give_way_last() -> None:
     for number in range(2, 12):
         world.run(tokens(number, 8), loads=False)
     assert world.run(tokens(1, 8)) == 8
+
+
+def test_leases_protect_only_a_share_of_a_tier() -> None:
+    """Otherwise the sessions of one tenant take all of it, and what others have written goes at once."""
+    shelves, root, lease = Shelves(4, 0, KvEventLog(), 0.5), Root(ROOT), Lease(100.0, is_session=True)
+
+    def store(number: int, *leases: Lease) -> None:
+        node = Node((number,), number, root, bytes([number]) * 16)
+        node.leases = set(leases)
+        slot = shelves.make_room(shelves.host)
+        assert slot is not None
+        spot = shelves.add(node, slot)
+        shelves.take_over(spot.block, node)
+        shelves.use(spot.block, shelves.tick())
+        shelves.unpin(shelves.host, spot)
+
+    for number in range(4):
+        store(number, lease)
+    for number in range(4, 8):
+        store(number)
+    assert sorted(spot.block.name[0] for spot in shelves.host) == [2, 3, 6, 7]
+    shelves.check_integrity(Counter(), [lease])
+
+
+def test_a_close_frees_what_a_restart_has_found_on_disk() -> None:
+    """Also if host memory is too slow to be used, so that nothing comes through it."""
+    files = MemoryFiles(64)
+    first = World(files=files)
+    first.run(tokens(1, 4), first.lease())
+    first.settle()
+    assert len(files.stored) == 4
+    world = World(files=files)
+    world.copies.load_rate = BYTES / 1.0
+    lease = world.lease()
+    world.run(tokens(1, 4), lease, loads=False)
+    world.run(tokens(2, 16), loads=False)
+    world.cache.end_lease(lease, free_exclusive=True)
+    world.settle()
+    assert not files.stored
+    world.check()
 
 
 def test_what_a_turn_has_superseded_gives_way_first() -> None:

@@ -778,6 +778,9 @@ class Tier(Nearby):
     def plan(self, names: Iterable[bytes]) -> int:
         return min(self.most, len(list(itertools.takewhile(self.names.__contains__, names))))
 
+    def keep(self, names: Iterable[bytes]) -> None:
+        assert self.names.issuperset(names)
+
     def pull(self, source: KvSource, names: Items[bytes], slots: Items[int]) -> None:
         self.pulls[source.transfer] = names, slots
 
