@@ -7,6 +7,10 @@ SIGKILL (its supervisor restarts it) or frozen with SIGSTOP, prefill and decode 
 corrupted. Every stream must have exactly its text. Two seconds after the end no worker holds a page, an export or an import, and the
 front end has no record of a transfer.
 
+Recovery must not wait for computing: the simulated workers compute a prompt of 2,000 tokens in a few milliseconds, and their links have
+400 Gbit/s. No request is tried as one that kills workers: that takes its time (`--trial-seconds`) and has its own proof. Here it is the
+bench that kills, and a request may well be at every death.
+
 A stream counts as hit by a fault if it had tokens before and waits for the next one longer than HIT_SECONDS.
 """
 
@@ -84,6 +88,8 @@ async def run(arguments: argparse.Namespace) -> bool:
     flags += [
         f"--fault=transfer:{arguments.fault}",
         f"--prefill-rate={arguments.prefill_rate}",
+        f"--prefill-budget={arguments.prefill_budget}",
+        f"--kv-link-gbps={arguments.link_gbps}",
         f"--kv-block-bytes={arguments.block_bytes}",
     ]
     with serving(*flags) as server:
@@ -142,8 +148,10 @@ def main() -> int:
     parser.add_argument(
         "--block-bytes", type=int, default=65536, help="of KV, small enough that pulling a prompt is faster than computing it"
     )
-    parser.add_argument("--stall", type=float, default=1.2, help="--worker-stall of the front end")
-    parser.add_argument("--trial", type=float, default=0.3, help="--trial-seconds of the front end")
+    parser.add_argument("--prefill-budget", type=int, default=65_536, help="prompt tokens of a step")
+    parser.add_argument("--link-gbps", type=float, default=400.0)
+    parser.add_argument("--stall", type=float, default=1.0, help="--worker-stall of the front end")
+    parser.add_argument("--trial", type=float, default=0.0, help="--trial-seconds of the front end")
     parser.add_argument("--both", action="store_true", help="kill one and freeze another every two seconds, not by turns")
     parser.add_argument("--freeze", type=float, default=3.0, help="seconds that a worker is frozen")
     parser.add_argument("--fault", default="drop=0.02,stall=0.015,corrupt=0.015", help="shares of transfers")

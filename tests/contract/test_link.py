@@ -141,7 +141,7 @@ async def read_all(doorbell: Doorbell, mailbox: Mailbox) -> tuple[int, ...]:
 
 async def test_a_generation_arrives_complete(address: Address) -> None:
     async with Worker(address) as worker, linked(worker) as (link, welcome):
-        assert welcome.model == MODEL
+        assert welcome.model == worker.runtime.model
         doorbell = Doorbell()
         mailbox = Mailbox(doorbell)
         generation = send(link, submit(7, 300), mailbox)

@@ -17,16 +17,9 @@ PROMPT = " ".join(str(number) for number in range(300))
 """Over 600 tokens."""
 FLAGS = (
     *("--prefill-workers", "2", "--decode-workers", "2", "--disaggregation", "always", "--step-ms", "10"),
-    *(
-        "--kv-block-bytes",
-        "65536",
-        "--worker-stall",
-        "1.5",
-        "--trial-seconds",
-        "0.2",
-        "--fault",
-        "transfer:drop=0.1,stall=0.05,corrupt=0.1",
-    ),
+    *("--kv-block-bytes", "65536", "--worker-stall", "1.5", "--fault", "transfer:drop=0.1,stall=0.05,corrupt=0.1"),
+    # Three workers are lost within two seconds: a request that was at all of them would look as if it killed them.
+    *("--trial-seconds", "0"),
 )
 
 

@@ -268,7 +268,7 @@ def test_the_kv_is_sized_when_loading_has_given_its_memory_back(monkeypatch: pyt
     """The device is torch's `meta`, which has shapes but no memory."""
     machine = EmptyMachine(make_model("llama").shape, monkeypatch)
     tokenizer = pack_tokenizer(None).load()
-    engine = load_engine(machine, tokenizer, 512, EmbeddedSettings(), torch.device("meta"))
+    engine = load_engine(machine, tokenizer, 512, EmbeddedSettings(kv_staging_memory=0), torch.device("meta"))
     try:
         assert machine.did == ["loaded", "gave back", "measured"]
         page_bytes = 2 * 3 * 16 * 2 * 16 * 2
