@@ -451,6 +451,7 @@ def test_the_fingerprint_says_what_gives_kv_its_meaning() -> None:
         make_engine("llama", reproducible=True),
         make_engine(make_model("llama", 2048)),
         make_engine(changed_model()),
+        make_engine(mended_model()),
         *[make_engine(stretched_model(factor)) for factor in (1.0, 1.1)],
     ]
     assert len({same, *[engine.fingerprint() for engine in others]}) == len(others) + 1
@@ -461,6 +462,14 @@ def stretched_model(attention_factor: float) -> Model:
     made = make_model("llama")
     rope = RopeScaling("yarn", 2.0, attention_factor=attention_factor)
     return Model(dataclasses.replace(made.shape, rope=rope), reference("llama").state_dict().items(), 512, made.dtype, made.device)
+
+
+def mended_model() -> Model:
+    """The same weights, but for one number of one token's vector."""
+    made = make_model("llama")
+    weights = {name: tensor.clone() for name, tensor in reference("llama").state_dict().items()}
+    weights["model.embed_tokens.weight"][77, 3] += 0.01
+    return Model(made.shape, weights.items(), 512, made.dtype, made.device)
 
 
 def changed_model() -> Model:
