@@ -78,6 +78,8 @@ ABANDON_SECONDS = 5.0
 async def run_worker(settings: WorkerSettings) -> int:
     """One worker, until SIGTERM."""
     assert settings.listen is not None
+    # Hundreds of other workers may pull KV from this one, on several connections each.
+    raise_file_limit()
     failed = asyncio.Event()
     backend, tokenizer = make_backend(settings, failed.set)
     runtime = WorkerRuntime(backend)

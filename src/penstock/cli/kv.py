@@ -49,10 +49,11 @@ def kv_place(settings: WorkerSettings) -> tuple[Address, str]:
         address = UnixAddress(f"{listen.path}.kv") if isinstance(listen, UnixAddress) else TcpAddress(listen.host, 0)
     if isinstance(address, UnixAddress):
         return address, ""
+    # Links are reached under the advertised host, and a certificate for TLS has it.
+    if isinstance(settings.advertise, TcpAddress) and (settings.kv_listen is None or _is_wildcard(address.host)):
+        return address, settings.advertise.host
     if not _is_wildcard(address.host):
         return address, address.host
-    if isinstance(settings.advertise, TcpAddress):
-        return address, settings.advertise.host
     given = f"--listen {settings.listen}" if settings.kv_listen is None else f"--kv-listen {settings.kv_listen}"
     raise ConfigError(f"{given} has no host that other workers can use: give this machine's address, or --advertise")
 

@@ -27,6 +27,8 @@ def worker(*arguments: str) -> WorkerSettings:
         ("--listen=tcp://10.0.0.7:7000", "tcp://10.0.0.7:0", "10.0.0.7"),
         ("--listen=tcp://0.0.0.0:7000 --advertise=tcp://gpu1:7000", "tcp://0.0.0.0:0", "gpu1"),
         ("--listen=tcp://[::]:7000 --advertise=tcp://gpu1:7000", "tcp://[::]:0", "gpu1"),
+        ("--listen=tcp://10.0.0.7:7000 --advertise=tcp://gpu1:7000", "tcp://10.0.0.7:0", "gpu1"),
+        ("--listen=tcp://10.0.0.7:7000 --advertise=tcp://gpu1:7000 --kv-listen=tcp://10.1.0.7:1", "tcp://10.1.0.7:1", "10.1.0.7"),
         ("--listen=tcp://0.0.0.0:7000 --kv-listen=tcp://10.1.0.7:7001", "tcp://10.1.0.7:7001", "10.1.0.7"),
         ("--listen=tcp://10.0.0.7:7000 --kv-listen=unix:/tmp/kv", "unix:/tmp/kv", ""),
     ],
