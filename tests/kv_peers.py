@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -123,8 +123,8 @@ class LyingSource:
             peer.socket.close()
 
 
-def puller_by_hand(address: Address, *, version: int = PROTOCOL_VERSION, secret: str = SECRET) -> ByHand:
-    """Connects and sends its hello. The answer is not read."""
+def puller_by_hand(address: Address, *, version: int = PROTOCOL_VERSION, secret: str = SECRET, files: Sequence[int] = ()) -> ByHand:
+    """Connects and sends its hello, with files over a unix socket. The answer is not read."""
     if isinstance(address, UnixAddress):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address.path)
@@ -135,5 +135,9 @@ def puller_by_hand(address: Address, *, version: int = PROTOCOL_VERSION, secret:
     peer = ByHand(connection)
     challenge = peer.read(Challenge)
     handshake = Handshake(challenge.nonce, b"p" * 32, "by hand", str(address), reached)
-    peer.send(Hello(version, "by hand", b"p" * 32, handshake.proof(secret, "puller"), str(address), reached))
+    hello = Hello(version, "by hand", b"p" * 32, handshake.proof(secret, "puller"), str(address), reached)
+    if files:
+        socket.send_fds(connection, [encode(hello)], files)
+    else:
+        peer.send(hello)
     return peer

@@ -283,7 +283,13 @@ class WorkerSettings(ProcessSettings):
         unset="beside --listen: its path and .kv; or its host and any free port",
         group="cluster",
     )
-    kv_streams: int = count(4, "connections to each worker that KV is pulled from over TCP", minimum=1, maximum=16, group="cluster")
+    kv_streams: int = count(
+        4,
+        "connections to each worker that KV is pulled from over TCP; the first of several is for messages only",
+        minimum=1,
+        maximum=16,
+        group="cluster",
+    )
     role: Role = setting(
         "aggregated",
         "what the worker is for. prefill: it computes prompts, for others; decode: it continues them, with the KV of the prompt; "

@@ -365,6 +365,32 @@ def test_what_is_taken_back_is_not_read_any_more_though_its_puller_reads_nothing
     peer.socket.close()
 
 
+def test_a_puller_on_a_slow_link_hears_that_its_pulls_go_on(tmp_path: Path) -> None:
+    """No block comes through. Messages have a connection of their own, and name a pull until the puller has all of it."""
+    workers = Workers(tmp_path, "tcp")
+    there = DictEngine(64, 1 << 15)
+    names = names_of(64)
+    there.store(names)
+    messages = joined(workers, there)
+    messages.send(Join(b"s" * 16, only_messages=True), asked(1, 1, b"".join(names[:1])))
+    there.until(lambda: there.exports)
+    blocks = puller_by_hand(workers.transports[0].address)
+    blocks.read(SourceWelcome)
+    blocks.send(Join(b"s" * 16))
+    there.until_released((1).to_bytes(16))  # All of it is in the kernel.
+    messages.send(asked(2, 2, b"".join(names)), asked(3, 3, b"".join(names)))
+    while set(messages.read(Waiting).numbers) != {1, 2, 3}:
+        pass
+    messages.send(Stop(1), Stop(3))
+    while messages.read(Waiting).numbers != (2,):
+        pass
+    assert blocks.read(Blocks).number == 1
+    for peer in (messages, blocks):
+        peer.socket.close()
+    there.until_released((2).to_bytes(16))
+    workers.close()
+
+
 # Files that are not what they should be. Only over unix sockets.
 
 
@@ -408,6 +434,17 @@ def test_a_slot_that_was_used_again_too_early_is_found_out(on_unix: Workers) -> 
         transport.pull(pulled, NAMES, [7, 8, 9])
         assert here.until_ended(pulled.transfer) == "block 1 was corrupted on its way"
         transport.close()
+
+
+def test_a_puller_that_passes_a_file(on_unix: Workers) -> None:
+    """It is closed: nobody here would do so."""
+    reading, writing = os.pipe()
+    peer = puller_by_hand(on_unix.start(DictEngine()).address, files=[writing])
+    assert "the puller passed a file" in peer.read(Goodbye).message
+    peer.until_closed()
+    os.close(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
 
 
 @pytest.mark.parametrize("passed", ["pipe", "short", "shrinks"])

@@ -249,7 +249,7 @@ class Connection:
             return True
         blocks = self.next_blocks()
         if blocks is None:
-            return bool(self._messages)
+            return bool(self._messages) and self._refill()
         message, views = blocks
         self._outgoing.append(memoryview(message))
         self._outgoing.extend(views)

@@ -44,9 +44,11 @@ class SourceWelcome(Struct, frozen=True, tag="source_welcome"):
 
 
 class Join(Struct, frozen=True, tag="join"):
-    """Puller to source, first: the connections with the same session belong together. Blocks come on any of them."""
+    """Puller to source, first: the connections with the same session belong together. Blocks come on any of them that is not
+    `only_messages`: a message must not wait behind megabytes of blocks on a slow link."""
 
     session: bytes
+    only_messages: bool = False
 
 
 class Pull(Struct, frozen=True, tag="pull", gc=False):
@@ -92,7 +94,7 @@ class Ended(Struct, frozen=True, tag="ended", gc=False):
 
 
 class Waiting(Struct, frozen=True, tag="waiting", gc=False):
-    """Source to puller, when nothing else is sent: these pulls go on. Their blocks are computed, or wait for their turn."""
+    """Source to puller, again and again: these pulls go on. Their blocks are computed, wait for their turn, or are on their way."""
 
     numbers: tuple[int, ...]
 

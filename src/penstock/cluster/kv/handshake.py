@@ -160,6 +160,8 @@ async def welcome_puller(dialog: Dialog, credentials: Credentials, advertised: A
     await dialog.write(Challenge(PROTOCOL_VERSION, nonce))
     hello = await dialog.read(Hello)
     check_version(hello.version)
+    if dialog.files:
+        raise FrameMalformed("the puller passed a file")
     extra = dialog.extra()
     handshake = Handshake.of(nonce, hello, b"" if tls is None else tls.certificate, peer_certificate(extra))
     handshake.check(hello.proof, credentials.secret, "puller")

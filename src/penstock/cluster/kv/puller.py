@@ -97,9 +97,11 @@ class Peer:
         self.pulls[pull.number] = pull
         if self._idle is not None:
             self._idle.cancel()
+        if self._connecting:
+            return
         if self.connections:
             self._ask(pull)
-        elif not self._connecting:
+        else:
             self._connect()
 
     def end(self, pull: ActivePull, failure: str) -> None:
@@ -202,12 +204,16 @@ class Peer:
         self._puller.begin(self._open())
 
     async def _open(self) -> None:
-        """The first connection, then the others."""
+        """The first connection, for messages only if there are several; one for blocks; then the others."""
         patience = self._puller.patience
         self._session = secrets.token_bytes(SESSION_BYTES)
+        streams = 1 if isinstance(self.address, UnixAddress) else self._puller.streams
         try:
-            await self._join()
+            await self._join(only_messages=streams > 1)
+            if streams > 1 and self.connections:
+                await self._join()
         except LinkError as error:
+            self.lose(error)
             self._failures += 1
             self._retry_at = self._puller.loop.time() + min(patience.max_retry_seconds, patience.retry_seconds * 2 ** (self._failures - 1))
             log.warning("KV cannot be pulled from %s: %s", self.address, error)
@@ -216,17 +222,17 @@ class Peer:
         finally:
             self._connecting = False
         if not self.connections:
+            self._fail("the connection was lost")
             return
         self._failures = 0
         log.info("KV is pulled from %s", self.address)
         for pull in list(self.pulls.values()):
             self._ask(pull)
-        if not isinstance(self.address, UnixAddress):
-            await self._open_more()
+        await self._open_more(streams - 2)
 
-    async def _open_more(self) -> None:
+    async def _open_more(self, count: int) -> None:
         session = self._session
-        for _ in range(self._puller.streams - 1):
+        for _ in range(count):
             if not self.connections or session != self._session:
                 return
             try:
@@ -235,7 +241,7 @@ class Peer:
                 log.warning("KV comes from %s on %d connections: %s", self.address, len(self.connections), error)
                 return
 
-    async def _join(self) -> None:
+    async def _join(self, *, only_messages: bool = False) -> None:
         """Opens one more connection of this session. Raises LinkError."""
         seconds, session = self._puller.patience.connect_seconds, self._session
         try:
@@ -257,7 +263,7 @@ class Peer:
             return
         connection = PullerConnection(self, dialog.socket, self._puller)
         self.connections.append(connection)
-        connection.send(Join(session))
+        connection.send(Join(session, only_messages))
 
     def _fail(self, failure: str) -> None:
         for pull in list(self.pulls.values()):

@@ -59,8 +59,10 @@ class PeerSlots:
         if min(layout.starts) < 0 or max(layout.starts) + layout.slots * layout.strip_bytes > size:
             raise FrameMalformed(f"the source passed a file of {size:,} bytes, which does not hold its {layout.slots:,} slots")
         if seals & fcntl.F_SEAL_SHRINK and layout.strip_bytes < MIN_READ_BYTES:
-            self._mapping = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
-            self._mapped = memoryview(self._mapping)
+            # Where this process may map no more memory, the slots are read.
+            with contextlib.suppress(OSError):
+                self._mapping = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
+                self._mapped = memoryview(self._mapping)
 
     def copy(self, slot: int, strips: Sequence[memoryview]) -> None:
         """Copies one slot. Raises FrameMalformed or OSError when the file does not have it."""

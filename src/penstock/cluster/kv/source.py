@@ -50,8 +50,6 @@ class Export:
         self.is_last = self.is_told = False
         self.fate = fate
         self.is_stalled = self.is_queued = False
-        self.was_busy = True
-        """Whether something was sent since the last keep-alive."""
 
     @property
     def is_over(self) -> bool:
@@ -66,6 +64,8 @@ class Session:
         self.connections: list[SourceConnection] = []
         self.exports: dict[int, Export] = {}
         self.turns: deque[Export] = deque()
+        self.leaving: set[int] = set()
+        """Pulls whose blocks are all in the kernel, and not yet at the puller. It says when they are."""
 
     def wake(self, export: Export) -> None:
         if not export.is_queued and export.sent < len(export.slots) and not export.is_stalled:
@@ -91,7 +91,7 @@ class Source:
 
     @property
     def is_idle(self) -> bool:
-        return not self._exports
+        return not self._exports and not any(session.leaving for session in self._sessions.values())
 
     def connected(self, connection: socket.socket, *, is_shared: bool) -> None:
         """A puller has proved itself."""
@@ -99,7 +99,8 @@ class Source:
 
     def join(self, connection: SourceConnection, name: bytes) -> Session:
         session = self._sessions.setdefault(name, Session())
-        session.connections.append(connection)
+        session.connections.insert(0 if connection.only_messages else len(session.connections), connection)
+        connection.wake()
         return session
 
     def leave(self, name: bytes, error: LinkError) -> None:
@@ -114,7 +115,7 @@ class Source:
 
     def pull(self, session: Session, asked: Pull) -> None:
         asked.check()
-        if asked.number in session.exports or len(session.exports) == MAX_OPEN_PULLS:
+        if asked.number in session.exports or len(session.exports) + len(session.leaving) >= MAX_OPEN_PULLS:
             raise FrameMalformed(f"pull {asked.number} is open already, or {MAX_OPEN_PULLS} others are")
         if asked.transfer in self._remembered:
             session.connections[0].send(Ended(asked.number, "this transfer was pulled before"))
@@ -127,6 +128,7 @@ class Source:
         self._on_pull()
 
     def stop(self, session: Session, number: int) -> None:
+        session.leaving.discard(number)
         if export := session.exports.get(number):
             self._end(export)
 
@@ -170,11 +172,9 @@ class Source:
         self._finish(export)
 
     def keep_alive(self) -> None:
-        """Tells pullers which of their pulls go on although nothing was sent, and notices those whose host is gone."""
+        """Tells pullers which of their pulls go on, and notices those whose host is gone."""
         for session in list(self._sessions.values()):
-            numbers = [number for number, export in session.exports.items() if not export.was_busy and not export.is_stalled]
-            for export in session.exports.values():
-                export.was_busy = False
+            numbers = [*session.leaving, *[number for number, export in session.exports.items() if not export.is_stalled]]
             if numbers and not session.connections[0].has_unsent_messages:
                 session.connections[0].send(Waiting(tuple(numbers)))
             for connection in list(session.connections):
@@ -222,7 +222,6 @@ class Source:
             checksums[0] ^= 1
         names = export.names[first * NAME_BYTES : (first + count) * NAME_BYTES]
         export.sent += count
-        export.was_busy = True
         if is_shared:
             self.bytes_sent += count * self._layout.slot_bytes
             return export, encode(Blocks(export.number, first, names, tuple(checksums), tuple(slots))), ()
@@ -238,6 +237,7 @@ class Source:
             reason = f"the source has {export.sent} of {export.blocks} blocks"
             export.session.connections[0].send(Ended(export.number, reason, export.sent))
         if not export.session.connections[0].is_shared:
+            export.session.leaving.add(export.number)
             self._end(export)
 
     def _end(self, export: Export, reason: str = "") -> None:
@@ -265,6 +265,7 @@ class SourceConnection(Connection):
         self._source = source
         self._name = b""
         self._session: Session | None = None
+        self.only_messages = False
         self._sending: Export | None = None
         self._sending_bytes = 0
 
@@ -272,7 +273,8 @@ class SourceConnection(Connection):
         session = self._session
         match message:
             case Join() if session is None and len(message.session) == SESSION_BYTES:
-                self._name, self._session = message.session, self._source.join(self, message.session)
+                self._name, self.only_messages = message.session, message.only_messages
+                self._session = self._source.join(self, message.session)
             case Pull() if session is not None:
                 self._source.pull(session, message)
             case Stop() if session is not None:
@@ -282,7 +284,7 @@ class SourceConnection(Connection):
         return ()
 
     def next_blocks(self) -> tuple[bytes, Sequence[memoryview]] | None:
-        if self._session is None:
+        if self._session is None or self.only_messages:
             return None
         found = self._source.next_blocks(self._session, is_shared=self.is_shared)
         if found is None:
