@@ -554,9 +554,15 @@ class Dispatcher:
                 self._stepped(member, report)
             case Snapshot():
                 self._router.load_snapshot(member.name, report)
+                self._load_more(member.name)
             case Draining():
                 log.info("worker %s is draining and gets no new generations", member.name)
                 self.on_draining(member)
+
+    def _load_more(self, worker: str) -> None:
+        """Goes on with a snapshot, while others go on meanwhile."""
+        if self._router.load_more(worker):
+            asyncio.get_running_loop().call_soon(self._load_more, worker)
 
     def _stepped(self, member: Member, step: Step) -> None:
         self._router.report(member.name, step.stats)

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import get_args
 
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot, Tier
@@ -18,6 +19,8 @@ MAX_BLOCKS = 1_000_000
 MAX_ENDED = 4096
 # Events that are kept while a feed waits for a snapshot.
 MAX_KEPT_EVENTS = 4096
+MAX_LOADED_AT_ONCE = 4096
+"""Blocks of a snapshot, in slower tiers: a few milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,10 +119,14 @@ class PrefixIndex:
             self.removed(worker, list(holding.in_tier(tier)), tier)
         self.removed(worker, list(holding.predicted))
 
-    def replaced(self, worker: str, names: Collection[bytes], tier: Tier = "device") -> None:
-        """The worker has exactly these blocks in this tier. Predictions of other blocks stay: it may not have begun them yet."""
+    def replaced(self, worker: str, names: Collection[bytes]) -> None:
+        """The worker has exactly these blocks on its device. Predictions of other blocks stay: it may not have begun them yet."""
+        self.left_out(worker, names, "device")
+        self.stored(worker, names)
+
+    def left_out(self, worker: str, names: Collection[bytes], tier: Tier) -> None:
+        """The worker has at most these blocks in this tier."""
         self.removed(worker, self._holdings[worker].in_tier(tier).difference(names), tier)
-        self.stored(worker, names, tier)
 
     def predict(self, worker: str, names: Sequence[bytes], now: float) -> None:
         """Expects the worker to have this chain of blocks for the next `prediction_seconds`."""
@@ -260,6 +267,8 @@ class KvFeed:
         # While waiting: consecutive events. `_kept_until` is the number after the last one.
         self._kept: list[KvEvent] = []
         self._kept_until = 0
+        # What the snapshot had in slower tiers and the index does not have yet.
+        self._coming: dict[Tier, dict[bytes, None]] = {}
 
     @property
     def is_current(self) -> bool:
@@ -277,14 +286,17 @@ class KvFeed:
         return must_ask
 
     def load(self, snapshot: Snapshot) -> None:
-        """Replaces the worker's blocks, then applies the events that were kept.
+        """Replaces the worker's blocks, then applies the events that were kept. Many blocks in slower tiers come with `load_more`.
 
         A snapshot older than the index is ignored. If events are missing after the snapshot, the next `receive` asks for another one.
         """
         if not self._is_waiting and snapshot.next_number < self._next_number:
             return
-        for tier, names in _names(snapshot.events).items():
-            self._index.replaced(self._worker, names, tier)
+        self._coming = _names(snapshot.events)
+        self._index.replaced(self._worker, self._coming.pop("device"))
+        for tier, names in self._coming.items():
+            self._index.left_out(self._worker, names, tier)
+        self.load_more()
         self._next_number = snapshot.next_number
         first = self._kept_until - len(self._kept)
         self._is_waiting = bool(self._kept) and first > snapshot.next_number
@@ -292,6 +304,17 @@ class KvFeed:
         if not self._is_waiting:
             self._apply(self._kept[snapshot.next_number - first :] if self._kept else ())
             self._kept = []
+
+    def load_more(self) -> bool:
+        """Adds some more blocks of the last snapshot. Returns whether there are others: a disk may have a million."""
+        left = MAX_LOADED_AT_ONCE
+        for tier, names in self._coming.items():
+            some = list(islice(names, left))
+            self._index.stored(self._worker, some, tier)
+            for name in some:
+                del names[name]
+            left -= len(some)
+        return any(self._coming.values())
 
     def _apply(self, events: Sequence[KvEvent]) -> None:
         index, worker = self._index, self._worker
@@ -301,8 +324,12 @@ class KvFeed:
                     index.stored(worker, event.blocks, event.tier)
                 case BlocksRemoved():
                     index.removed(worker, event.blocks, event.tier)
+                    if coming := self._coming.get(event.tier):
+                        for name in event.blocks:
+                            coming.pop(name, None)
                 case BlocksCleared():
                     index.cleared(worker)
+                    self._coming.clear()
         self._next_number += len(events)
 
     def _keep(self, batch: KvEvents) -> None:

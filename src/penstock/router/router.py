@@ -106,6 +106,11 @@ class Router:
         if known is not None and known.feed is not None:
             known.feed.load(snapshot)
 
+    def load_more(self, worker: str) -> bool:
+        """Goes on with a snapshot. Returns whether there is more of it: then call it again soon."""
+        known = self._workers.get(worker)
+        return known is not None and known.feed is not None and known.feed.load_more()
+
     def report(self, worker: str, stats: WorkerStats) -> None:
         """Takes a worker's own figures."""
         known = self._workers.get(worker)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.index import MAX_KEPT_EVENTS, KvFeed, PrefixIndex
+from penstock.router.index import MAX_KEPT_EVENTS, MAX_LOADED_AT_ONCE, KvFeed, PrefixIndex
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
 
 NAMES = [bytes([number]) for number in range(20)]
@@ -87,6 +87,22 @@ def test_tiers_are_kept_apart(index: PrefixIndex, feed: KvFeed) -> None:
     assert index.overlaps(NAMES[3:6], 0.0, "disk") == {"w": 3}
     feed.receive(KvEvents(20, (BlocksCleared(),)))
     assert index.overlaps(NAMES[3:6], 0.0, "disk") == {}
+
+
+def test_many_blocks_of_a_disk_come_in_pieces(index: PrefixIndex, feed: KvFeed) -> None:
+    """Taken at once, those of a large disk would hold up all streams."""
+    names = [number.to_bytes(4) for number in range(2 * MAX_LOADED_AT_ONCE + 5)]
+    feed.load(Snapshot(20, (BlocksStored(b"", tuple(names), "disk"),)))
+    assert index.overlaps(names, 0.0, "disk") == {"w": MAX_LOADED_AT_ONCE}
+    feed.receive(KvEvents(20, (BlocksRemoved((names[0], names[-1]), "disk"),)))
+    assert feed.load_more()
+    assert not feed.load_more()
+    assert index.overlaps(names, 0.0, "disk") == {}, "what left meanwhile does not come back"
+    assert index.overlaps(names[1:], 0.0, "disk") == {"w": len(names) - 2}
+    feed.load(Snapshot(30, (BlocksStored(b"", tuple(names[:3]), "disk"),)))
+    assert not feed.load_more()
+    assert index.overlaps(names, 0.0, "disk") == {"w": 3}
+    index.check_integrity()
 
 
 def test_old_events_are_skipped_whole_and_in_part(index: PrefixIndex, feed: KvFeed) -> None:
