@@ -144,6 +144,16 @@ def test_blocks_over_tls(over_tls: Workers, strip_bytes: int) -> None:
     there.until_released(source.transfer)
 
 
+def test_an_injected_fault_over_tls_on_one_connection(over_tls: Workers) -> None:
+    """The connection has only a message to send in the place of blocks."""
+    here, there = DictEngine(), DictEngine()
+    there.store(names_of(BLOCKS))
+    source = source_of(over_tls.start(there, faults=Faults(TransferFaults(drop=1.0))))
+    over_tls.tls = tls("front_end")
+    over_tls.start(here, streams=1).pull(source, names_of(BLOCKS), list(range(BLOCKS)))
+    assert here.until_ended(source.transfer) == "an injected fault"
+
+
 @pytest.mark.parametrize(("certificate", "why"), [("stranger", "broke"), ("expired", "broke")], ids=["signed by another", "expired"])
 def test_a_puller_with_a_wrong_certificate_gets_nothing(over_tls: Workers, certificate: str, why: str) -> None:
     here, there = DictEngine(), DictEngine()
