@@ -671,7 +671,7 @@ class Dispatcher:
         source = None if move is None else self._pool.find(move.worker)
         if move is None or source is None or source.is_quiet or source.link in production.failed or move.reason == "prefill":
             return None
-        return self.transfers.begin(production, source, member, move.reason, move.seconds)
+        return self.transfers.begin(production, source, member, move.reason, move.seconds, blocks=move.overlap)
 
     def _inherit(self, production: Production, member: Member, decision: Decision) -> Transfer | None:
         """The transfer from the worker that drains and has computed this generation's blocks: all of them if it has made a token."""
@@ -684,7 +684,7 @@ class Dispatcher:
             production.forget_left_behind()
             return None
         production.left_behind = None
-        return self.transfers.begin(production, left_behind.member, member, "drain", move.seconds, left_behind.id)
+        return self.transfers.begin(production, left_behind.member, member, "drain", move.seconds, left_behind.id, move.overlap)
 
     def _send_relayed(self, production: Production, member: Member, helper: Member, decision: Decision, blocks: int) -> Attempt:
         """One worker computes the prompt and makes the first token. The other one pulls the blocks meanwhile, and continues."""

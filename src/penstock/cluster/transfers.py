@@ -53,6 +53,7 @@ class Transfer:
     deadline: float
     waits: bool = False
     ticket: bytes = b""
+    blocks: int = 0
     has_arrived: bool = False
     """The target has reported its end. The source knows, and the target keeps the blocks for the generation."""
     is_used: bool = False
@@ -62,7 +63,7 @@ class Transfer:
 
     @property
     def message(self) -> KvSource:
-        return KvSource(self.id, self.source.model.kv_address, self.waits, self.ticket)
+        return KvSource(self.id, self.source.model.kv_address, self.waits, self.ticket, self.blocks)
 
     def is_late(self, now: float) -> bool:
         """One look at it."""
@@ -95,14 +96,14 @@ class Transfers:
     """By worker: when it should have sent and received all that was begun."""
 
     def begin(
-        self, owner: Owner, source: Member, target: Member, reason: MoveReason, expected_seconds: float, name: bytes = b""
+        self, owner: Owner, source: Member, target: Member, reason: MoveReason, expected_seconds: float, name: bytes = b"", blocks: int = 0
     ) -> Transfer:
-        """`name` is an id that the source knows already."""
+        """`name` is an id that the source knows already, `blocks` what it has; 0: it computes them."""
         now = self.clock()
         identity = name or secrets.token_bytes(TRANSFER_ID_BYTES)
         waits = reason == "prefill"
         deadline = now + patience(expected_seconds) if waits else self._deadline(source, target, expected_seconds)
-        transfer = Transfer(identity, owner, source, target, reason, now, deadline, waits)
+        transfer = Transfer(identity, owner, source, target, reason, now, deadline, waits, blocks=blocks)
         self.open[identity] = transfer
         if waits:
             self._relayed[identity] = transfer

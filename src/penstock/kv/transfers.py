@@ -447,6 +447,9 @@ class Transfers:
         self, key: bytes, source: KvSource | None, token_ids: Sequence[int], blocks: int, root: bytes, seconds: float, *, is_fetch: bool
     ) -> Import:
         self.is_used = True
+        if source is not None and source.blocks:
+            # What the source has not, nobody asks it for.
+            blocks = min(blocks, source.blocks)
         found = Import(key, source, token_ids, blocks, self._cache.root(root), seconds, is_fetch, self._clock())
         self._imports[key] = self._queued[key] = found
         return found

@@ -239,13 +239,14 @@ class KvSource(Struct, frozen=True, omit_defaults=True, gc=False):
     """Where a worker pulls blocks that it lacks: from another worker, under the id of this transfer.
 
     `waits`: the source computes them at this moment, under a Submit with an Export of the same id. `ticket` is what an engine of others
-    needs to find them.
+    needs to find them. The source has the first `blocks` of them; 0: it will have all.
     """
 
     transfer: bytes
     address: str
     waits: bool = False
     ticket: bytes = b""
+    blocks: int = 0
 
 
 class Export(Struct, frozen=True, gc=False):

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from moving import Hub, MemoryTransport
 from penstock.engine.scheduler import Scheduler, Sequence, Work
@@ -360,6 +361,17 @@ def test_only_what_is_missing_is_pulled() -> None:
     d.run(hub)
     assert hub.copied == 5, "nothing was missing"
     assert [report.blocks for report in d.reports] == [5, 0]
+
+
+def test_a_source_is_asked_only_for_what_it_has() -> None:
+    hub, p, d = two_workers()
+    prompt = prompt_of(1, 42)
+    p.submit(1, prompt[:25])
+    p.run(hub)
+    d.submit(2, prompt, source=structs.replace(source_of(9), blocks=6))
+    d.run(hub)
+    assert [(report.outcome, report.blocks) for report in d.reports] == [("done", 6)]
+    assert d.sequences[2].cached_tokens == 24
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
