@@ -446,10 +446,11 @@ async def test_the_source_dies_while_the_decode_worker_waits_for_it(tmp_path: Pa
         both["d"].simulator.is_held = True
         reader, task = both.front_end.start(submit(1, 200, PROMPT))
         await until(lambda: bool(both["d"].simulator.held))
-        (transfer,) = both.transfers.open
+        ((transfer, record),) = both.transfers.open.items()
         assert both["d"].simulator.ended == []
         both["p"].break_links()
         await until(lambda: both["d"].simulator.ended == [transfer])
+        assert not record.owner.turn.deaths, "it is not suspected: p had computed its prompt"
         both["d"].simulator.let_go()
         await finished(task)
         assert reader.tokens == expected(1, 200)

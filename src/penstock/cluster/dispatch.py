@@ -543,7 +543,7 @@ class Dispatcher:
         if member.link.has_died:
             death = self.suspects.record(member.link)
             for owner in owners:
-                # It was there, too.
+                # It was there, too, though its generation was not.
                 owner.turn.deaths |= {death.number}
         else:
             self.suspects.left(member.link)

@@ -154,12 +154,13 @@ class Transfers:
         transfer.target.link.end_transfers([transfer.id])
 
     def left(self, member: Member) -> list[Owner]:
-        """This worker was lost. What it moved is ended at the other end, which computes instead. Returns the owners of that."""
+        """This worker was lost. What it moved is ended at the other end, which computes instead. Returns the owners of what it pulled: they
+        may have killed it. A source that died while it was read had computed those prompts before."""
         self._busy_until.pop(member.name, None)
         lost = [each for each in self.open.values() if each.target is member or (each.source is member and not each.has_arrived)]
         for transfer in lost:
             self.end(transfer, "lost")
-        return [transfer.owner for transfer in lost]
+        return [transfer.owner for transfer in lost if transfer.target is member]
 
     def tick(self) -> None:
         """Ends those that take too long."""
