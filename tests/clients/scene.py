@@ -153,7 +153,7 @@ class Scene:
         addresses = {"OPENAI_BASE_URL": f"{self.url}/v1", "ANTHROPIC_BASE_URL": self.url, "PENSTOCK_URL": self.url, "MODEL": self.model}
         local = {"NO_PROXY": "127.0.0.1,localhost,::1", "no_proxy": "127.0.0.1,localhost,::1"}
         home = {"HOME": str(self.home), "TMPDIR": str(self.home / "tmp"), "PATH": os.environ["PATH"]}
-        return {**QUIET, **proxies, **local, **home, **keys, **addresses, **more}
+        return {**QUIET, "PYTHONFAULTHANDLER": "1", **proxies, **local, **home, **keys, **addresses, **more}
 
     def run(
         self, *command: str | Path, seconds: float = 60, stdin: str = "", is_checked: bool = True, **more: str
@@ -171,6 +171,12 @@ class Scene:
         )
         try:
             out, err = process.communicate(stdin, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            # A client in Python then tells where it waits: PYTHONFAULTHANDLER.
+            os.killpg(process.pid, signal.SIGABRT)
+            out, err = process.communicate(timeout=10)
+            done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+            raise AssertionError(f"{self.client} did not end within {seconds:g} s\n{self.told(done)}") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
