@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class _Piece:
 
 Numbers = NDArray[numpy.int64]
 BatchCopy = Callable[[Numbers, Numbers, Numbers, torch.cuda.Stream], None]
-"""Copies to these addresses, from these, so many bytes each."""
+"""Copies between memory: to these addresses, from these, with the number of bytes of each."""
 
 
 def _find_batch_copy() -> BatchCopy | None:
@@ -133,7 +134,7 @@ class _Lane:
         self.running: deque[_Piece] = deque()
 
     def start(self, most: int) -> None:
-        """Starts copies of at most so many pages."""
+        """Starts copies of at most `most` pages."""
         if not self.queue or most <= 0:
             return
         if self._stream is None:
@@ -187,9 +188,9 @@ class _Lane:
         self.running.append(_Piece(pages, on_end, is_read, self._mark(self._stream)))
         return len(pages)
 
+    @abstractmethod
     def _move(self, index: Tensor, slots: Numbers) -> Mark:
         """Copies these pages. Returns the point from which on their source may be overwritten."""
-        raise NotImplementedError
 
     def _copy_buffer(self, buffer: Tensor, slots: Numbers) -> None:
         """Copies between the buffer on the GPU and these slots, neighbours at once."""

@@ -18,7 +18,7 @@ class Rate:
         self.measured_at = -math.inf
 
     def measure(self, amount: float, seconds: float, now: float) -> None:
-        """`amount` took so many seconds. Nothing, or no time at all, is no measurement."""
+        """`amount` took `seconds`. Nothing, or no time at all, is no measurement."""
         if amount <= 0 or seconds <= 0:
             return
         # Times are averaged, not rates: one measurement that was much too fast would otherwise hide many slow ones.

@@ -35,7 +35,7 @@ ROUTER_HEADER = b"x-penstock-router"
 AFFINITY_HEADER = b"x-session-affinity"
 MAX_ID_BYTES = 256
 
-# OpenAI writes at most so many breakpoints per request, the last ones. An implicit one counts.
+# OpenAI keeps the last ones of a request, at most this many. An implicit one counts.
 MAX_BREAKPOINTS = 4
 _INSTRUCTIONS = ("system", "developer")
 _TTL_SECONDS = {"5m": 300.0, "30m": 1_800.0, "1h": 3_600.0, "12h": 43_200.0}

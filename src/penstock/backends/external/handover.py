@@ -31,7 +31,7 @@ CERTAIN_PART = 3 / 4
 # How far the clock of the source may be ahead of ours.
 MAX_CLOCK_SECONDS = 1.0
 # Engines that work on a prompt at the same time: the target also waits while the source computes, at this rate or faster.
-LEAST_PREFILL_RATE = 500.0
+MIN_PREFILL_RATE = 500.0
 
 
 class HandoverFailed(PenstockError):
@@ -180,7 +180,7 @@ class Handovers:
     def _seconds(self, request: EngineRequest, ticket: Ticket | None) -> float:
         """How long the first token may take."""
         if ticket is None:
-            return self._patience + len(request.token_ids) / LEAST_PREFILL_RATE
+            return self._patience + len(request.token_ids) / MIN_PREFILL_RATE
         return min(self._patience, ticket.certain_until - self._time_of_day())
 
     def _check_certain(self, ticket: Ticket | None) -> None:
