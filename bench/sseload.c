@@ -942,7 +942,7 @@ static void print_results(double connect_seconds, double client_cpu)
     print_string("path", options.path);
     putchar(',');
     print_counts();
-    printf("\"connect_s\":%.3f,\"wall_s\":%.4f,\"usage_tokens\":%llu,\"events\":%llu,\"content_events\":%llu,\"token_source\":\"%s\",",
+    printf("\"connect_s\":%.3f,\"wall_s\":%.6f,\"usage_tokens\":%llu,\"events\":%llu,\"content_events\":%llu,\"token_source\":\"%s\",",
            connect_seconds, wall, (unsigned long long)totals.tokens, (unsigned long long)totals.events, (unsigned long long)totals.contents,
            totals.tokens ? "usage" : "content_events");
     printf("\"tokens_per_s\":%.1f,\"events_per_s\":%.1f,\"req_per_s\":%.2f,", tokens / wall, events / wall, (double)totals.finished / wall);

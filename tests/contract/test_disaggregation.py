@@ -476,7 +476,7 @@ async def test_a_pull_that_nobody_reports_on_is_given_up(tmp_path: Path) -> None
         await until(lambda: bool(both["d"].simulator.held))
         (transfer,) = both.transfers.open
         await until(lambda: both["d"].simulator.ended == [transfer])
-        assert transfer in both["p"].simulator.ended
+        await until(lambda: transfer in both["p"].simulator.ended)
         both["d"].simulator.let_go()
         await finished(task)
         assert both.transfers.counts == {("prefill", "stalled"): 1}

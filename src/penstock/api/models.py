@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from msgspec import Struct, structs
 
@@ -16,7 +16,7 @@ from penstock.cluster.pool import Member
 from penstock.text.tokenizers.cache import Fetch, TokenizerCache
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import RequestError
-from penstock.wire.messages import ModelInfo
+from penstock.wire.messages import ModelInfo, Role
 
 if TYPE_CHECKING:
     from penstock.api.app import Services
@@ -64,8 +64,14 @@ class Models:
     def all(self) -> list[ServedModel]:
         count = Counter(info.name for info in self.live)
         unique = {info.name: info for info in self.live}
-        roles = {name: tuple(dict.fromkeys(role for info in self.live if info.name == name for role in info.roles)) for name in unique}
-        return [ServedModel(structs.replace(info, roles=roles[name]), self.tokenizer(info), count[name]) for name, info in unique.items()]
+        return [
+            ServedModel(structs.replace(info, roles=self._roles(name)), self.tokenizer(info), count[name]) for name, info in unique.items()
+        ]
+
+    def _roles(self, name: str) -> tuple[Role, ...]:
+        """What the model's workers do, in an order that does not depend on who joined first."""
+        taken = {role for info in self.live if info.name == name for role in info.roles}
+        return tuple(role for role in get_args(Role) if role in taken)
 
     def find(self, name: str) -> ServedModel:
         """Raises RequestError: 404 for an unknown model, 503 when there is no worker."""
