@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 LAYERS = [
     {"wire"},
     {"stream", "metrics", "config"},
-    {"text", "grammar", "kv", "router", "worker"},
+    {"text", "media", "grammar", "kv", "router", "worker"},
     {"engine"},
     {"backends"},
     {"cluster"},
@@ -46,6 +46,7 @@ CONFINED = {
     "safetensors": {"engine"},
     "numpy": {"text", "engine"},
     "transformers": set(),
+    "PIL": {"media", "engine", "backends"},
     "llguidance": {"grammar"},
 }
 NO_IO = {"router", "engine", "kv", "grammar", "stream", "wire"}

@@ -9,7 +9,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 5
+from penstock.wire.images import ImageRules, ImageSpan
+
+PROTOCOL_VERSION = 6
 GENERATION_ID_BYTES = 16
 DEFAULT_SESSION_SECONDS = 300.0
 MAX_TOKENIZER_BYTES = 64 * 2**20
@@ -129,6 +131,7 @@ class WorkerStats(Struct, frozen=True, array_like=True):
     Rates are measured, 0 until they are: prompt tokens computed per second while nothing else runs, and bytes pulled per second from
     other workers, or loaded from its own host memory and disk. `tokens_to_compute` are those of prompts that run or wait.
     `kv_tier_events` has blocks since its start, by tier and by what happened to them, such as `host loaded`: see `kv.tiers`.
+    `images_encoded` went through its tower since its start, and `images_reused` were found among the features that it keeps.
     """
 
     running: int = 0
@@ -157,9 +160,12 @@ class WorkerStats(Struct, frozen=True, array_like=True):
     host_rate: float = 0.0
     disk_rate: float = 0.0
     kv_tier_events: dict[str, int] = {}
+    images_encoded: int = 0
+    images_reused: int = 0
+    image_positions_to_encode: int = 0
 
 
-Role = Literal["aggregated", "prefill", "decode"]
+Role = Literal["aggregated", "prefill", "decode", "encode"]
 KvHandover = Literal["blocks", "ticket", "meeting"]
 """How KV gets to another worker.
 
@@ -177,7 +183,9 @@ class ModelInfo(Struct, frozen=True):
     its own machine, else fetches them with TokenizerRequest. `max_batch` is how many generations the worker computes at once; 0: unknown.
     `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning; None: no known format. A worker with the capability
     `isolation` shares no KV between roots. Workers with the same `kv_fingerprint` can use each other's KV, which is pulled from
-    `kv_address`; a block has `kv_block_bytes`. Without a fingerprint its KV does not move. `kv_handover` says how it does.
+    `kv_address`; a block has `kv_block_bytes`. Without a fingerprint its KV does not move. `kv_handover` says how it does. `images`: how
+    the model wants its images; None: it reads only text. Workers with the same `image_fingerprint` compute the same features of an image.
+    One with the role `encode` computes nothing else, and others pull them from its `kv_address`.
     """
 
     name: str
@@ -196,6 +204,8 @@ class ModelInfo(Struct, frozen=True):
     kv_address: str = ""
     kv_block_bytes: int = 0
     kv_handover: KvHandover = "blocks"
+    images: ImageRules | None = None
+    image_fingerprint: bytes = b""
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -267,7 +277,8 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     the same `root`; empty: one that all tenants share. Generations that wait are served in turn by `lane`, in proportion to `weight`;
     without tenants the lane is "". `prompt` names a prompt that several generations share: on a link it travels once, as a Prompt, and
     `token_ids` then has only the last `offset` ids. `export`: another worker pulls its blocks. `source`: it begins when the blocks that
-    are missing here were pulled from there, or that has failed.
+    are missing here were pulled from there, or that has failed. `images` are those of the prompt, in order. To a worker with the role
+    `encode` goes one image alone, with its `export`: it computes the features and makes no token.
     """
 
     id: bytes
@@ -294,6 +305,7 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
     export: Export | None = None
     source: KvSource | None = None
     marks: tuple[Mark, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
 
 class Prompt(Struct, frozen=True, tag="prompt", gc=False):
@@ -346,6 +358,48 @@ class TransferReport(Struct, frozen=True, array_like=True, gc=False):
     seconds: float = 0.0
     reason: str = ""
     ticket: bytes = b""
+
+
+IMAGE_PIECE_BYTES = 128 * 1024
+
+
+class ImagesWanted(Struct, frozen=True, tag="images_wanted", gc=False):
+    """Worker to front end: this generation needs these images, and the worker has neither their features nor their pixels.
+
+    `failed`: their features could not be pulled from where an ImageSource said.
+    """
+
+    generation: bytes
+    names: tuple[bytes, ...]
+    failed: str = ""
+
+
+class ImagePiece(Struct, frozen=True, tag="image_piece", gc=False):
+    """Front end to worker: the pixels of an image from this byte on, of `total` bytes. Other messages pass between the pieces.
+
+    RGB, a byte for each colour, row by row, `size` is width and height; if the model's rules say `is_prepared`, as its family lays it out.
+    """
+
+    name: bytes
+    offset: int
+    total: int
+    size: tuple[int, int]
+    data: bytes
+
+
+class ImageSource(Struct, frozen=True, tag="image_source", gc=False):
+    """Front end to worker: another worker computes the features of this image: pull them from there."""
+
+    name: bytes
+    source: KvSource
+
+
+class ImageRefused(Struct, frozen=True, tag="image_refused", gc=False):
+    """Front end to worker: this image cannot be had. The generations that need it here fail; `retryable` is for their Fault."""
+
+    name: bytes
+    reason: str
+    retryable: bool = True
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
@@ -495,6 +549,10 @@ Message = (
     | DropPrompt
     | Fetch
     | EndTransfer
+    | ImagesWanted
+    | ImagePiece
+    | ImageSource
+    | ImageRefused
     | Cancel
     | CloseSession
     | SessionQuery

@@ -1,0 +1,33 @@
+"""A picture that a client sent: where it is in the request, and what became of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from penstock.wire.images import ImageLayout
+
+Detail = Literal["auto", "low", "high", "original"]
+
+
+class ImageRef(Struct, frozen=True, gc=False):
+    """An image as a request names it. `field` is its place in the request, for error messages. Either `url`, which may be a data URL, or
+    `data`, which is base64."""
+
+    field: str
+    url: str = ""
+    data: str = ""
+    detail: Detail = "auto"
+
+
+class Picture(Struct, frozen=True, weakref=True):
+    """An image that was read. `pixels` are what a worker gets: see ImagePiece."""
+
+    layout: ImageLayout
+    size: tuple[int, int]
+    pixels: bytes
+
+    @property
+    def name(self) -> bytes:
+        return self.layout.name

@@ -1,0 +1,82 @@
+"""An image in a prompt: its name, the ids that stand for it, and how a model wants it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from hashlib import shake_128
+
+from msgspec import Struct
+
+IMAGE_NAME_BYTES = 16
+FIRST_IMAGE_ID = 2**62
+"""Ids from here on stand for a position of an image. No vocabulary has them, and no client can send them."""
+
+_BITS = FIRST_IMAGE_ID - 1
+
+
+class ImageRules(Struct, frozen=True):
+    """How a model wants its images. It is a part of each image's name: other rules, other KV.
+
+    `family` names the code that knows the layout (`media/families/`); `settings` are the processor's own, as numbers, such as the size of
+    a patch. `placeholder` is what the chat template writes for one image. `is_prepared`: the worker gets pixels that are already resized
+    and cut for the model. Otherwise it gets the picture as the client sent it, in RGB, and prepares it itself.
+    """
+
+    family: str
+    settings: dict[str, float]
+    placeholder: str
+    is_prepared: bool = True
+
+
+class ImageSpan(Struct, frozen=True, array_like=True, gc=False):
+    """Where an image is in a prompt: its tokens from `start` to `end`. The ids from FIRST_IMAGE_ID on stand for its features, in order;
+    others between them are ordinary tokens, such as those between tiles.
+
+    `grid` is how many rows and columns of features it has, or of tiles, as its family counts. `size` is its width and height in pixels.
+    """
+
+    name: bytes
+    start: int
+    end: int
+    grid: tuple[int, int]
+    size: tuple[int, int]
+
+
+class ImageLayout(Struct, frozen=True, gc=False):
+    """What stands for one image in a prompt: pieces of text, special tokens included, and numbers of positions."""
+
+    name: bytes
+    pieces: tuple[str | int, ...]
+    grid: tuple[int, int]
+    size: tuple[int, int]
+
+    @property
+    def positions(self) -> int:
+        return sum(piece for piece in self.pieces if isinstance(piece, int))
+
+
+def image_ids(name: bytes, positions: int) -> tuple[int, ...]:
+    """The ids of an image's positions: each carries 62 bits of its name."""
+    drawn = struct.unpack(f"<{positions}Q", shake_128(name).digest(8 * positions))
+    return tuple([FIRST_IMAGE_ID | (each & _BITS) for each in drawn])
+
+
+def is_image_id(token_id: int) -> bool:
+    return token_id >= FIRST_IMAGE_ID
+
+
+def wrong_images(token_ids: Sequence[int], images: Iterable[ImageSpan]) -> str | None:
+    """What is wrong with the images of a prompt: spans that overlap or leave it, ids of another image, ids outside of any span."""
+    end = found = 0
+    for index, span in enumerate(images):
+        if not end <= span.start < span.end <= len(token_ids):
+            return f"image {index} is at {span.start} to {span.end}: expected a place after {end} in {len(token_ids)} tokens"
+        end = span.end
+        ids = tuple([each for each in token_ids[span.start : span.end] if each >= FIRST_IMAGE_ID])
+        if not ids or ids != image_ids(span.name, len(ids)):
+            return f"the {len(ids)} positions of image {index} do not carry its name"
+        found += len(ids)
+    if found != sum([each >= FIRST_IMAGE_ID for each in token_ids]):
+        return "there are positions of an image outside of the prompt's images"
+    return None
