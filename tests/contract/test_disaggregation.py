@@ -34,7 +34,7 @@ from penstock.wire.messages import (
     TransferReport,
     WorkerStats,
 )
-from penstock.worker.backend import Emit
+from penstock.worker.backend import Emit, WantImages, wants_none
 from workers import FrontEnd, Reader, Worker, expected, make_model, submit, until
 
 PROMPT = 320
@@ -58,9 +58,9 @@ class Mover(Simulator):
         self.held: list[Submit] = []
         self.on_poison: Callable[[], None] = lambda: None
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
         self._emit = emit
-        await super().start(emit)
+        await super().start(emit, want)
 
     def submit(self, request: Submit) -> None:
         self.submits.append(request)

@@ -14,8 +14,20 @@ from typing import TypeVar
 
 from penstock.engine.engine import Engine
 from penstock.kv.moving import KvEngine, KvTransport, SlotMemory
-from penstock.wire.messages import Fault, Fetch, KvEvents, ModelInfo, Segment, SessionReport, Snapshot, Submit, TransferReport, WorkerStats
-from penstock.worker.backend import PROGRESS_SECONDS, Emit, moves_no_kv
+from penstock.wire.messages import (
+    Fault,
+    Fetch,
+    KvEvents,
+    KvSource,
+    ModelInfo,
+    Segment,
+    SessionReport,
+    Snapshot,
+    Submit,
+    TransferReport,
+    WorkerStats,
+)
+from penstock.worker.backend import PROGRESS_SECONDS, Emit, WantImages, moves_no_kv, wants_none
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +61,10 @@ class EmbeddedBackend:
         self.kv: KvEngine | None = None
         """Set when the model is loaded, if its KV can move."""
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
         began = time.monotonic()
         log.info("loading %s", self.model.name)
-        self._emit, self._loop = emit, asyncio.get_running_loop()
+        self._emit, self._want, self._loop = emit, want, asyncio.get_running_loop()
         loaded: Future[WorkerStats] = Future()
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="engine")
         self._thread.start()
@@ -79,6 +91,13 @@ class EmbeddedBackend:
 
     def end_transfer(self, transfer: bytes) -> None:
         self.ask(lambda engine: engine.transfers.end(transfer))
+
+    def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
+        """Never called: it asks for none. So the next two."""
+
+    def image_at(self, name: bytes, source: KvSource) -> None: ...
+
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None: ...
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.ask(lambda engine: engine.close_session(session_id, epoch, frees=frees))

@@ -37,6 +37,7 @@ from penstock.wire.messages import (
     Fetch,
     Finish,
     FinishReason,
+    KvSource,
     ModelInfo,
     PromptReport,
     Segment,
@@ -47,7 +48,7 @@ from penstock.wire.messages import (
     TokenLogprob,
     WorkerStats,
 )
-from penstock.worker.backend import PROGRESS_SECONDS, Emit, validate_submit
+from penstock.worker.backend import PROGRESS_SECONDS, Emit, WantImages, validate_submit, wants_none
 
 if TYPE_CHECKING:
     from penstock.backends.simulated_tiers import SimulatedTiers
@@ -213,7 +214,8 @@ class Simulator:
         model = self.model
         return model.engine, model.tokenizer, model.vocab_size, model.block_size, model.kv_block_bytes
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
+        self._want = want
         if self._config.host_bytes():
             self._open_tiers()
         self._task = asyncio.create_task(self._steps(emit), name="simulator steps")
@@ -262,6 +264,13 @@ class Simulator:
     def end_transfer(self, transfer: bytes) -> None:
         self._transfers.end(transfer)
         self._asked.set()
+
+    def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
+        """Never called: it asks for none. So the next two."""
+
+    def image_at(self, name: bytes, source: KvSource) -> None: ...
+
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None: ...
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         if self._sessions.close(session_id, epoch, frees=frees):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.wire.errors import context_exceeded
+from penstock.wire.images import FIRST_IMAGE_ID, ImageSpan, wrong_images
 from penstock.wire.messages import (
     Fault,
     Fetch,
+    ImagesWanted,
     KvEvents,
+    KvSource,
     ModelInfo,
     Sampling,
     Segment,
@@ -28,6 +31,14 @@ class Emit(Protocol):
     stuck is silent. Never blocks."""
 
     def __call__(self, segments: Sequence[Segment], events: KvEvents | None, transfers: Sequence[TransferReport] = (), /) -> None: ...
+
+
+WantImages = Callable[[ImagesWanted], None]
+"""Asks for the images of one generation. Called on the event loop, at any time. Never blocks, and is never answered within the call."""
+
+
+def wants_none(wanted: ImagesWanted) -> None:
+    raise AssertionError(f"this engine reads no images: {wanted}")
 
 
 PROGRESS_SECONDS = 0.25
@@ -52,12 +63,17 @@ class Backend(Protocol):
 
     Every submitted generation gets exactly one terminal through `emit`, except a cancelled one, which gets none. Deltas of a
     generation are disjoint and in order, and start at the `offset` of its Submit.
+
+    For each generation that needs images whose features it lacks, it calls `want`, whether or not another generation has asked for the
+    same ones. Each name gets one answer for all that wait for it: `image`, `image_at` or `image_refused`; none, if all of them have
+    ended. After `image_at` it may ask again, with `failed`. It asks only for as many as it has room for. An engine without images never
+    asks, and so is never answered.
     """
 
     @property
     def model(self) -> ModelInfo: ...
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
         """Prepares to take work. Raises ConfigError when it cannot."""
 
     def submit(self, request: Submit) -> None:
@@ -71,6 +87,15 @@ class Backend(Protocol):
 
     def end_transfer(self, transfer: bytes) -> None:
         """Frees what this transfer holds, begun by a Fetch or a Submit, as the source or the target. An unknown one is ignored."""
+
+    def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
+        """The pixels of an image, see ImagePiece. One that nobody waits for any more is ignored, here and below."""
+
+    def image_at(self, name: bytes, source: KvSource) -> None:
+        """Another worker computes the features of this image. They are pulled from there, under the id of a transfer as for `fetch`."""
+
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None:
+        """An image cannot be had: the generations that wait for it fail, with the Fault of `image_fault`."""
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         """Ends a session now or when its last active turn ends, see CloseSession. An unknown one, or one of another epoch, is ignored."""
@@ -92,29 +117,44 @@ def moves_no_kv(request: Fetch) -> TransferReport:
     return TransferReport(request.source.transfer, "failed", reason="this engine moves no KV")
 
 
-class _PromptRange:
-    """The smallest and the largest id of a prompt. The choices of a request share their prompt, and come one after the other."""
+def image_fault(reason: str, *, retryable: bool) -> Fault:
+    """How a generation ends whose image cannot be had."""
+    return Fault("image_lost", f"an image of the prompt cannot be had: {reason}", retryable=retryable)
+
+
+class _LastPrompt:
+    """The smallest and the largest id of a prompt's text, and what is wrong with its images. The choices of a request share their prompt,
+    and come one after the other."""
 
     def __init__(self) -> None:
         self._prompt: Sequence[int] = ()
-        self._range = (0, 0)
+        self._images: tuple[ImageSpan, ...] = ()
+        self._found: tuple[int, int, str | None] = 0, 0, None
 
-    def of(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        if self._prompt is not token_ids:
-            self._prompt, self._range = token_ids, (min(token_ids), max(token_ids))
-        return self._range
+    def look(self, token_ids: Sequence[int], images: tuple[ImageSpan, ...]) -> tuple[int, int, str | None]:
+        if self._prompt is not token_ids or self._images != images:
+            self._prompt, self._images = token_ids, images
+            wrong = wrong_images(token_ids, images) if images else None
+            text = [each for each in token_ids if each < FIRST_IMAGE_ID] or [0] if images else token_ids
+            self._found = min(text), max(text), wrong
+        return self._found
 
 
-_PROMPT_RANGE = _PromptRange()
+_LAST_PROMPT = _LastPrompt()
 
 
-def validate_submit(request: Submit, vocab_size: int, context_length: int) -> Fault | None:
+def validate_submit(request: Submit, vocab_size: int, context_length: int, *, reads_images: bool = False) -> Fault | None:
     """The fault of a request that can never run, in the same words for every engine; None when it can run."""
     if not request.token_ids:
         return Fault("empty_prompt", "a prompt needs at least one token")
     if not 0 <= request.offset <= len(request.token_ids):
         return Fault("invalid_offset", f"the offset is {request.offset}: expected 0 to {len(request.token_ids)}")
-    ids = (*_PROMPT_RANGE.of(request.token_ids), *request.stop_ids, *dict(request.logit_bias))
+    if request.images and not reads_images:
+        return Fault("unsupported", "the prompt has images, and this worker's model reads only text")
+    least, most, wrong = _LAST_PROMPT.look(request.token_ids, request.images)
+    if wrong is not None:
+        return Fault("invalid_images", wrong)
+    ids = (least, most, *request.stop_ids, *dict(request.logit_bias))
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             return Fault("invalid_token", f"token id {token} is not in this model's vocabulary: expected 0 to {vocab_size - 1}")

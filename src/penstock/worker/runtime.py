@@ -22,6 +22,7 @@ from penstock.wire.messages import (
     EndTransfer,
     Fault,
     Fetch,
+    ImagesWanted,
     KvEvent,
     KvEvents,
     Message,
@@ -223,7 +224,7 @@ class WorkerRuntime:
         return bool(self._handed_over) or self._backend.stats().exports > 0
 
     async def start(self) -> None:
-        await self._backend.start(self._on_step)
+        await self._backend.start(self._on_step, self._want_images)
 
     async def close(self) -> None:
         """Ends everything that it started, then the backend."""
@@ -424,6 +425,10 @@ class WorkerRuntime:
             # One that its front end has ended meanwhile has nobody to report to.
             if (owner := self._transfers.get(report.id)) is not None:
                 owner.transfers.append(report)
+
+    def _want_images(self, wanted: ImagesWanted) -> None:
+        if (owned := self._open.get(wanted.generation)) is not None:
+            owned[0].announce(wanted)
 
     def _breach(self, slot: Outgoing, error: StreamError) -> None:
         log.error("the engine broke the stream of generation %s: %s", slot.generation.hex(), error)

@@ -25,6 +25,7 @@ from penstock.wire.messages import (
     Fetch,
     Finish,
     KvEvents,
+    KvSource,
     ModelInfo,
     PromptReport,
     Sampling,
@@ -39,7 +40,7 @@ from penstock.wire.messages import (
     TransferReport,
     WorkerStats,
 )
-from penstock.worker.backend import Backend, Emit
+from penstock.worker.backend import Backend, Emit, WantImages, wants_none
 from penstock.worker.runtime import WorkerRuntime
 from replayed_events import apply_events
 
@@ -165,7 +166,7 @@ class Tap:
     def model(self) -> ModelInfo:
         return self.backend.model
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
         def tapped(segments: Sequence[Segment], events: KvEvents | None, transfers: Sequence[TransferReport] = ()) -> None:
             try:
                 self._note(segments, events)
@@ -174,7 +175,7 @@ class Tap:
                 self.broken.append(error)
             emit([segment for segment in segments if segment.id not in self.generations], events, transfers)
 
-        await self.backend.start(tapped)
+        await self.backend.start(tapped, want)
         self.replay.begin(await self.backend.snapshot())
 
     def _note(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
@@ -203,6 +204,15 @@ class Tap:
 
     def end_transfer(self, transfer: bytes) -> None:
         self.backend.end_transfer(transfer)
+
+    def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
+        self.backend.image(name, size, pixels)
+
+    def image_at(self, name: bytes, source: KvSource) -> None:
+        self.backend.image_at(name, source)
+
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None:
+        self.backend.image_refused(name, reason, retryable=retryable)
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.backend.close_session(session_id, epoch)

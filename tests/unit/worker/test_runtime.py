@@ -41,7 +41,7 @@ from penstock.wire.messages import (
     Welcome,
     WorkerStats,
 )
-from penstock.worker.backend import Emit
+from penstock.worker.backend import Emit, WantImages, wants_none
 from penstock.worker.runtime import BEACON_SECONDS, MAX_WAITING_BLOCKS, FrontEndPort, WorkerRuntime
 
 MODEL = ModelInfo("m", "by hand", "words", 10, 100, 16)
@@ -58,12 +58,15 @@ class HandDriven:
         self.closed_sessions: list[tuple[str, int]] = []
         self.questions: list[asyncio.Future[object]] = []
         self.emit: Emit | None = None
+        self.want: WantImages = wants_none
         self.fetches: list[Fetch] = []
         self.ended_transfers: list[bytes] = []
         self.exports = 0
+        self.images: list[tuple[object, ...]] = []
+        """Answers to what it wanted."""
 
-    async def start(self, emit: Emit) -> None:
-        self.emit = emit
+    async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
+        self.emit, self.want = emit, want
 
     def submit(self, request: Submit) -> None:
         self.active[request.id] = request
@@ -77,6 +80,15 @@ class HandDriven:
 
     def end_transfer(self, transfer: bytes) -> None:
         self.ended_transfers.append(transfer)
+
+    def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
+        self.images.append((name, size, pixels))
+
+    def image_at(self, name: bytes, source: KvSource) -> None:
+        self.images.append((name, source))
+
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None:
+        self.images.append((name, reason, retryable))
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.closed_sessions.append((session_id, epoch))

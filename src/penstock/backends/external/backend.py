@@ -40,6 +40,7 @@ from penstock.wire.messages import (
     Fetch,
     Finish,
     KvEvents,
+    KvSource,
     ModelInfo,
     PromptReport,
     Segment,
@@ -52,7 +53,7 @@ from penstock.wire.messages import (
     TransferReport,
     WorkerStats,
 )
-from penstock.worker.backend import Emit, moves_no_kv, validate_submit
+from penstock.worker.backend import Emit, WantImages, moves_no_kv, validate_submit, wants_none
 
 log = logging.getLogger(__name__)
 
@@ -159,10 +160,10 @@ class ExternalBackend:
         self._failure: Fault | None = None
         self._is_closing = False
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
         began = time.monotonic()
         log.info("loading %s with %s", self.model.name, self.model.engine)
-        self._emit, self._loop = emit, asyncio.get_running_loop()
+        self._emit, self._want, self._loop = emit, want, asyncio.get_running_loop()
         facts = self._facts = await self._engine.start(self._fail)
         if facts.max_batch:
             self._places = FairBudget(facts.max_batch + max(1, facts.max_batch // RESERVED_PART))
@@ -230,6 +231,13 @@ class ExternalBackend:
 
     def end_transfer(self, transfer: bytes) -> None:
         self._handovers.end(transfer)
+
+    def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
+        """Never called: it asks for none. So the next two."""
+
+    def image_at(self, name: bytes, source: KvSource) -> None: ...
+
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None: ...
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self._sessions.close(session_id, epoch, frees=frees)
