@@ -85,10 +85,11 @@ def make_chat_model(directory: Path) -> Path:
     return directory
 
 
-def make_tokenizer(directory: Path, template: str = "") -> Path:
-    """Writes everything but the weights: enough for an engine behind HTTP. `template` replaces the model's own."""
+def make_tokenizer(directory: Path, template: str = "", special: Sequence[str] = ()) -> Path:
+    """Writes everything but the weights: enough for an engine behind HTTP. `template` replaces the model's own; `special` are more special
+    tokens, from SPECIAL_IDS.stop on."""
     directory.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(directory, template or _TEMPLATE)
+    _write_tokenizer(directory, template or _TEMPLATE, special)
     ends = {"bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": 0}
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -202,13 +203,13 @@ def _greedy(directory: Path, prompt: tuple[int, ...], count: int) -> list[int]:
     return tokens
 
 
-def _write_tokenizer(directory: Path, template: str) -> None:
+def _write_tokenizer(directory: Path, template: str, more: Sequence[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [END_OF_TEXT, MESSAGE_START, MESSAGE_END]
+    special = [END_OF_TEXT, MESSAGE_START, MESSAGE_END, *more]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_text(), trainer)
@@ -222,7 +223,7 @@ def _write_tokenizer(directory: Path, template: str) -> None:
         "eos_token": MESSAGE_END,
         "pad_token": END_OF_TEXT,
         "unk_token": None,
-        "additional_special_tokens": [MESSAGE_START],
+        "additional_special_tokens": [MESSAGE_START, *more],
         "clean_up_tokenization_spaces": False,
         "chat_template": template,
     }

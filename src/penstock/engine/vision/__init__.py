@@ -1,0 +1,1 @@
+"""Vision towers: pixels in, features out."""
