@@ -18,6 +18,7 @@ from penstock.text.encoding import SHORT, Encoder, Steps, at_once
 from penstock.text.marks import Place, positions, tokens_before, with_marks
 from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
 from penstock.wire.errors import RequestError
+from penstock.wire.images import ImageSpan
 
 MAX_BRANCHES = 8
 """Transcripts kept per session that differ in their ends, from overlapping turns or an edited history."""
@@ -147,13 +148,14 @@ class _Turn:
 
 class EncodedChat(Struct, frozen=True, gc=False):
     """A chat as tokens. `reused_tokens` of them were known, `ending` is the end of its text, `turn` is for `Transcripts.record`. `marks`
-    has the number of tokens before each place that was asked for."""
+    has the number of tokens before each place that was asked for. `images` are those in the chat, in their order."""
 
     token_ids: tuple[int, ...]
     reused_tokens: int = 0
     turn: _Turn | None = None
     ending: str = ""
     marks: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
 
 class _Piece(NamedTuple):

@@ -33,7 +33,8 @@ class ImageSpan(Struct, frozen=True, array_like=True, gc=False):
     """Where an image is in a prompt: its tokens from `start` to `end`. The ids from FIRST_IMAGE_ID on stand for its features, in order;
     others between them are ordinary tokens, such as those between tiles.
 
-    `grid` is how many rows and columns of features it has, or of tiles, as its family counts. `size` is its width and height in pixels.
+    `grid` is how many rows and columns of features it has, or of tiles, as its family counts. `size` is the width and height of the pixels
+    that a worker gets, which have three bytes each. Tiles are one below the other.
     """
 
     name: bytes
@@ -44,7 +45,8 @@ class ImageSpan(Struct, frozen=True, array_like=True, gc=False):
 
 
 class ImageLayout(Struct, frozen=True, gc=False):
-    """What stands for one image in a prompt: pieces of text, special tokens included, and numbers of positions."""
+    """What stands for one image in a prompt: pieces of text, special tokens included, and numbers of positions. `grid` and `size` are those
+    of its ImageSpan."""
 
     name: bytes
     pieces: tuple[str | int, ...]

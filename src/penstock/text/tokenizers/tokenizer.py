@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
 from msgspec import Struct
 
 from penstock.text.detokenizer import Detokenizer
+from penstock.wire.images import ImageLayout
 
 DEFAULT_TEMPLATE = "default"
 """The name of the chat template that a prompt gets when it names none."""
@@ -44,7 +45,8 @@ class ChatPrompt(Struct, frozen=True):
 
     `tools` are OpenAI's: `{"type": "function", "function": {"name", "description", "parameters"}}`. `template` names one of the model's
     templates. `continues`: continue the last message instead of starting another. `arguments` are for the template itself, such as
-    `enable_thinking`.
+    `enable_thinking`. `images` are those whose marks are in the contents (`text/images.py`), by name; `image_placeholder` is that of the
+    model's ImageRules, also for a chat without images: no text becomes a placeholder.
     """
 
     messages: Sequence[ChatMessage]
@@ -54,6 +56,8 @@ class ChatPrompt(Struct, frozen=True):
     template: str | None = None
     begins_answer: bool = True
     continues: bool = False
+    images: Mapping[bytes, ImageLayout] = {}
+    image_placeholder: str = ""
 
 
 class Answer(NamedTuple):
