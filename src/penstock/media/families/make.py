@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import json
+import logging
+import re
+from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.media.families import simulator
+from penstock.media.families import idefics3, qwen_vl, simulator
 from penstock.wire.errors import ConfigError
 from penstock.wire.images import ImageLayout, ImageRules
 
@@ -24,7 +27,12 @@ class Family(Protocol):
         """The pixels of a picture in RGB, as a worker gets them: three bytes for each pixel of the layout's `size`."""
 
 
-FAMILIES: dict[str, Family] = {"simulator": simulator}
+FAMILIES: dict[str, Family] = {"idefics3": idefics3, "qwen_vl": qwen_vl, "simulator": simulator}
+
+# The names of Hugging Face's classes end in these: `Qwen2VLImageProcessorFast`.
+_SUFFIX = re.compile("(Image)?Processor(Fast|Pil)?$")
+
+log = logging.getLogger(__name__)
 
 
 def layout(rules: ImageRules, name: bytes, size: tuple[int, int]) -> ImageLayout:
@@ -39,12 +47,35 @@ def prepare(rules: ImageRules, image: Image) -> bytes:
     return _family(rules).prepare(rules, image) if rules.is_prepared else image.tobytes()
 
 
-def read_rules(directory: Path) -> ImageRules | None:  # noqa: ARG001
-    """How the model in this directory wants its images. None: it reads only text, or its processor is not known.
+def read_rules(directory: Path) -> ImageRules | None:
+    """How the model in this directory wants its images. None: it reads only text, or its processor is not known, which is logged.
 
     Raises ConfigError for settings of a known processor that cannot be followed.
     """
+    model, processor = _read(directory / "config.json"), _read(directory / "processor_config.json")
+    given = processor.get("image_processor") or _read(directory / "preprocessor_config.json")
+    if not given:
+        return None
+    kind = str(given.get("image_processor_type") or given.get("processor_class") or processor.get("processor_class"))
+    match _SUFFIX.sub("", kind):
+        case "Qwen2VL" | "Qwen2_5_VL" | "Qwen3VL":
+            return qwen_vl.make_rules(given)
+        case "Idefics3" | "SmolVLM":
+            return idefics3.make_rules(given, processor, model)
+    log.warning("the model's image processor %s is not known: it reads only text", kind)
     return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is {type(found).__name__}: expected an object")
+    return found
 
 
 def _family(rules: ImageRules) -> Family:
