@@ -7,10 +7,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import structs
 
@@ -39,6 +39,10 @@ from penstock.wire.messages import (
     Step,
     Submit,
 )
+
+if TYPE_CHECKING:
+    from penstock.cluster.links.images import ImageAnswer
+    from penstock.wire.images import ImageSpan
 
 log = logging.getLogger(__name__)
 
@@ -437,6 +441,8 @@ class Dispatcher:
         self.transfers = Transfers(clock)
         self.on_draining: Callable[[Member], None] = lambda _: None
         """Called when a worker takes no more work."""
+        self.answer_image: Callable[[Member, Submit, ImageSpan, str], Coroutine[Any, Any, ImageAnswer]] | None = None
+        """Decides how a worker gets an image: see `links.images.AnswerImage`. Set it before workers join."""
         self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, clock)
         # By model and lane: how many wait at workers, and who waits here with none there.
         self._unbegun: Counter[tuple[str, str]] = Counter()
@@ -531,6 +537,8 @@ class Dispatcher:
     def joined(self, member: Member) -> None:
         member.link.on_report = partial(self._reported, member)
         member.link.on_transfers = partial(self.transfers.reported, member)
+        if self.answer_image is not None:
+            member.link.answer_image = partial(self.answer_image, member)
         if self._router.join(member.name, member.model):
             member.link.request_snapshot()
         if self.suspects.deaths:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from hashlib import shake_128
+from hashlib import blake2b, shake_128
 
 from msgspec import Struct
 
 IMAGE_NAME_BYTES = 16
+SEAL_BYTES = 4
+"""The end of a name, a hash of what a worker gets: see `seal_of`."""
 FIRST_IMAGE_ID = 2**62
 """Ids from here on stand for a position of an image. No vocabulary has them, and no client can send them."""
+
+MAX_IMAGE_BYTES = 256 * 2**20
+"""The pixels that a worker takes of one image: 89 million in RGB."""
 
 _BITS = FIRST_IMAGE_ID - 1
 
@@ -56,6 +61,19 @@ class ImageLayout(Struct, frozen=True, gc=False):
     @property
     def positions(self) -> int:
         return sum(piece for piece in self.pieces if isinstance(piece, int))
+
+
+def seal_of(size: tuple[int, int]) -> blake2b:
+    """Hashes the pixels of an image of this size, which are given to its `update`. Its digest ends the image's name, so that a worker never
+    takes one picture for another."""
+    return blake2b(b"%d %d" % size, digest_size=SEAL_BYTES, person=b"image pixels")
+
+
+def sealed_name(content: bytes, size: tuple[int, int], pixels: bytes) -> bytes:
+    """The name of an image: from the hash of its content, and the pixels and the size that a worker gets."""
+    seal = seal_of(size)
+    seal.update(pixels)
+    return content[: IMAGE_NAME_BYTES - SEAL_BYTES] + seal.digest()
 
 
 def image_ids(name: bytes, positions: int) -> tuple[int, ...]:

@@ -377,7 +377,8 @@ class ImagesWanted(Struct, frozen=True, tag="images_wanted", gc=False):
 class ImagePiece(Struct, frozen=True, tag="image_piece", gc=False):
     """Front end to worker: the pixels of an image from this byte on, of `total` bytes. Other messages pass between the pieces.
 
-    RGB, a byte for each colour, row by row, `size` is width and height; if the model's rules say `is_prepared`, as its family lays it out.
+    Three bytes for each pixel, so that `total` is 3 × width × height of `size`: RGB, row by row; if the model's rules say `is_prepared`,
+    as its family lays it out. The end of the name is a hash of it: `wire.images.seal_of`.
     """
 
     name: bytes

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -22,6 +23,9 @@ from penstock.wire.messages import (
     EndTransfer,
     Fault,
     Fetch,
+    ImagePiece,
+    ImageRefused,
+    ImageSource,
     ImagesWanted,
     KvEvent,
     KvEvents,
@@ -39,6 +43,9 @@ from penstock.wire.messages import (
     WorkerStats,
 )
 from penstock.worker.backend import Backend
+
+if TYPE_CHECKING:
+    from penstock.worker.images import WantedImages
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +200,7 @@ class WorkerRuntime:
         self._draining = False
         self.late_segments = 0
         self._kv: dict[str, object] = {}
+        self._images: WantedImages | None = None
 
     @property
     def model(self) -> ModelInfo:
@@ -207,6 +215,11 @@ class WorkerRuntime:
     def is_idle(self) -> bool:
         """Whether no generation runs and nothing waits to be sent."""
         return not self._open and not any(port.outbox.waiting for port in self.ports)
+
+    @property
+    def wanted_images(self) -> int:
+        """Images that the backend waits for."""
+        return 0 if self._images is None else len(self._images)
 
     @property
     def open_transfers(self) -> int:
@@ -253,6 +266,8 @@ class WorkerRuntime:
             self._forget(generation)
             self._backend.cancel(generation)
         self._end_transfers(port, [transfer for transfer, owner in self._transfers.items() if owner is port])
+        if self._images is not None:
+            self._images.left(port)
         self.flush()
 
     def resume(self, port: FrontEndPort) -> None:
@@ -301,7 +316,7 @@ class WorkerRuntime:
             case SnapshotRequest():
                 self._begin_snapshot(port)
             case _:
-                raise FrameMalformed(f"a front end must not send {type(message).__name__}")
+                self._take_image(port, message)
 
     def flush(self) -> None:
         """Sends what waits. Call it once after the messages of one read were handled."""
@@ -368,6 +383,8 @@ class WorkerRuntime:
     def _forget(self, generation: bytes) -> None:
         owner, _ = self._open.pop(generation)
         owner.open_generations -= 1
+        if self._images is not None:
+            self._images.forget(generation)
 
     def _begin(self, port: FrontEndPort, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work, name=f"answering {port.name}")
@@ -428,7 +445,29 @@ class WorkerRuntime:
 
     def _want_images(self, wanted: ImagesWanted) -> None:
         if (owned := self._open.get(wanted.generation)) is not None:
-            owned[0].announce(wanted)
+            if self._images is None:
+                # Imported where it is used: most models read only text.
+                from penstock.worker.images import WantedImages
+
+                self._images = WantedImages(self._backend)
+            self._images.want(wanted, owned[0])
+
+    def _take_image(self, port: FrontEndPort, message: Message) -> None:
+        """Acts on what a front end says of an image that was asked for."""
+        images = self._images
+        match message:
+            case ImagePiece() if images is not None:
+                images.take_piece(port, message)
+            case ImageSource() if images is not None:
+                self._own_transfer(port, message.source.transfer)
+                if images.take_answer(port, message.name):
+                    self._backend.image_at(message.name, message.source)
+                else:
+                    port.transfers.append(TransferReport(message.source.transfer, "failed", reason="nobody waits for this image"))
+            case ImageRefused() if images is not None:
+                images.refuse(port, message)
+            case _:
+                raise FrameMalformed(f"a front end must not send {type(message).__name__}")
 
     def _breach(self, slot: Outgoing, error: StreamError) -> None:
         log.error("the engine broke the stream of generation %s: %s", slot.generation.hex(), error)

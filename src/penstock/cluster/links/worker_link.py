@@ -8,6 +8,7 @@ import os
 import secrets
 import ssl
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -41,6 +42,8 @@ from penstock.wire.messages import (
     Fetch,
     Finish,
     Hello,
+    ImageRefused,
+    ImagesWanted,
     Message,
     Ping,
     Pong,
@@ -61,6 +64,10 @@ from penstock.wire.messages import (
     Welcome,
     WorkerStats,
 )
+
+if TYPE_CHECKING:
+    from penstock.cluster.links.images import AnswerImage, ImageAnswer, ImageSender
+    from penstock.wire.images import ImageSpan
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +123,10 @@ class Generation:
             self.ended(error)
 
 
+async def no_images(_: Submit, span: ImageSpan, __: str) -> ImageAnswer:
+    return ImageRefused(span.name, "this front end reads no images", retryable=False)
+
+
 class WorkerLink(LinkProtocol):
     """A live link to a worker, made by `connect`.
 
@@ -156,6 +167,10 @@ class WorkerLink(LinkProtocol):
         """Called with what the worker reports about itself. The segments of a Step are then in their mailboxes."""
         self.on_transfers: Callable[[Sequence[TransferReport]], None] = lambda _: None
         """Called with what the worker reports about transfers, before the segments of the same Step are delivered."""
+        self.with_images: dict[bytes, Submit] = {}
+        """The open generations whose prompts have images, without those that were cancelled."""
+        self.answer_image: AnswerImage = no_images
+        self._images: ImageSender | None = None
         self.reserved = 0
         """Generations that will come here: another worker computes their prompts now."""
 
@@ -207,6 +222,11 @@ class WorkerLink(LinkProtocol):
         self.pings += 1
         self._write_soon(_PING)
 
+    def write(self, message: Message) -> None:
+        """Sends a message, unless the link is lost."""
+        if not self.lost.done():
+            self._write_soon(encode_frame(message))
+
     def give_up(self, error: LinkError) -> None:
         """Ends the link now, for this reason, without a goodbye: the worker no longer reacts."""
         self._error = error
@@ -219,6 +239,8 @@ class WorkerLink(LinkProtocol):
         self._write_soon(encode_frame(self._without_prompt(request) if request.prompt else request))
         self._generations[request.id] = generation
         self.unbegun += 1
+        if request.images:
+            self.with_images[request.id] = request
 
     def fetch(self, request: Fetch) -> None:
         """Has the worker pull KV from another one. Raises LinkError when the link is lost. For a prompt without generated tokens."""
@@ -244,6 +266,8 @@ class WorkerLink(LinkProtocol):
         """Stops a generation that is no longer read."""
         if generation_id in self._generations and not self.lost.done():
             self._write_soon(encode_frame(Cancel((generation_id,))))
+            if generation_id in self.with_images:
+                self._forget_images(generation_id)
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool) -> None:
         """Ends a session on the worker, now or when its last active turn ends. See CloseSession."""
@@ -321,18 +345,28 @@ class WorkerLink(LinkProtocol):
             case Snapshot():
                 self.on_report(message)
             case SessionReports():
-                answer = self._queries.get(message.number)
-                if answer is not None and not answer.done():
-                    answer.set_result(message.reports)
+                self._answer_query(message)
             case TokenizerPiece() if self._piece is not None and not self._piece.done():
                 self._piece.set_result(message)
             case Draining():
                 self.draining = True
                 self.on_report(message)
             case Pong():
-                self.pongs += 1
+                self._ponged()
+            case ImagesWanted():
+                self._want_images(message)
             case _:
                 raise unexpected(message, "Step")
+
+    def _answer_query(self, message: SessionReports) -> None:
+        answer = self._queries.get(message.number)
+        if answer is not None and not answer.done():
+            answer.set_result(message.reports)
+
+    def _ponged(self) -> None:
+        self.pongs += 1
+        if self._images is not None:
+            self._images.ponged.set()
 
     def _greet(self, message: Message) -> None:
         match message:
@@ -365,6 +399,9 @@ class WorkerLink(LinkProtocol):
             self.welcome.exception()
         self.lost.set_result(reason)
         generations, self._generations = self._generations, {}
+        self.with_images.clear()
+        if self._images is not None:
+            self._images.close()
         for generation in generations.values():
             generation.end(LinkBroken(f"the link to the worker broke: {reason}"))
         for answer in self._queries.values():
@@ -404,6 +441,8 @@ class WorkerLink(LinkProtocol):
 
     def _end(self, segment: Segment, generation: Generation) -> None:
         del self._generations[segment.id]
+        if segment.id in self.with_images:
+            self._forget_images(segment.id)
         match segment.terminal:
             case Finish() as finish:
                 generation.finished(finish)
@@ -418,6 +457,19 @@ class WorkerLink(LinkProtocol):
         if segment.terminal is not None:
             self._generations.pop(segment.id, None)
         self.cancel(segment.id)
+
+    def _want_images(self, message: ImagesWanted) -> None:
+        if self._images is None:
+            # Imported where it is used: most models read only text.
+            from penstock.cluster.links.images import ImageSender
+
+            self._images = ImageSender(self)
+        self._images.want(message)
+
+    def _forget_images(self, generation_id: bytes) -> None:
+        del self.with_images[generation_id]
+        if self._images is not None:
+            self._images.forget(generation_id)
 
     def _without_prompt(self, request: Submit) -> Submit:
         """The request without the prompt that it shares, which is sent before it unless the worker has it."""
