@@ -9,18 +9,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from penstock.backends.external.backend import EventFeed, ExternalBackend
 from penstock.backends.external.engine import EventEndpoints, ExternalEngine
+from penstock.backends.external.images import Placeholder
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.config.commands import WorkerSettings
 from penstock.config.engines import EngineSettings
 from penstock.grammar.compile_queue import CompileQueue
+from penstock.media.families.make import read_rules
 from penstock.text.formats.make import choose_formats
-from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
+from penstock.text.tokenizers.model_settings import read_end_ids, read_image_token, read_vocab_size
 from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.address import TcpAddress
 from penstock.wire.errors import ConfigError
+from penstock.wire.images import ImageRules
 from penstock.wire.messages import KvEvents, ModelInfo
 from penstock.worker.backend import Backend
 
@@ -99,7 +104,8 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
     if path.is_dir():
         vocab_size = min(vocab_size, read_vocab_size(path) or vocab_size)
         end_ids |= read_end_ids(path)
-    engine = _make_engine(settings, path, tokenizer)
+    rules, placeholder = find_images(path, tokenizer) if path.is_dir() and settings.engine != "http" else (None, None)
+    engine = _make_engine(settings, path, tokenizer, placeholder)
     grammars = _make_grammars(tokenizer, vocab_size, end_ids)
     tool_parser, reasoning_parser = choose_formats(settings.parsers, tokenizer)
     model = ModelInfo(
@@ -112,6 +118,7 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
         roles=(settings.role,),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        images=rules,
     )
     limits = settings.external
     backend = ExternalBackend(
@@ -123,21 +130,40 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
         max_sessions=limits.max_sessions,
         session_grace=limits.session_grace,
         kv_patience=limits.kv_patience,
+        placeholder=placeholder,
     )
     return backend, packed
 
 
-def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer) -> ExternalEngine:
+def find_images(directory: Path, tokenizer: Tokenizer) -> tuple[ImageRules | None, Placeholder | None]:
+    """How the model wants its images, if it reads any, and what stands for one in the prompts of vLLM and SGLang. If the model's files do
+    not agree on that, images are refused and text works."""
+    try:
+        rules = read_rules(directory)
+    except ConfigError as error:
+        log.warning("images are off: %s", error)
+        return None, None
+    if rules is None:
+        return None, None
+    position, ids = read_image_token(directory), tuple(tokenizer.encode_part(rules.placeholder))
+    if position is None or ids.count(position) != 1:
+        log.warning("images are off: %r, which stands for an image, has the tokens %s: expected one %s", rules.placeholder, ids, position)
+        return None, None
+    # The engine has a processor of its own.
+    return structs.replace(rules, is_prepared=False), Placeholder(ids, position)
+
+
+def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer, placeholder: Placeholder | None) -> ExternalEngine:
     in_process = replace(settings.external, model=str(directory), role=settings.role, kv_host=_kv_host(settings))
     match settings.engine:
         case "vllm":
             from penstock.backends.vllm.engine import VllmEngine
 
-            return VllmEngine(in_process)
+            return VllmEngine(in_process, placeholder)
         case "sglang":
             from penstock.backends.sglang.engine import SglangEngine
 
-            return SglangEngine(in_process)
+            return SglangEngine(in_process, placeholder)
         case _:
             try:
                 from penstock.backends.http.engine import HttpEngine

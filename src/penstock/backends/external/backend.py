@@ -24,8 +24,10 @@ from penstock.backends.external.engine import (
     EventEndpoints,
     ExternalEngine,
     KvMoves,
+    PromptImages,
 )
 from penstock.backends.external.handover import Handovers
+from penstock.backends.external.images import MISMATCH, Pictures, Placeholder
 from penstock.backends.external.kv_events import BlockMirror, salt_of
 from penstock.config.engines import EngineSettings
 from penstock.fairness import RESERVED_PART, FairBudget, Share
@@ -98,6 +100,8 @@ class _Generation:
         self.cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.blocks = 0
+        self.pixels = Share(request.lane, request.weight)
+        self.images: PromptImages | None = None
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -131,6 +135,8 @@ class ExternalBackend:
         max_sessions: int,
         session_grace: float,
         kv_patience: float = EngineSettings.kv_patience,
+        placeholder: Placeholder | None = None,
+        pictures: Pictures | None = None,
         clock: Callable[[], float] = time.monotonic,
         time_of_day: Callable[[], float] = time.time,
     ) -> None:
@@ -140,6 +146,8 @@ class ExternalBackend:
         self._make_feed = make_feed
         self._on_failure = on_failure
         self._clock = clock
+        self._placeholder = placeholder
+        self._pictures = pictures or Pictures()
         self._handovers = Handovers(engine, self._report, kv_patience, clock, time_of_day)
         self._reports: list[TransferReport] = []
         self._prefill_rate = Rate()
@@ -158,12 +166,13 @@ class ExternalBackend:
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
         self._failure: Fault | None = None
+        self._has_mismatch = False
         self._is_closing = False
 
     async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
         began = time.monotonic()
         log.info("loading %s with %s", self.model.name, self.model.engine)
-        self._emit, self._want, self._loop = emit, want, asyncio.get_running_loop()
+        self._emit, self._pictures.want, self._loop = emit, want, asyncio.get_running_loop()
         facts = self._facts = await self._engine.start(self._fail)
         if facts.max_batch:
             self._places = FairBudget(facts.max_batch + max(1, facts.max_batch // RESERVED_PART))
@@ -197,7 +206,9 @@ class ExternalBackend:
         return ("sessions", *found, *(("kv_events",) if self._feed is not None else ()))
 
     def submit(self, request: Submit) -> None:
-        fault, moves = self._failure or validate_submit(request, self.model.vocab_size, self.model.context_length), self._handovers.moves
+        model, moves = self.model, self._handovers.moves
+        reads_images = model.images is not None and self._placeholder is not None
+        fault = self._failure or validate_submit(request, model.vocab_size, model.context_length, reads_images=reads_images)
         if fault is None and request.grammar is not None and self._grammars is None:
             fault = Fault("unsupported", f"{self.model.engine} has no grammar on this worker: see the worker's log or `penstock doctor`")
         if fault is None and request.root and "isolation" not in self.model.capabilities:
@@ -208,6 +219,8 @@ class ExternalBackend:
             fault = Fault("unsupported", f"{self.model.engine} is one half of a pair here, and cannot run this alone", retryable=True)
         if fault is None and request.prompt_logprobs and moves is not None and moves.handover == "meeting":
             fault = Fault("unsupported", f"a pair of workers with {self.model.engine} has no logprobs of prompts")
+        if fault is None and request.images and moves is not None and moves.handover == "meeting":
+            fault = Fault("unsupported", f"a pair of workers with {self.model.engine} reads no images")
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return
@@ -233,11 +246,13 @@ class ExternalBackend:
         self._handovers.end(transfer)
 
     def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
-        """Never called: it asks for none. So the next two."""
+        self._pictures.put(name, size, pixels)
 
-    def image_at(self, name: bytes, source: KvSource) -> None: ...
+    def image_at(self, name: bytes, source: KvSource) -> None:  # noqa: ARG002, the engine computes features itself
+        self._pictures.ask_again(name, f"{self.model.engine} takes pixels only")
 
-    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None: ...
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None:
+        self._pictures.refuse(name, reason, retryable=retryable)
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self._sessions.close(session_id, epoch, frees=frees)
@@ -311,6 +326,7 @@ class ExternalBackend:
             terminal = Fault("no_terminal", f"{self.model.engine} ended the generation without a finish reason", retryable=True)
         except EngineRefused as refused:
             terminal = refused.fault
+            self._note_mismatch(terminal)
         except EngineDied as error:
             self._fail(str(error))
             return
@@ -330,9 +346,14 @@ class ExternalBackend:
         if isinstance(lark, Fault):
             raise EngineRefused(lark)
         made = request.offset - generation.repeated
+        token_ids = request.token_ids[: len(request.token_ids) - generation.repeated]
+        if request.images and self._placeholder is not None:
+            collapsed = self._placeholder.collapse(token_ids, request.images, len(token_ids) - made)
+            token_ids = self._placeholder.expand(token_ids)
+            generation.images = PromptImages(collapsed, await self._pictures.get(request, generation.pixels))
         return EngineRequest(
             id=secrets.token_hex(16),
-            token_ids=request.token_ids[: len(request.token_ids) - generation.repeated],
+            token_ids=token_ids,
             max_tokens=max(1, request.max_tokens - made),
             seed=_engine_seed(request, made),
             min_tokens=max(0, request.min_tokens - made),
@@ -349,6 +370,7 @@ class ExternalBackend:
             salt=salt_of(request.root),
             export=request.export if moves else None,
             source=request.source if moves else None,
+            images=generation.images,
         )
 
     def _take(self, generation: _Generation, chunk: Chunk) -> bool:
@@ -384,6 +406,8 @@ class ExternalBackend:
         """Reads what comes only once, with any chunk."""
         is_first, generation.has_begun = not generation.has_begun, True
         self._running += is_first
+        if is_first and generation.images is not None:
+            self._free_pixels(generation)
         if chunk.cached_tokens is not None and not generation.reported:
             generation.cached_tokens = min(chunk.cached_tokens, len(generation.request.token_ids))
         if is_first and len(self._open) == 1 and not math.isnan(generation.sent_at):
@@ -432,11 +456,22 @@ class ExternalBackend:
 
     def _left(self, generation: _Generation, _: asyncio.Task[None]) -> None:
         """The engine has ended the generation: its turn is over."""
+        self._free_pixels(generation)
         session, request = generation.session, generation.request
         if session is not None:
             session.usage.count(len(request.token_ids), generation.cached_tokens, generation.position - request.offset)
             self._sessions.end_turn(session, self._clock())
             self._end_engine_sessions()
+
+    def _note_mismatch(self, fault: Fault) -> None:
+        if fault.code == MISMATCH and not self._has_mismatch:
+            self._has_mismatch = True
+            log.error("%s: images do not work until this is fixed. Do --engine-args change the model's processor?", fault.message)
+
+    def _free_pixels(self, generation: _Generation) -> None:
+        self._pictures.release(generation.pixels)
+        if generation.images is not None:
+            generation.images.pictures.clear()
 
     def _engine_session(self, session: Session) -> str:
         """The engine's name for the session: a hash, of fixed length and opaque."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
 from penstock.wire.errors import PenstockError
 from penstock.wire.messages import Capability, Export, Fault, FinishReason, KvHandover, KvSource, Sampling, TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.backends.external.image_events import EventImages
 
 
 class EngineRefused(PenstockError):
@@ -24,6 +27,22 @@ class EngineDied(PenstockError):
     """The engine is gone, with all its generations."""
 
 
+class EngineImage(Struct, frozen=True, gc=False):
+    """A picture in RGB, a byte for each colour, row by row. `size` is its width and height."""
+
+    name: bytes
+    size: tuple[int, int]
+    pixels: bytes
+
+
+class PromptImages(Struct, frozen=True):
+    """A prompt with images as an engine takes it: `token_ids` has one placeholder for each of the pictures, which the engine expands.
+    `pictures` is emptied after the first chunk: they are large."""
+
+    token_ids: tuple[int, ...]
+    pictures: list[EngineImage]
+
+
 class EngineRequest(Struct, frozen=True, gc=False):
     """One generation, as an engine gets it. Tokens that another worker generated are part of the prompt.
 
@@ -31,7 +50,8 @@ class EngineRequest(Struct, frozen=True, gc=False):
     `seed` is in [0, 2**63), or None: any seed. `lark` is a grammar for llguidance. `session_id` names a session that has a lease.
     `is_retained`: the engine should keep this KV longer than other KV. It shares KV only between requests with the same `salt`.
     `export`: it computes the prompt for another engine, and makes one token. `source`: it gets the prompt's KV from another engine. Both
-    are only set for an engine with `EngineFacts.moves`.
+    are only set for an engine with `EngineFacts.moves`. With `images`, `token_ids` is what the engine must make of the prompt when it
+    expands the placeholders.
     """
 
     id: str
@@ -52,6 +72,7 @@ class EngineRequest(Struct, frozen=True, gc=False):
     salt: str | None = None
     export: Export | None = None
     source: KvSource | None = None
+    images: PromptImages | None = None
 
 
 class Chunk(Struct, frozen=True, gc=False):
@@ -84,11 +105,13 @@ class KvMoves:
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoints:
-    """The ZMQ addresses of an engine's KV events: where it publishes them, and where missed ones can be requested again."""
+    """The ZMQ addresses of an engine's KV events: where it publishes them, and where missed ones can be requested again. `images` knows
+    how they name images; None: blocks with images are ignored."""
 
     publisher: str
     replay: str | None = None
     topic: str = ""
+    images: EventImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.backends.external.engine import EngineDied, EngineFacts
+from penstock.backends.external.images import Placeholder
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 
@@ -96,7 +97,9 @@ class InProcessEngine(ABC):
 
     package: EnginePackage
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, placeholder: Placeholder | None = None) -> None:
+        """`placeholder`: the model reads images, and this stands for one."""
+        self._placeholder = placeholder
         self._settings = settings
         self._engine: Any = None
         self._directory: Path | None = None

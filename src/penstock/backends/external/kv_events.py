@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
 
+from penstock.backends.external.image_events import Cut, EventImages
 from penstock.kv.blocks import NAME_BYTES, ROOT, block_hashes
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot, Tier
 
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # A router keeps at most as many blocks of one worker.
 MAX_BLOCKS = 1_000_000
+# Larger ids are SGLang's for images.
+MAX_TOKEN = 2**32 - 1
 
 TIERS: dict[str | None, Tier] = {None: "device", "GPU": "device", "CPU": "host", "CPU_PINNED": "host", "DISK": "disk", "STORAGE": "disk"}
 """Where blocks are, by the engines' word for it in capitals. None: the engine has only one place. Both engines write GPU for any device.
@@ -121,11 +125,12 @@ def salt_of(root: bytes) -> str | None:
 @dataclass(slots=True, eq=False)
 class _Block:
     """A block that the engine has in these tiers. It is published while all blocks before it are there, too, in any tier. The parent of a
-    first block is its root."""
+    first block is its root. `cut`: the image that goes on after it."""
 
     name: bytes
     parent: bytes
     is_first: bool
+    cut: Cut | None = None
     tiers: tuple[Tier, ...] = ()
 
 
@@ -170,10 +175,11 @@ class _EventBuilder:
 class BlockMirror:
     """The blocks that an engine has cached, with the engine's hashes translated to the names that routers know.
 
-    A name depends only on the root, which is the engine's salt, and on tokens. A block gets no name if its KV depends on more (an adapter,
-    an image, a salt of others), if it is in none of our tiers, if it does not have `block_size` tokens, or if its parent is unknown. Such
-    blocks and those after them are ignored; `unnamed` counts them. vLLM may report a block of its host tier without tokens: then it is
-    known from its time on the device, or not at all.
+    A name depends only on the root, which is the engine's salt, and on tokens, among them those that stand for images: `images` finds
+    these. A block gets no name if its KV depends on more (an adapter, an image that is not ours, a salt of others), if it is in none of
+    our tiers, if it does not have `block_size` tokens, or if its parent is unknown. Such blocks and those after them are ignored;
+    `unnamed` counts them. vLLM may report a block of its host tier without tokens: then it is known from its time on the device, or not
+    at all.
 
     The engine may have more blocks than are published, never fewer, except for events on their way. vLLM can have several copies of a
     block and reports each as stored and removed, but it may report one copy twice as stored. So the first removal counts. Blocks after a
@@ -181,10 +187,11 @@ class BlockMirror:
     published again if the block returns. `removed` counts those that left the device.
     """
 
-    def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS, images: EventImages | None = None) -> None:
         self.removed = 0
         self.unnamed = 0
         self._block_size = block_size
+        self._images = images
         self._max_blocks = max_blocks
         self._next_number = 0
         self._blocks: dict[EngineHash, _Block] = {}
@@ -261,15 +268,15 @@ class BlockMirror:
         if tier in ("host", "disk") and not event.token_ids:
             self._store_known(event, tier)
             return
-        parent, names = self._names(event)
+        parent, names, cuts = self._names(event)
         is_first = event.parent_block_hash is None
         self.unnamed += len(event.block_hashes) - len(names)
         if tier is None:
             return
-        for position, (key, name) in enumerate(zip(event.block_hashes, names, strict=False)):
+        for position, (key, name, cut) in enumerate(zip(event.block_hashes, names, cuts, strict=False)):
             block = self._blocks.get(key)
             if block is None:
-                block = self._add(key, _Block(name, parent, is_first))
+                block = self._add(key, _Block(name, parent, is_first, cut))
             if block is None or block.name != name:
                 self.unnamed += len(names) - position
                 return
@@ -284,27 +291,49 @@ class BlockMirror:
             else:
                 self._put(block, tier)
 
-    def _names(self, event: EngineStored) -> tuple[bytes, list[bytes]]:
-        """The root, or the block before these, and their names. Fewer names than blocks if some have none."""
+    def _names(self, event: EngineStored) -> tuple[bytes, list[bytes], Iterable[Cut | None]]:
+        """The root, or the block before these, their names, and the images that each of them cuts. Fewer names than blocks if some have
+        none."""
         salt, extra_keys = _split_salt(event)
         root = _root_of(salt)
         reason = _why_unnamed(event, self._block_size)
         if reason is not None or root is None:
             self._log_once(reason or "a salt of others")
-            return ROOT, []
-        parent = root
+            return ROOT, [], ()
+        parent, cut = root, None
         if event.parent_block_hash is not None:
             before = self._blocks.get(event.parent_block_hash)
             if before is None:
-                return ROOT, []
-            parent = before.name
+                return ROOT, [], ()
+            parent, cut = before.name, before.cut
         try:
-            names = block_hashes(event.token_ids, self._block_size, parent)  # type: ignore[arg-type]
+            token_ids, cuts = self._our_ids(event, extra_keys, cut)
+            names = block_hashes(token_ids, self._block_size, parent)
         except (TypeError, OverflowError):
             self._log_once("pairs instead of token ids, or invalid token ids")
-            return ROOT, []
-        depends = [index for index, keys in enumerate(extra_keys) if keys]
-        return parent, names[: depends[0]] if depends else names
+            return ROOT, [], ()
+        return parent, names, cuts
+
+    def _our_ids(self, event: EngineStored, extra_keys: Sequence[Any], cut: Cut | None) -> tuple[Sequence[int], Iterable[Cut | None]]:
+        """The tokens of those blocks that have names, with our ids for images. Raises TypeError or OverflowError for what is no token."""
+        images, size = self._images, self._block_size
+        token_ids: list[int] = event.token_ids  # type: ignore[assignment]
+        if images is None or not images.has_images(token_ids, extra_keys):
+            if max(token_ids, default=0) > MAX_TOKEN:
+                raise OverflowError
+            depends = next((index for index, keys in enumerate(extra_keys) if keys), len(event.block_hashes))
+            return token_ids[: depends * size], repeat(None)
+        ids: list[int] = []
+        cuts: list[Cut | None] = []
+        for index, start in enumerate(range(0, len(token_ids), size)):
+            read = images.read(token_ids[start : start + size], extra_keys[index] if index < len(extra_keys) else None, cut)
+            if read is None:
+                self._log_once("images of others")
+                break
+            ids += read[0]
+            cut = read[1]
+            cuts.append(cut)
+        return ids, cuts
 
     def _add(self, key: EngineHash, block: _Block) -> _Block | None:
         """None if there is no room, or if another block of the engine has this name: then one of the two depends on more than tokens, and
@@ -394,15 +423,18 @@ def _why_unnamed(event: EngineStored, block_size: int) -> str | None:
 
 
 def _split_salt(event: EngineStored) -> tuple[Any, Sequence[Any]]:
-    """The salt of the event's blocks, and what else they depend on. vLLM has the salt among the keys of a sequence's first block."""
+    """The salt of the event's blocks, and what else they depend on. vLLM has the salt among the keys of a sequence's first block, after
+    those of its images."""
     extra_keys = event.extra_keys or []
-    if event.cache_salt is None and event.parent_block_hash is None and extra_keys and _is_salt(extra_keys[0]):
-        return extra_keys[0][0], [None, *extra_keys[1:]]
+    if event.cache_salt is None and event.parent_block_hash is None and extra_keys and _ends_with_salt(extra_keys[0]):
+        *others, salt = extra_keys[0]
+        return salt, [others, *extra_keys[1:]]
     return event.cache_salt, extra_keys
 
 
-def _is_salt(keys: Any) -> bool:
-    return isinstance(keys, list | tuple) and len(keys) == 1 and isinstance(keys[0], str)
+def _ends_with_salt(keys: Any) -> bool:
+    """Keys of images are pairs. Of two texts, one is an adapter's name."""
+    return isinstance(keys, list | tuple) and [index for index, key in enumerate(keys) if isinstance(key, str)] == [len(keys) - 1]
 
 
 def _root_of(salt: Any) -> bytes | None:

@@ -70,7 +70,7 @@ class KvEventFeed:
         self.gaps = 0
         self.malformed = 0
         self._endpoints = endpoints
-        self.mirror = BlockMirror(block_size)
+        self.mirror = BlockMirror(block_size, images=endpoints.images)
         self._on_events = on_events
         self._replay_seconds = replay_seconds
         self._clock = clock

@@ -9,8 +9,9 @@ from typing import Any
 
 from msgspec import structs
 
-from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
+from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, PromptImages
 from penstock.backends.external.handover import HandoverFailed
+from penstock.backends.external.images import mismatch
 from penstock.backends.sglang.sessions import Turn
 from penstock.wire.address import TcpAddress, parse_address
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
@@ -48,6 +49,17 @@ def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: b
     if has_priority:
         parameters["priority"] = engine_priority(request)
     return parameters
+
+
+def image_parameters(images: PromptImages, pictures: Sequence[Any]) -> dict[str, Any]:
+    """The arguments that a prompt with images has besides, or instead. `pictures`: each of them as SGLang takes it here."""
+    hashes = [image_hash(picture.name) for picture in images.pictures]
+    return {"input_ids": list(images.token_ids), "image_data": list(pictures), "mm_hashes": hashes}
+
+
+def image_hash(name: bytes) -> str:
+    """SGLang keeps 64 bits of it."""
+    return name[:8].hex()
 
 
 def meeting_parameters(request: EngineRequest, own_address: str) -> dict[str, Any]:
@@ -127,6 +139,7 @@ class ChunkReader:
         token_ids = self._new_tokens(raw["output_ids"])
         first, self._count = self._count, self._count + len(token_ids)
         self._check_count(meta, finish)
+        self._check_prompt(meta)
         chunk = Chunk(token_ids, self._logprobs(meta, first, token_ids), finish, meta.get("cached_tokens"), self._prompt_logprobs(meta))
         return chunk if not self._own_stops else self._stopped(chunk)
 
@@ -154,6 +167,12 @@ class ChunkReader:
             raise _breach(f"its {mode} chunks have {self._count} tokens, but it reports {announced}")
         if finish == "length" and self._count < self._request.max_tokens:
             raise _breach(f"it ended for length after {self._count} of {self._request.max_tokens} tokens")
+
+    def _check_prompt(self, meta: Mapping[str, Any]) -> None:
+        """SGLang must have expanded the placeholders of images to as many tokens as we did."""
+        expected = len(self._request.token_ids)
+        if self._request.images is not None and meta.get("prompt_tokens", expected) != expected:
+            raise mismatch("SGLang", meta["prompt_tokens"], expected)
 
     def _logprobs(self, meta: Mapping[str, Any], first: int, token_ids: tuple[int, ...]) -> tuple[TokenLogprob, ...] | None:
         if self._request.logprobs is None:

@@ -64,7 +64,7 @@ class StreamingSessions:
         session_id = request.session_id
         # `ChunkReader` ends such a text at a stop token that SGLang ignores, so the engine would have more tokens than we know.
         is_cut_here = request.ignore_eos and request.stop_ids
-        if session_id is None or request.prompt_logprobs or request.export or request.source or is_cut_here:
+        if session_id is None or request.prompt_logprobs or request.export or request.source or request.images or is_cut_here:
             return None
         state = self._sessions.setdefault(session_id, _SessionState())
         if state.is_busy:

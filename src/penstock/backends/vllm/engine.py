@@ -9,11 +9,22 @@ import logging
 import multiprocessing
 import os
 from collections.abc import AsyncGenerator, Awaitable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineRefused, EngineRequest
+from penstock.backends.external.engine import (
+    Chunk,
+    EngineDied,
+    EngineFacts,
+    EngineRefused,
+    EngineRequest,
+    EventEndpoints,
+    PromptImages,
+)
 from penstock.backends.external.handover import unpack_ticket
+from penstock.backends.external.image_events import KeyedImages, image_uuid
+from penstock.backends.external.images import Placeholder, pil_image
 from penstock.backends.external.in_process import InProcessEngine, free_port, one_line
 from penstock.backends.vllm.arguments import PACKAGE, event_endpoints, make_arguments
 from penstock.backends.vllm.handover import (
@@ -25,7 +36,7 @@ from penstock.backends.vllm.handover import (
     moves_of,
     transfer_parameters,
 )
-from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
+from penstock.backends.vllm.requests import check_end, check_expanded, chunk_of, sampling_arguments
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError, PenstockError
 from penstock.wire.messages import Capability, Fault
@@ -45,8 +56,8 @@ class VllmEngine(InProcessEngine):
 
     package = PACKAGE
 
-    def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: EngineSettings, placeholder: Placeholder | None = None) -> None:
+        super().__init__(settings, placeholder)
         self._lease_seconds = 0.0
         self._pulls = Pulls()
 
@@ -57,10 +68,15 @@ class VllmEngine(InProcessEngine):
         sampling = _sampling(request, self._transfer(request))
         is_over = False
         try:
-            outputs = llm.generate(_prompt(request), sampling, request.id, **self._options(request))
+            prompt = _prompt(request) if request.images is None else await asyncio.to_thread(_image_prompt, request, request.images)
+            outputs = llm.generate(prompt, sampling, request.id, **self._options(request))
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     is_over = output.finished
+                    if request.images is not None and "multi_modal_data" in prompt:
+                        check_expanded(output, request)
+                        # vLLM has what it needs of them.
+                        prompt.pop("multi_modal_data")["image"].clear()
                     chunk = chunk_of(output, top, lease)
                     if chunk.token_ids or chunk.finish is not None:
                         yield chunk
@@ -107,10 +123,16 @@ class VllmEngine(InProcessEngine):
             block_size=cache.block_size,
             kv_blocks=cache.num_gpu_blocks or 0,
             max_batch=config.scheduler_config.max_num_seqs * ranks,
-            events=event_endpoints(config.kv_events_config) if cache.enable_prefix_caching and ranks == 1 else None,
+            events=self._events(config.kv_events_config) if cache.enable_prefix_caching and ranks == 1 else None,
             capabilities=(*WITHOUT_GRAMMAR, "grammar") if self._has_grammar else WITHOUT_GRAMMAR,
             moves=moves,
         )
+
+    def _events(self, config: Any) -> EventEndpoints | None:
+        endpoints = event_endpoints(config)
+        if endpoints is None or self._placeholder is None:
+            return endpoints
+        return replace(endpoints, images=KeyedImages(self._placeholder.position))
 
     def _kill_processes(self) -> None:
         for child in multiprocessing.active_children():
@@ -211,6 +233,17 @@ def _prompt(request: EngineRequest) -> Any:
         prompt = TokensPrompt(prompt_token_ids=list(request.token_ids))
         return prompt if request.salt is None else {**prompt, "cache_salt": request.salt}
     return tokens_input(list(request.token_ids), cache_salt=request.salt)
+
+
+def _image_prompt(request: EngineRequest, images: PromptImages) -> Any:
+    """Pictures are converted here, in a thread, and prepared by vLLM in one of its own. A known uuid brings back vLLM's features of that
+    image, whatever the picture, so it is the name of the content."""
+    from vllm.inputs import TokensPrompt
+
+    pictures = [pil_image(picture) for picture in images.pictures]
+    uuids = [image_uuid(picture.name) for picture in images.pictures]
+    prompt = TokensPrompt(prompt_token_ids=list(images.token_ids), multi_modal_data={"image": pictures}, multi_modal_uuids={"image": uuids})
+    return prompt if request.salt is None else {**prompt, "cache_salt": request.salt}
 
 
 def _sampling(request: EngineRequest, transfer: dict[str, Any] | None) -> Any:

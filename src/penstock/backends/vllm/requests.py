@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
+from penstock.backends.external.images import mismatch
 from penstock.backends.vllm.handover import ticket_of
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
@@ -66,6 +67,13 @@ def check_end(output: Any) -> None:
     reason = output.outputs[0].finish_reason
     if reason not in FINISHES:
         raise EngineRefused(Fault("engine_aborted", f"vLLM gave up the generation: {reason}", retryable=True))
+
+
+def check_expanded(output: Any, request: EngineRequest) -> None:
+    """Raises EngineRefused if vLLM has expanded the placeholders of images to something else than we did. Every output has the prompt."""
+    expanded = tuple(output.prompt_token_ids or ())
+    if expanded != request.token_ids:
+        raise mismatch("vLLM", len(expanded), len(request.token_ids))
 
 
 def _entries(flat: Any, top: int) -> Iterator[TokenLogprob | None]:

@@ -121,6 +121,12 @@ def read_vocab_size(directory: Path) -> int | None:
     return settings.size("vocab_size") if settings.has("vocab_size") else None
 
 
+def read_image_token(directory: Path) -> int | None:
+    """The token that stands for each position of an image. None if the files name none."""
+    settings = read_settings(directory / CONFIG)
+    return settings.integer("image_token_id") if settings.has("image_token_id") else None
+
+
 def _end_ids(settings: ModelSettings) -> frozenset[int]:
     if not settings.has("eos_token_id"):
         return frozenset()
