@@ -11,7 +11,8 @@ places at once: the newest generations of the tenant with the most places wait i
 
 If a running generation computes the block that a waiting one needs next, the waiting one follows this leader, to share its pages later.
 It stays in the queue until the leader has computed all that they share, or has stopped. One whose KV is pulled from elsewhere stays in
-the queue until that is over.
+the queue until that is over, and one that would compute images without features until these are here. If the features of all its images
+have no room at once, it computes as far as they go, then gives its pages back and waits for the next ones.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from penstock.fairness import RESERVED_PART, FairQueue, cost_of
 from penstock.kv.cache import KVCache
+from penstock.kv.features import Features, PlacedImage, place_images
 from penstock.kv.radix import Key, Lease, Node
 from penstock.kv.sessions import Session, Sessions
 from penstock.kv.transfers import Transfers
 from penstock.lazy_heap import LazyHeap
-from penstock.wire.messages import Fault, Mark, PromptReport, SessionState, Submit, WorkerStats
-from penstock.worker.backend import total_length
+from penstock.wire.messages import Fault, Mark, PromptReport, Segment, SessionState, Submit, WorkerStats
+from penstock.worker.backend import image_fault, total_length
 
 MAX_SHARES = 8
 """So many tenants have a share of a step's prompt tokens, if their weights are equal. More would make the pieces too small."""
@@ -66,6 +68,10 @@ class Sequence:
     is_urgent: bool = False
     leader: Sequence | None = None
     is_importing: bool = False
+    is_awaiting_images: bool = False
+    # Its images, and up to which position it may compute with the features that it holds.
+    images: tuple[PlacedImage, ...] = ()
+    features_until: int = sys.maxsize
     # The block of its prompt that it computes now, and those who wait for it, by the number of blocks they share with it.
     computing: tuple[Node, Key] | None = None
     followers: LazyHeap[Sequence, int] | None = None
@@ -74,6 +80,8 @@ class Sequence:
         # The choices of a request share their prompt until they start: copying 128 long prompts at once takes long.
         self.tokens = cast("list[int]", self.request.token_ids)
         self.since = 0 if self.session is None else self.session.ended_turns
+        if self.request.images:
+            self.images = place_images(self.request.token_ids, self.request.images)
 
     @property
     def to_compute(self) -> int:
@@ -124,16 +132,25 @@ class Work(NamedTuple, Generic[S]):
 class Scheduler(Generic[S]):
     """Sequences wait, then run: first they prefill their prompt, then they decode."""
 
-    def __init__(self, cache: KVCache, sessions: Sessions, max_batch: int, transfers: Transfers | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        sessions: Sessions,
+        max_batch: int,
+        transfers: Transfers | None = None,
+        features: Features | None = None,
+    ) -> None:
         self.cache = cache
         self.sessions = sessions
+        self.features = Features() if features is None else features
         self.transfers = Transfers(cache) if transfers is None else transfers
         self.prefilling: dict[bytes, S] = {}
         self.decoding: dict[bytes, S] = {}
         self._max_batch = max_batch
         self._running: dict[bytes, S] = {}  # both of the above, oldest first
         self._waiting: dict[bytes, S] = {}
-        self._ready: FairQueue[S] = FairQueue()  # those waiting that follow nobody and import nothing
+        self._ready: FairQueue[S] = FairQueue()  # those waiting that follow nobody, import nothing and await no images
+        self._lost: list[tuple[bytes, Fault]] = []  # those waiting whose images cannot be had
         self._is_stuck = False  # nothing runs, and what is ready needs pages that a transport may touch
         self._places: dict[str, int] = {}  # how many run, by lane
         self._first_place = self._last_place = 0
@@ -145,8 +162,9 @@ class Scheduler(Generic[S]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step can compute something. What waits for a transfer needs no step before that reports."""
-        return bool(self._running or (self._ready and not self._is_stuck)) or (self.transfers.is_used and self.transfers.has_work)
+        """Whether a step can do something. What waits for a transfer or an image needs no step before that comes."""
+        can_run = bool(self._running or self._lost or (self._ready and not self._is_stuck))
+        return can_run or (self.transfers.is_used and self.transfers.has_work)
 
     @property
     def is_empty(self) -> bool:
@@ -155,20 +173,24 @@ class Scheduler(Generic[S]):
 
     @property
     def next_expiry(self) -> float:
-        """When the next lease ends, if nothing else happens."""
-        return min(self.sessions.next_expiry, self.transfers.next_expiry) if self.transfers.is_used else self.sessions.next_expiry
+        """When the next lease ends, or somebody has waited for too long, if nothing else happens."""
+        first = min(self.sessions.next_expiry, self.features.next_expiry)
+        return min(first, self.transfers.next_expiry) if self.transfers.is_used else first
 
     def expire(self, now: float) -> None:
-        """Call it first in a step. Ends leases that have run out, and begins imports that wait for pages."""
+        """Call it first in a step. Ends leases and patience that have run out, and begins imports that wait for pages."""
         self.sessions.expire(now)
+        self.features.expire(now)
         if self.transfers.is_used:
             self.transfers.advance(now, len(self._running))
 
     def validate(self, request: Submit) -> Fault | None:
-        """The fault of a request that needs more pages than there are."""
+        """The fault of a request that needs more pages than there are, or has an image that needs more memory than there is."""
         pages = self.cache.pages_for(total_length(request))
         if pages > self.cache.pages:
             return Fault("kv_too_small", f"the request needs {pages} KV pages and the worker has {self.cache.pages}")
+        if request.images and (reason := self.features.too_large(place_images(request.token_ids, request.images))):
+            return Fault("image_too_large", reason)
         return None
 
     def add(self, sequence: S) -> None:
@@ -189,6 +211,8 @@ class Scheduler(Generic[S]):
         if sequence is not None:
             self._to_compute -= sequence.to_compute
             self._ready.discard(sequence)
+            if sequence.images:
+                self.features.leave(generation)
             if self.transfers.is_used:
                 self.transfers.leave(sequence.request)
             if sequence.leader is not None and sequence.leader.followers is not None:
@@ -203,6 +227,11 @@ class Scheduler(Generic[S]):
                 self._retain_marked(sequence, path, now)
         self.end_turn(sequence, now, path)
         return True
+
+    def take_lost(self, now: float) -> list[Segment]:
+        """Ends those whose images cannot be had. Call it in each step, after its work was chosen."""
+        lost, self._lost = self._lost, []
+        return [Segment(generation, None, fault) for generation, fault in lost if self.cancel(generation, now)]
 
     def finish(self, sequence: S, now: float) -> None:
         """Ends a running sequence. Its KV stays cached, and leased for as long as the request asks."""
@@ -257,17 +286,10 @@ class Scheduler(Generic[S]):
             if matched > MAX_BLOCKS_MATCHED:
                 break
             sequence = first
-            skips_cache = sequence.skips_cache
-            path = [] if skips_cache else self.cache.match(sequence.request.root, sequence.tokens)
+            path = [] if sequence.skips_cache else self.cache.match(sequence.request.root, sequence.tokens)
             matched += len(path)
             block = self._next_block(sequence, path)
-            leader = None if block is None or skips_cache else self._leaders.get(block)
-            if leader is not None:
-                self._follow(sequence, leader, len(path))
-                self._ready.discard(sequence)
-                continue
-            if not skips_cache and self._load(sequence, is_next=True):
-                sequence.is_importing = True
+            if self._steps_aside(sequence, path, block):
                 self._ready.discard(sequence)
                 continue
             is_new = sequence.cached_tokens is None
@@ -280,6 +302,16 @@ class Scheduler(Generic[S]):
             for sequence in self.prefilling.values():
                 budget -= _add_piece(work, sequence, budget)
         return list(work.values())
+
+    def _steps_aside(self, sequence: S, path: list[Node], block: tuple[Node, Key] | None) -> bool:
+        """Whether it has to wait for a leader, for its KV, or for the features of its images, and not for its turn."""
+        if not sequence.skips_cache:
+            leader = None if block is None else self._leaders.get(block)
+            if leader is not None:
+                self._follow(sequence, leader, len(path))
+                return True
+            sequence.is_importing = self._load(sequence, is_next=True)
+        return sequence.is_importing or (bool(sequence.images) and not self._has_features(sequence, len(path) * self.cache.page_size))
 
     def _prompt_shares(self, budget: int) -> dict[str, int]:
         """How much of the budget each tenant with prompts may take at first; nothing when there is only one such tenant.
@@ -331,9 +363,13 @@ class Scheduler(Generic[S]):
             self._to_compute -= work.length
             if sequence.to_compute:
                 self._lead(sequence)
+                if sequence.computed >= sequence.features_until:
+                    self._wait_again(sequence)
             else:
                 self.decoding[generation] = self.prefilling.pop(generation)
                 self._stop_leading(sequence)
+                if sequence.images:
+                    self.features.leave(generation)
 
     def extend(self, sequence: S, count: int, now: float) -> bool:
         """Gives a running sequence more pages. Transfers give way for it first, then the newest sequences are preempted. Returns False if
@@ -397,6 +433,9 @@ class Scheduler(Generic[S]):
             tokens_to_compute=self._to_compute,
             exports=transfers.exports if transfers.is_used else 0,
             imports=transfers.imports if transfers.is_used else 0,
+            images_encoded=self.features.encoded,
+            images_reused=self.features.reused,
+            image_positions_to_encode=self.features.positions_to_encode,
         )
 
     def check_integrity(self, waiting_elsewhere: Iterable[Sequence] = ()) -> None:
@@ -414,10 +453,17 @@ class Scheduler(Generic[S]):
             assert session.active_turns == sum(1 for sequence in sequences if sequence.session is session)
         for sequence in self._waiting.values():
             leader = sequence.leader
-            assert (leader is None and not sequence.is_importing) == (sequence in self._ready)
-            assert leader is None or not sequence.is_importing
+            reasons = (leader is not None) + sequence.is_importing + sequence.is_awaiting_images
+            assert reasons == (0 if sequence in self._ready else 1), "it waits for several things, or for nothing"
+            lost = any(generation == sequence.request.id for generation, _ in self._lost)
+            assert not sequence.is_awaiting_images or self.features.is_waiting(sequence.request.id) or lost, "it waits for no image"
             assert leader is None or (leader in self.prefilling.values() and leader.followers and sequence in leader.followers)
         assert all(leader in running and leader.computing == block for block, leader in self._leaders.items())
+        self.features.check_integrity()
+        for sequence in self.prefilling.values():
+            names = {image.span.name for image in sequence.images if sequence.computed <= image.last < sequence.features_until}
+            assert not names or self.features.holds(sequence.request.id, names), "it computes an image without features"
+        assert not any(self.features.is_known(generation) for generation in self.decoding), "features are held for a prompt with KV"
 
     def _wait(self, sequence: S, place: int, *, is_urgent: bool = False) -> None:
         sequence.place, sequence.is_urgent = place, is_urgent
@@ -437,6 +483,32 @@ class Scheduler(Generic[S]):
         """What a waiting sequence could get from elsewhere is here. It computes the rest."""
         sequence.is_importing = False
         self._make_ready(sequence)
+
+    def _has_features(self, sequence: S, start: int) -> bool:
+        """Whether it holds the features of its images from `start` on, or of as many as have room. Otherwise it waits for them, beside
+        the queue."""
+        request = sequence.request
+        images, until = self.features.next_images(sequence.images, start)
+        fail = partial(self._lose, sequence)
+        sequence.features_until = until
+        if until <= sequence.images[-1].last and (sequence.skips_cache or until // self.cache.page_size * self.cache.page_size <= start):
+            # Only full blocks outlast the wait for the next ones.
+            sequence.is_awaiting_images = True
+            fail("the features of its images have no room at once: see --image-memory", retryable=False)
+            return False
+        wake = partial(self._end_images, sequence)
+        is_here = self.features.want(request.id, images, request.lane, request.weight, sequence.place, wake, fail)
+        sequence.is_awaiting_images = not is_here
+        return is_here
+
+    def _end_images(self, sequence: S) -> None:
+        """A waiting sequence holds the features that it needs."""
+        sequence.is_awaiting_images = False
+        self._make_ready(sequence)
+
+    def _lose(self, sequence: S, reason: str, retryable: bool) -> None:
+        """It stays beside the queue until a step ends it."""
+        self._lost.append((sequence.request.id, image_fault(reason, retryable=retryable)))
 
     def _make_ready(self, sequence: S) -> None:
         request = sequence.request
@@ -475,9 +547,12 @@ class Scheduler(Generic[S]):
         return True
 
     def _preempt(self, sequence: S, *, is_urgent: bool) -> None:
-        """It waits again, before all others of its tenant; if it is urgent, before all others."""
-        self._stop(sequence, is_over=False)
         self._preemptions += 1
+        self._wait_again(sequence, is_urgent=is_urgent)
+
+    def _wait_again(self, sequence: S, *, is_urgent: bool = False) -> None:
+        """It gives its pages back and waits before all others of its tenant; if it is urgent, before all others."""
+        self._stop(sequence, is_over=False)
         self._first_place -= 1
         self._wait(sequence, self._first_place, is_urgent=is_urgent)
 
@@ -491,6 +566,8 @@ class Scheduler(Generic[S]):
         if self.decoding.pop(generation, None) is None:
             del self.prefilling[generation]
             self._to_compute -= sequence.to_compute
+        if sequence.images:
+            self.features.leave(generation)
         sequence.catch_up()
         self._commit(sequence)
         path = sequence.path
@@ -570,7 +647,8 @@ def _add_piece(work: dict[bytes, Work[S]], sequence: S, budget: int) -> int:
     """Adds the next piece of a prompt, or makes its piece longer. Returns what it takes of the budget."""
     cost, planned = sequence.token_cost, work.get(sequence.request.id)
     length = 0 if planned is None else planned.length
-    count = min(sequence.to_compute - length, -(-budget // cost), sequence.max_piece - length)
+    most = min(sequence.max_piece, sequence.features_until - sequence.computed)
+    count = min(sequence.to_compute - length, -(-budget // cost), most - length)
     if count <= 0:
         return 0
     work[sequence.request.id] = Work(sequence, length + count)

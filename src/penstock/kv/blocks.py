@@ -34,7 +34,11 @@ def salted_root(root: bytes, salt: str) -> bytes:
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of the block with these tokens that follows the block `parent`. It is the same on every machine."""
-    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=NAME_BYTES).digest()
+    try:
+        return blake2b(parent + array("I", token_ids).tobytes(), digest_size=NAME_BYTES).digest()
+    except OverflowError:
+        # It has positions of an image.
+        return blake2b(parent + array("Q", token_ids).tobytes(), digest_size=NAME_BYTES, person=b"image block").digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, parent: bytes = ROOT) -> list[bytes]:
@@ -44,13 +48,28 @@ def block_hashes(token_ids: Sequence[int], block_size: int, parent: bytes = ROOT
 
 def block_hash_pieces(token_ids: Sequence[int], block_size: int, parent: bytes = ROOT) -> Iterator[list[bytes]]:
     """The same names, at most PIECE_BLOCKS at a time."""
-    packed = array("I", token_ids).tobytes()
+    try:
+        packed = array("I", token_ids).tobytes()
+    except OverflowError:
+        yield from _image_hash_pieces(token_ids, block_size, parent)
+        return
     width = block_size * array("I").itemsize
     end = len(packed) - width + 1
     for first in range(0, end, width * PIECE_BLOCKS):
         piece: list[bytes] = []
         for start in range(first, min(end, first + width * PIECE_BLOCKS), width):
             parent = blake2b(parent + packed[start : start + width], digest_size=NAME_BYTES).digest()
+            piece.append(parent)
+        yield piece
+
+
+def _image_hash_pieces(token_ids: Sequence[int], size: int, parent: bytes) -> Iterator[list[bytes]]:
+    """`block_hash_pieces` of a prompt with images."""
+    blocks = len(token_ids) // size
+    for first in range(0, blocks, PIECE_BLOCKS):
+        piece: list[bytes] = []
+        for start in range(first * size, min(blocks, first + PIECE_BLOCKS) * size, size):
+            parent = block_hash(parent, token_ids[start : start + size])
             piece.append(parent)
         yield piece
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.blocks import ROOT, KvEventLog, block_hashes, salted_root, tenant_root
+from penstock.kv.blocks import ROOT, KvEventLog, block_hash, block_hash_pieces, block_hashes, salted_root, tenant_root
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Lease, Node
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents
@@ -409,3 +409,15 @@ def test_the_integrity_check_sees_damage(damage: str) -> None:
             cache._plain_leaves.pop()
     with pytest.raises(AssertionError):
         cache.check_integrity([path], [], [lease])
+
+
+def test_names_of_blocks_with_positions_of_images() -> None:
+    """Text keeps the names that it has without images. Two images with the same low 32 bits have different names."""
+    text, low = tokens(1, 2), 5
+    first, second = 2**62 + low, 2**62 + 2**32 + low
+    names = block_hashes([*text, first, low, low, low], SIZE)
+    assert names[:2] == block_hashes(text, SIZE)
+    others = [block_hashes([*text, other, low, low, low], SIZE)[2] for other in (second, low)]
+    assert len({names[2], *others}) == 3
+    assert names == [name for piece in block_hash_pieces([*text, first, low, low, low, 1], SIZE) for name in piece]
+    assert names[2] == block_hash(names[1], [first, low, low, low])
