@@ -20,7 +20,10 @@ MAX_ANSWER_COST = 512
 REST = 3
 """After a piece of long work, the event loop is left to all others for so many times as long as the piece took."""
 
-MAX_REST_SECONDS = 0.1
+MAX_CROWD = 3
+"""Each piece that waits, up to this many, makes the rest as long again: one long prompt goes on quickly, a flood of them does not."""
+
+MAX_REST_SECONDS = 0.15
 """The longest rest. A piece takes some milliseconds, but the process may be stopped meanwhile."""
 
 Item = TypeVar("Item", bound=Hashable)
@@ -379,7 +382,7 @@ class LoopTurns:
     """Long work on one event loop: one piece at a time, of one tenant after the other.
 
     A piece holds the loop for some milliseconds. The pieces of a hundred requests would hold it for a second if all were run at once. So
-    each waits for its turn, and after a piece the loop is left to everything else for REST times as long.
+    each waits for its turn, and after a piece the loop is left to everything else for a while: see REST and MAX_CROWD.
     """
 
     def __init__(self) -> None:
@@ -409,7 +412,7 @@ class LoopTurns:
         self._began = time.monotonic()
 
     def _end(self) -> None:
-        rest = min(REST * (time.monotonic() - self._began), MAX_REST_SECONDS)
+        rest = rest_after(time.monotonic() - self._began, len(self._waiting))
         asyncio.get_running_loop().call_later(rest, self._serve)
 
     def _serve(self) -> None:
@@ -424,3 +427,8 @@ class LoopTurns:
         if not turn.done():
             turn.set_result(None)
         loop.call_soon(self._end)
+
+
+def rest_after(seconds: float, waiting: int) -> float:
+    """How long the event loop is left to others after a piece of long work, while so many other pieces wait."""
+    return min(REST * (1 + min(waiting, MAX_CROWD)) * seconds, MAX_REST_SECONDS)

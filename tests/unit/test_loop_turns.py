@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from penstock.fairness import LoopTurns
+from penstock.fairness import MAX_REST_SECONDS, LoopTurns, rest_after
 
 
 def hold(seconds: float) -> None:
@@ -79,3 +79,9 @@ async def test_one_that_is_cancelled_when_its_turn_has_come() -> None:
         await asyncio.sleep(0)
     async with asyncio.timeout(10):
         await second
+
+
+def test_the_more_wait_the_longer_the_others_have_the_loop() -> None:
+    """One long prompt of an agent goes on soon. A flood of them takes a small part of the loop."""
+    assert 0 < rest_after(0.001, 0) < rest_after(0.001, 1) < rest_after(0.001, 3) == rest_after(0.001, 1000)
+    assert rest_after(5.0, 1000) == MAX_REST_SECONDS

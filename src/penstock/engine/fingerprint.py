@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import torch
@@ -16,18 +17,33 @@ SAMPLES = 256
 """Of each weight: sums do not know in which order numbers are."""
 
 
-def kv_fingerprint(model: Model, page_size: int, *, is_reproducible: bool) -> bytes:
-    """Over sums and samples of all weights, the frequencies of positions with their stretching, the number type and the layout of a page.
-    `is_reproducible` rounds in its own way, and promises that no other rounding gets in."""
+def kv_fingerprint(model: Model, page_size: int, *, is_reproducible: bool, images: bytes = b"") -> bytes:
+    """Over sums and samples of all weights, the frequencies of positions with their stretching and axes, the number type and the layout of
+    a page. `is_reproducible` rounds in its own way, and promises that no other rounding gets in. `images` is the fingerprint of what makes
+    features of images, since the KV of their positions depends on it."""
     made = blake2b(digest_size=FINGERPRINT_BYTES, person=b"kv fingerprint")
     shape = model.shape
     sizes = (shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.norm_eps, shape.sliding_window, sorted(shape.sliding_layers))
     made.update(repr((LAYOUT, page_size, str(model.dtype), is_reproducible, sizes, model.rope_scale)).encode())
-    for name, tensor in model.tensors():
+    if shape.rope_axes or images:
+        made.update(repr((shape.rope_axes, images)).encode())
+    _add(made, model.tensors())
+    return made.digest()
+
+
+def image_fingerprint(settings: object, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> bytes:
+    """What gives features of images their meaning. `weights` as they are stored: a worker that gets its features from another one has the
+    same fingerprint, without a tower."""
+    made = blake2b(repr((settings, str(dtype))).encode(), digest_size=FINGERPRINT_BYTES, person=b"img fingerprint")
+    _add(made, ((name, tensor.flatten(1) if tensor.dim() > 2 else tensor) for name, tensor in weights))
+    return made.digest()
+
+
+def _add(made: blake2b, weights: Iterable[tuple[str, Tensor]]) -> None:
+    for name, tensor in weights:
         made.update(f"{name} {tuple(tensor.shape)}".encode())
         made.update(_sums(tensor))
         made.update(_sample(tensor))
-    return made.digest()
 
 
 def _sums(tensor: Tensor) -> bytes:

@@ -1,4 +1,4 @@
-"""The Llama-family decoder: Llama, Mistral, Qwen2, Qwen3 and models of the same shape."""
+"""The Llama-family decoder: Llama, Mistral, Qwen2, Qwen3 and models of the same shape, also with images in their prompts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from penstock.engine.attention import AttentionPlan, KVStore, attend
+from penstock.engine.checkpoints.places import Places
 from penstock.engine.shape import ModelShape, rotary_frequencies
-from penstock.wire.errors import ConfigError
 
-Parts = tuple[tuple[str, int], ...]
-"""Names of weights that are joined into one matrix, with the rows of each."""
+
+@dataclass(frozen=True)
+class ImageRows:
+    """The rows of a step that are positions of images: their numbers [count], and their features [count, hidden size × levels]. The first
+    level is used instead of a token's embedding. The others are added behind the first layers, one behind each."""
+
+    rows: Tensor
+    features: Tensor
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: a row for each token that it computes."""
+    """One step: a row for each token that it computes. `positions` are [rows]; or [3, rows], if there is a row whose place has three axes:
+    see positions_of. `images` None: all rows are tokens. A row that is a position of an image may have any token id of the vocabulary."""
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionPlan
+    images: ImageRows | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Model:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        places = _Places(dtype, device)
+        places = Places(dtype, device)
         embedding = places.matrix("model.embed_tokens", shape.vocab_size, shape.hidden_size)
         self._layers = [_layer(places, shape, f"model.layers.{index}.") for index in range(shape.layers)]
         self._norm = places.vector("model.norm.weight", shape.hidden_size)
@@ -61,6 +69,7 @@ class Model:
         places.fill(weights)
         frequencies, self.rope_scale = rotary_frequencies(shape, context_length)
         self._frequencies = frequencies.to(device)
+        self._axes = torch.tensor(shape.rope_axes, dtype=torch.int64, device=device)
         self.on_progress: Callable[[], None] = lambda: None
         """Called between the parts of a step that may take long, in the thread that computes."""
 
@@ -82,9 +91,14 @@ class Model:
         """The last hidden state of each row. Writes the keys and values of all rows to the store."""
         hidden = self._embedding.index_select(0, batch.token_ids)
         rotation = self._rotation(batch.positions)
+        levels = self._levels(batch.images)
+        if batch.images is not None:
+            hidden.index_copy_(0, batch.images.rows, levels[0])
         for index, layer in enumerate(self._layers):
             self.on_progress()
             hidden = self._through(index, layer, hidden, rotation, batch, store)
+            if batch.images is not None and index + 1 < len(levels):
+                hidden.index_add_(0, batch.images.rows, levels[index + 1])
         return hidden
 
     @torch.inference_mode()
@@ -111,9 +125,13 @@ class Model:
     def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(hidden, (self.shape.hidden_size,), weight, self.shape.norm_eps)
 
+    def _levels(self, images: ImageRows | None) -> tuple[Tensor, ...]:
+        return () if images is None else torch.split(images.features.to(self.dtype), self.shape.hidden_size, -1)
+
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of each row, [rows, 1, head size]."""
-        angles = positions[:, None, None] * self._frequencies
+        """Cosines and sines of each row, [rows, 1, head size]. With three axes, each pair of a head turns by its own one."""
+        places = positions[:, None, None] if positions.dim() == 1 else positions.index_select(0, self._axes).t()[:, None]
+        angles = places * self._frequencies
         angles = torch.cat((angles, angles), -1)
         return (angles.cos() * self.rope_scale).to(self.dtype), (angles.sin() * self.rope_scale).to(self.dtype)
 
@@ -127,66 +145,7 @@ def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return heads * cosines + torch.cat((-second, first), -1) * sines
 
 
-class _Places:
-    """Where each tensor of a checkpoint goes. All memory is there first, and each tensor is copied to its place when it is read.
-
-    So loading takes little more memory than the model: joining tensors that were loaded before would leave as much again unused.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
-
-    def vector(self, name: str, size: int) -> Tensor:
-        return self.vectors({name: 1}, size).view(size)
-
-    def vectors(self, counts: dict[str, int], size: int) -> Tensor:
-        """One row for each, as often as its count says."""
-        joined = self._empty(sum(counts.values()), size)
-        for (name, _), place in zip(counts.items(), torch.split(joined, list(counts.values())), strict=True):
-            self._places[name] = place, (size,)
-        return joined
-
-    def bias(self, parts: Parts) -> Tensor:
-        joined = self._empty(sum(size for _, size in parts))
-        for (name, size), place in zip(parts, torch.split(joined, [size for _, size in parts]), strict=True):
-            self._places[f"{name}.bias"] = place, (size,)
-        return joined
-
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        return self.joined(((name, rows),), columns)
-
-    def joined(self, parts: Parts, columns: int) -> Tensor:
-        """As [in, out]. On a CPU also in memory: batches of 8 to 16 rows are then up to twice as fast."""
-        rows = sum(size for _, size in parts)
-        matrix = self._empty(columns, rows) if self._device.type == "cpu" else self._empty(rows, columns).t()
-        for (name, size), place in zip(parts, torch.split(matrix.t(), [size for _, size in parts]), strict=True):
-            self._places[f"{name}.weight"] = place, (size, columns)
-        return matrix
-
-    @torch.no_grad()
-    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Each tensor must be there once. One without a place would mean that a part of the model is ignored."""
-        unknown: list[str] = []
-        for name, tensor in weights:
-            if name not in self._places:
-                unknown.append(name)
-                continue
-            place, shape = self._places.pop(name)
-            if tuple(tensor.shape) != shape:
-                raise ConfigError(f"the weight {name!r} has shape {tuple(tensor.shape)}; the model's configuration says {shape}")
-            place.copy_(tensor)
-        if self._places:
-            raise ConfigError(f"the model has no weight {next(iter(self._places))!r}, which its configuration needs")
-        if unknown:
-            names = ", ".join(sorted(unknown)[:3])
-            raise ConfigError(f"the model has {len(unknown)} weights that its configuration does not need, such as {names}")
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-def _layer(places: _Places, shape: ModelShape, prefix: str) -> Layer:
+def _layer(places: Places, shape: ModelShape, prefix: str) -> Layer:
     hidden, wide = shape.hidden_size, shape.intermediate_size
     query_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention, mlp = prefix + "self_attn.", prefix + "mlp."

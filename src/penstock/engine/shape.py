@@ -48,7 +48,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and switches of one decoder. `sliding_window` None: every layer sees all tokens."""
+    """Sizes and switches of one decoder. `sliding_window` None: every layer sees all tokens. `rope_axes`: for each pair of a head, which of
+    the three axes of a position turns it; empty: positions have one axis."""
 
     hidden_size: int
     layers: int
@@ -68,6 +69,7 @@ class ModelShape:
     qk_norm: bool = False
     sliding_window: int | None = None
     sliding_layers: frozenset[int] = frozenset()
+    rope_axes: tuple[int, ...] = ()
 
 
 def covered_length(shape: ModelShape) -> int:
@@ -91,6 +93,16 @@ def rotary_frequencies(shape: ModelShape, context_length: int) -> tuple[torch.Te
         if context_length > covered:
             frequencies, attention = _yarn(frequencies, covered, RopeScaling("yarn", factor=context_length / covered))
     return torch.tensor(frequencies, dtype=torch.float32), attention
+
+
+def mixed_axes(sections: Sequence[int]) -> tuple[int, ...]:
+    """Interleaved M-RoPE: the axes take turns, time, row, column, until a section of rows or columns is used up. The rest is time."""
+    return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections)))
+
+
+def joined_axes(sections: Sequence[int]) -> tuple[int, ...]:
+    """Plain M-RoPE: all pairs of an axis are together."""
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
 def _original_length(shape: ModelShape) -> int:

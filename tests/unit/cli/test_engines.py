@@ -245,6 +245,7 @@ class EmptyMachine:
     def __init__(self, shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shape = shape
         self.end_ids = frozenset[int]()
+        self.tower = None
         self.did: list[str] = []
         self.free = 1_000_000
         monkeypatch.setattr("torch.cuda.empty_cache", self.give_back)
@@ -254,6 +255,9 @@ class EmptyMachine:
         yield from reference("llama").state_dict().items()
         self.did.append("loaded")
         self.free = 100_000
+
+    def tower_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
 
     def give_back(self) -> None:
         self.did.append("gave back")

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.scheduler import Scheduler, Sequence, Work
 from penstock.kv.cache import KVCache
-from penstock.kv.features import ANSWER_SECONDS, Features
+from penstock.kv.features import ANSWER_SECONDS, Features, Image
 from penstock.kv.sessions import Sessions
 from penstock.wire.images import ImageSpan, image_ids, is_image_id
 from penstock.wire.messages import Fault, Segment, Submit
@@ -75,18 +75,21 @@ class Steps:
         for text in texts:
             image = self.features.begin(name(text))
             assert image is not None, f"nobody wants {text}"
-            self.written.update(dict.fromkeys(image.slots, image.name))
-            self.features.complete(image.name)
+            self.finish(image)
 
     def make_all(self) -> None:
         while self.listen():
-            for each in [each for each in self.asked if (image := self.features.begin(each)) is not None and self.write(image.slots, each)]:
-                self.features.complete(each)
-            self.asked = []
+            asked, self.asked = self.asked, []
+            for each in asked:
+                if (image := self.features.begin(each)) is not None:
+                    self.finish(image)
 
-    def write(self, slots: list[int], image: bytes) -> bool:
-        self.written.update(dict.fromkeys(slots, image))
-        return True
+    def finish(self, image: Image) -> None:
+        self.written.update(dict.fromkeys(image.slots, image.name))
+        self.features.complete(image.name)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
 
     def listen(self) -> list[bytes]:
         self.asked += [each for wanted in self.features.take_asked() for each in wanted.names]
@@ -141,10 +144,10 @@ def test_a_prompt_waits_for_its_image_and_text_does_not() -> None:
     steps.add("text", 20)
     steps.step()
     assert steps.ended == ["text"]
-    assert not steps.scheduler.has_work, "there is nothing to compute before the image comes"
+    assert steps.has_work() is False, "there is nothing to compute before the image comes"
     assert steps.listen() == [name("cat")]
     steps.make("cat")
-    assert steps.scheduler.has_work
+    assert steps.has_work()
     steps.step()
     assert steps.ended == ["text", "picture"]
     assert steps.features.used == 1, "the features stay, for the next one"
@@ -273,7 +276,7 @@ def test_a_lost_image_is_a_fault_of_those_that_need_it(how: str) -> None:
         steps.now = ANSWER_SECONDS
         assert steps.scheduler.next_expiry == steps.now
     if how != "late":
-        assert steps.scheduler.has_work, "a step must tell"
+        assert steps.has_work(), "a step must tell"
     steps.step()
     assert steps.faults.keys() == {"picture", "both"}
     assert all(fault.code == "image_lost" and fault.retryable for fault in steps.faults.values())
@@ -355,5 +358,4 @@ def _answer(steps: Steps, each: bytes, draw: random.Random) -> None:
         elif kind < 0.25:
             steps.features.broken(each, "not a number")
         else:
-            steps.write(image.slots, each)
-            steps.features.complete(each)
+            steps.finish(image)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.engine.shape import ModelShape
+from penstock.engine.vision.shape import TowerShape
 from penstock.wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,14 +28,21 @@ class Checkpoint(Protocol):
     def shape(self) -> ModelShape: ...
 
     @property
+    def tower(self) -> TowerShape | None:
+        """What makes features of images; None: the model reads only text."""
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """The tokens that end the model's texts; empty when the files name none."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight once, read lazily. `lm_head.weight` only if it differs from the embedding.
+        """Every weight of the text model once, read lazily. `lm_head.weight` only if it differs from the embedding.
 
         From safetensors in the stored type, from GGUF as float32. Raises ConfigError when a file is damaged.
         """
+
+    def tower_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight of the tower once, the same way."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

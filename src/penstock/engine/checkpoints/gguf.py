@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from penstock.engine.shape import ModelShape, RopeScaling
+from penstock.engine.vision.shape import TowerShape
 from penstock.text.tokenizers.gguf_file import GgufFile, GgufTensor, read_gguf
 from penstock.text.tokenizers.model_settings import ModelSettings
 from penstock.wire.errors import ConfigError
@@ -50,6 +51,10 @@ class GgufCheckpoint:
     shape: ModelShape
     end_ids: frozenset[int]
     file: GgufFile
+    tower: TowerShape | None = None
+
+    def tower_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         rotated = _rotated_heads(self.file.metadata, self.shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from penstock.engine.shape import ModelShape, RopeScaling
+from penstock.engine.checkpoints.vision import IDEFICS3, QWEN3_VL, SMOLVLM, read_tower, subsettings
+from penstock.engine.shape import ModelShape, RopeScaling, joined_axes, mixed_axes
+from penstock.engine.vision.shape import TowerShape
 from penstock.text.tokenizers.model_settings import CONFIG, ModelSettings, read_end_ids, read_settings
 from penstock.wire.errors import ConfigError
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+TEXT_MODELS = {IDEFICS3: LLAMA, SMOLVLM: LLAMA, QWEN3_VL: QWEN3}
+"""What the text model of each architecture for images is."""
+ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, *TEXT_MODELS)
+TEXT_PREFIXES = ("model.language_model.", "model.text_model.", "language_model.model.")
+HEAD_PREFIX = "language_model.lm_head."
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -24,6 +31,8 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DEFAULT_SLIDING_WINDOW = 4096
 DEFAULT_FULL_LAYERS = 28
 QWEN3_HEAD_DIM = 128
+# Of a position in a model with M-RoPE: time, row and column.
+AXES = 3
 
 
 @dataclass(frozen=True)
@@ -33,12 +42,23 @@ class HuggingFaceCheckpoint:
     shape: ModelShape
     end_ids: frozenset[int]
     files: tuple[Path, ...]
+    tower: TowerShape | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for file in self.files:
-            for name, tensor in _file_tensors(file):
-                if self._is_wanted(name):
-                    yield name, tensor
+        for name, read in self._weights():
+            if not self._is_of_tower(name) and self._is_wanted(found := _text_name(name)):
+                yield found, read()
+
+    def tower_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, read in self._weights():
+            if self._is_of_tower(name):
+                yield name.removeprefix("model."), read()
+
+    def _weights(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        return ((name, read) for file in self.files for name, read in _file_tensors(file))
+
+    def _is_of_tower(self, name: str) -> bool:
+        return self.tower is not None and name.removeprefix("model.").startswith(self.tower.prefixes)
 
     def _is_wanted(self, name: str) -> bool:
         # Old checkpoints also store rotary frequencies, and some store the embedding twice.
@@ -48,17 +68,40 @@ class HuggingFaceCheckpoint:
 def open_hugging_face(directory: Path) -> HuggingFaceCheckpoint:
     config = read_settings(directory / CONFIG)
     end_ids = read_end_ids(directory)
-    shape = _shape(config)
+    architecture = _architecture(config)
+    shape = _shape(_text_settings(config, architecture), TEXT_MODELS.get(architecture, architecture))
+    tower = read_tower(directory, config, architecture, shape) if architecture in TEXT_MODELS else None
     files = _files(directory)
     for file in files:
         _check_readable(file)
-    return HuggingFaceCheckpoint(shape, end_ids, files)
+    return HuggingFaceCheckpoint(shape, end_ids, files, tower)
 
 
-def _shape(config: ModelSettings) -> ModelShape:
-    architecture = _architecture(config)
+def _text_name(name: str) -> str:
+    """Models for text and images have their text model under another name."""
+    found = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+    if found:
+        return "model." + name.removeprefix(found)
+    return "lm_head." + name.removeprefix(HEAD_PREFIX) if name.startswith(HEAD_PREFIX) else name
+
+
+def _text_settings(config: ModelSettings, architecture: str) -> ModelSettings:
+    """The text model's settings. Whether embeddings are tied is said outside of them, if it is said there."""
+    if architecture not in TEXT_MODELS:
+        return config
+    text = subsettings(config, "text_config")
+    expected = {LLAMA: "llama", QWEN3: "qwen3_vl_text"}[TEXT_MODELS[architecture]]
+    if text.text("model_type", expected) != expected:
+        raise text.wrong("model_type", repr(expected))
+    return ModelSettings(text.source, {**text.values, **{key: config.values[key] for key in ("tie_word_embeddings",) if config.has(key)}})
+
+
+def _shape(config: ModelSettings, architecture: str) -> ModelShape:
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.wrong("hidden_act", "'silu'")
     heads, layers, hidden_size = config.size("num_attention_heads"), config.size("num_hidden_layers"), config.size("hidden_size")
-    rope_theta, rope = _rope(config)
+    rope_theta, rope, sections = _rope(config)
+    head_dim = config.size("head_dim", QWEN3_HEAD_DIM if architecture == QWEN3 else hidden_size // heads)
     sliding_layers = _sliding_layers(config, architecture, layers)
     attention_bias = architecture in (LLAMA, QWEN3) and config.flag("attention_bias", False)
     return ModelShape(
@@ -66,7 +109,7 @@ def _shape(config: ModelSettings) -> ModelShape:
         layers=layers,
         heads=heads,
         kv_heads=_kv_heads(config, heads),
-        head_dim=config.size("head_dim", QWEN3_HEAD_DIM if architecture == QWEN3 else hidden_size // heads),
+        head_dim=head_dim,
         intermediate_size=config.size("intermediate_size"),
         vocab_size=config.size("vocab_size"),
         trained_length=config.size("max_position_embeddings"),
@@ -80,6 +123,7 @@ def _shape(config: ModelSettings) -> ModelShape:
         qk_norm=architecture == QWEN3,
         sliding_window=config.size("sliding_window", DEFAULT_SLIDING_WINDOW) if sliding_layers else None,
         sliding_layers=sliding_layers,
+        rope_axes=_axes(sections, head_dim),
     )
 
 
@@ -89,8 +133,6 @@ def _architecture(config: ModelSettings) -> str:
         raise config.wrong("architectures", f"one of {', '.join(ARCHITECTURES)}")
     if config.has("quantization_config"):
         raise config.wrong("quantization_config", "none: weights as float32, float16 or bfloat16, or a GGUF file")
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.wrong("hidden_act", "'silu'")
     return named[0]
 
 
@@ -118,7 +160,8 @@ def _sliding_layers(config: ModelSettings, architecture: str, layers: int) -> fr
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
-def _rope(config: ModelSettings) -> tuple[float, RopeScaling]:
+def _rope(config: ModelSettings) -> tuple[float, RopeScaling, ModelSettings]:
+    """Its base, its stretching, and all of its parameters."""
     key = "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
     values = config.values.get(key) or {}
     if not isinstance(values, Mapping) or any(isinstance(value, Mapping) for value in values.values()):
@@ -127,7 +170,17 @@ def _rope(config: ModelSettings) -> tuple[float, RopeScaling]:
     for settings in (scaling, config):
         if settings.number("partial_rotary_factor", 1.0) != 1.0:
             raise settings.wrong("partial_rotary_factor", "1.0: partial rotary heads are not supported")
-    return scaling.positive("rope_theta", config.positive("rope_theta", 10_000.0)), _scaling(config, scaling)
+    return scaling.positive("rope_theta", config.positive("rope_theta", 10_000.0)), _scaling(config, scaling), scaling
+
+
+def _axes(rope: ModelSettings, head_dim: int) -> tuple[int, ...]:
+    """Of models whose positions have three axes."""
+    if not rope.has("mrope_section"):
+        return ()
+    sections = rope.integers("mrope_section")
+    if len(sections) != AXES or sum(sections) != head_dim // 2 or min(sections) < 0:
+        raise rope.wrong("mrope_section", f"three numbers whose sum is {head_dim // 2}, half the size of a head")
+    return mixed_axes(sections) if rope.flag("mrope_interleaved", False) else joined_axes(sections)
 
 
 def _scaling(config: ModelSettings, scaling: ModelSettings) -> RopeScaling:
@@ -200,11 +253,16 @@ def _opened(file: Path) -> Any:
         raise ConfigError(f"--model {file.parent}: {file.name} cannot be read as safetensors: {error}") from error
 
 
-def _file_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _file_tensors(file: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """The name of each tensor, and what reads it."""
     with _opened(file) as weights:
         for name in weights.keys():  # noqa: SIM118, it is not a mapping
-            tensor = weights.get_tensor(name)
-            if tensor.dtype not in DTYPES:
-                expected = ", ".join(str(dtype) for dtype in DTYPES)
-                raise ConfigError(f"--model {file.parent}: {file.name}: {name} has type {tensor.dtype}: expected one of {expected}")
-            yield name, tensor
+            yield name, functools.partial(_read, file, weights, name)
+
+
+def _read(file: Path, weights: Any, name: str) -> torch.Tensor:
+    tensor: torch.Tensor = weights.get_tensor(name)
+    if tensor.dtype not in DTYPES:
+        expected = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ConfigError(f"--model {file.parent}: {file.name}: {name} has type {tensor.dtype}: expected one of {expected}")
+    return tensor

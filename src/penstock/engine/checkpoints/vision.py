@@ -1,0 +1,115 @@
+"""The vision tower in a model directory of Hugging Face's layout: `vision_config`, and the settings of the model's processor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.engine.shape import ModelShape
+from penstock.engine.vision.shape import Approximation, Encoder, Idefics3Shape, PixelScale, QwenVLShape, TowerShape
+from penstock.text.tokenizers.model_settings import ModelSettings, read_settings
+from penstock.wire.errors import ConfigError
+
+IDEFICS3, SMOLVLM, QWEN3_VL = "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+GELUS: dict[str, Approximation] = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
+CHANNELS = 3
+
+
+def read_tower(directory: Path, config: ModelSettings, architecture: str, text: ModelShape) -> TowerShape:
+    """Raises ConfigError for what is missing or not supported."""
+    vision, processor = subsettings(config, "vision_config"), read_processor(directory)
+    if architecture == QWEN3_VL:
+        return _qwen3_vl(vision, processor, text)
+    return _idefics3(config, vision, processor, text)
+
+
+def subsettings(config: ModelSettings, key: str) -> ModelSettings:
+    values = config.values.get(key)
+    if not isinstance(values, Mapping):
+        raise config.wrong(key, "an object")
+    return ModelSettings(f"{config.source}: {key}", values)
+
+
+def read_processor(directory: Path) -> ModelSettings:
+    """The settings of what prepares pictures. Newer directories have them inside of the processor's."""
+    for name in PROCESSOR_FILES:
+        if (directory / name).exists():
+            found = read_settings(directory / name)
+            if found.has("image_processor"):
+                return subsettings(found, "image_processor")
+            if found.has("image_mean"):
+                return found
+    raise ConfigError(f"--model {directory}: {PROCESSOR_FILES[0]} is missing: expected the settings of the model's image processor")
+
+
+def _idefics3(config: ModelSettings, vision: ModelSettings, processor: ModelSettings, text: ModelShape) -> Idefics3Shape:
+    # Defaults in the architecture's own code.
+    encoder = _encoder(vision, "num_hidden_layers", "num_attention_heads", patch=32, eps=vision.positive("layer_norm_eps", 1e-6))
+    tile = subsettings(processor, "max_image_size").size("longest_edge")
+    merge = config.size("scale_factor", 2)
+    if tile % (encoder.patch * merge):
+        raise processor.wrong("max_image_size", f"a multiple of {merge} patches of {encoder.patch} pixels")
+    table_side = vision.size("image_size", 224) // encoder.patch
+    return Idefics3Shape(encoder, _pixels(processor), text.hidden_size, merge, tile, table_side)
+
+
+def _qwen3_vl(vision: ModelSettings, processor: ModelSettings, text: ModelShape) -> QwenVLShape:
+    encoder = _encoder(vision, "depth", "num_heads", patch=16, eps=1e-6)
+    frames, merge = vision.size("temporal_patch_size", 2), vision.size("spatial_merge_size", 2)
+    for key, expected in (("patch_size", encoder.patch), ("merge_size", merge), ("temporal_patch_size", frames)):
+        if processor.has(key) and processor.size(key) != expected:
+            raise processor.wrong(key, f"{expected}, as in the tower's settings")
+    if encoder.head_dim % 4:
+        raise vision.wrong("num_heads", "heads whose size is a multiple of 4: rows and columns turn a half of each")
+    table = vision.size("num_position_embeddings", 2304)
+    if math.isqrt(table) ** 2 != table:
+        raise vision.wrong("num_position_embeddings", "a square number")
+    if vision.size("out_hidden_size", text.hidden_size) != text.hidden_size:
+        raise vision.wrong("out_hidden_size", f"{text.hidden_size}, the hidden size of the text model")
+    rope = subsettings(vision, "rope_parameters") if vision.has("rope_parameters") else vision
+    return QwenVLShape(
+        encoder,
+        _pixels(processor),
+        text.hidden_size,
+        merge,
+        math.isqrt(table),
+        frames,
+        _level_layers(vision, encoder, text),
+        rope.positive("rope_theta", 10_000.0),
+    )
+
+
+def _encoder(vision: ModelSettings, layers: str, heads: str, patch: int, eps: float) -> Encoder:
+    hidden_size, head_count = vision.size("hidden_size"), vision.size(heads)
+    if hidden_size % head_count:
+        raise vision.wrong(heads, f"a divisor of hidden_size, {hidden_size}")
+    activation = vision.text("hidden_act", "gelu_pytorch_tanh")
+    if activation not in GELUS:
+        raise vision.wrong("hidden_act", f"one of {', '.join(GELUS)}")
+    for key in ("num_channels", "in_channels"):
+        if vision.integer(key, CHANNELS) != CHANNELS:
+            raise vision.wrong(key, str(CHANNELS))
+    sizes = hidden_size, vision.size(layers), head_count, vision.size("intermediate_size"), vision.size("patch_size", patch)
+    return Encoder(*sizes, eps, GELUS[activation])
+
+
+def _level_layers(vision: ModelSettings, encoder: Encoder, text: ModelShape) -> tuple[int, ...]:
+    key = "deepstack_visual_indexes"
+    found = tuple(vision.integers(key)) if vision.has(key) else ()
+    if sorted(set(found)) != list(found) or not all(0 <= layer < encoder.layers for layer in found) or len(found) > text.layers:
+        raise vision.wrong(
+            key, f"some of the tower's {encoder.layers} layers, in order, and at most {text.layers}, one for each layer of text"
+        )
+    return found
+
+
+def _pixels(processor: ModelSettings) -> PixelScale:
+    factor = processor.positive("rescale_factor", 1 / 255) if processor.flag("do_rescale", True) else 1.0
+    if not processor.flag("do_normalize", True):
+        return PixelScale(factor, (0.0,) * CHANNELS, (1.0,) * CHANNELS)
+    mean, deviation = processor.numbers("image_mean"), processor.numbers("image_std")
+    if len(mean) != CHANNELS or len(deviation) != CHANNELS or not all(deviation):
+        raise processor.wrong("image_std" if len(mean) == CHANNELS else "image_mean", "a number for each of red, green and blue")
+    return PixelScale(factor, tuple(mean), tuple(deviation))

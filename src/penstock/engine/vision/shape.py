@@ -1,0 +1,80 @@
+"""What a vision tower looks like: its sizes, and how pixels become its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Approximation = Literal["none", "tanh"]
+"""Of GELU, as torch calls it."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The layers of a tower. `patch` is the side of a patch, in pixels."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    intermediate_size: int
+    patch: int
+    norm_eps: float = 1e-6
+    gelu: Approximation = "tanh"
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.heads
+
+
+@dataclass(frozen=True)
+class PixelScale:
+    """A byte becomes (byte × `factor` - mean) / deviation of its channel."""
+
+    factor: float
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Idefics3Shape:
+    """A tile has `tile` × `tile` pixels. The learned positions are a square of `table_side`. A square of `merge` × `merge` patches becomes
+    one position. `width` is the size of the text model's hidden state."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("vision_model.", "connector.")
+
+    encoder: Encoder
+    pixels: PixelScale
+    width: int
+    merge: int
+    tile: int
+    table_side: int
+    levels: int = 1
+
+    @property
+    def side(self) -> int:
+        """Patches along a side of a tile."""
+        return self.tile // self.encoder.patch
+
+
+@dataclass(frozen=True)
+class QwenVLShape:
+    """The same names. A picture is shown `frames` times, as a film that stands still. `level_layers`: behind these layers of the tower a
+    level of features is taken, beside the one behind the last."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("visual.",)
+
+    encoder: Encoder
+    pixels: PixelScale
+    width: int
+    merge: int
+    table_side: int
+    frames: int = 2
+    level_layers: tuple[int, ...] = ()
+    rope_theta: float = 10_000.0
+
+    @property
+    def levels(self) -> int:
+        return 1 + len(self.level_layers)
+
+
+TowerShape = Idefics3Shape | QwenVLShape
