@@ -70,8 +70,8 @@ def test_completions(server: Server, fields: dict[str, Any], param: str, says: s
         ({"messages": []}, "messages", "length >= 1"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "expected one of system, developer, user, assistant"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "messages[0].content[0]",
             "images are not supported",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "poem"}]}]}, "messages[0].content[0].type", "expected one of text"),

@@ -442,7 +442,7 @@ def test_the_stream_options_of_chats_change_nothing(server: Server) -> None:
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": 7}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input[0].call_id"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),

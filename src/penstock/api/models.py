@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from msgspec import Struct, structs
 
@@ -123,7 +123,7 @@ def _capabilities(info: ModelInfo) -> dict[str, dict[str, Any]]:
         "code_execution": no,
         "context_management": {**yes, "clear_thinking_20251015": yes, "clear_tool_uses_20250919": no, "compact_20260112": no},
         "effort": {**thinking, **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), thinking)},
-        "image_input": no,
+        "image_input": {"supported": info.images is not None},
         "pdf_input": no,
         "server_tools": {**no, "code_execution": no, "web_search": no},
         "structured_outputs": {"supported": "grammar" in info.capabilities},
@@ -143,4 +143,5 @@ def _described(model: ServedModel) -> Model:
         tool_parser=info.tool_parser,
         reasoning_parser=info.reasoning_parser,
     )
-    return Model(info.name, "model", info.created, "penstock", details)
+    reads: list[Literal["text", "image"]] = ["text"] if info.images is None else ["text", "image"]
+    return Model(info.name, "model", info.created, "penstock", details, reads, ["text"])

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.api.auth.keys import Tenant
 from penstock.api.models import Models, ServedModel
-from penstock.api.openai.chat import chat_prompt
+from penstock.api.openai.chat import read_chat
 from penstock.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, Text, Tool
-from penstock.api.pipeline.plan import check_text_length, check_token_ids
+from penstock.api.pipeline.images import shown_ids
+from penstock.api.pipeline.plan import check_text_length, check_token_ids, encode_prompt
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.text.encoding import Steps
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -73,7 +75,7 @@ async def tokenize(services: Services, incoming: Incoming) -> TokenizeAnswer:
     """Answers POST /tokenize."""
     request = await decode_body(incoming.body, _TOKENIZE, frozenset(), turn=incoming.turn)
     model = _model(services.context.models, request.model)
-    token_ids = await _encoded(model, request, services.context, incoming.tenant.lane)
+    token_ids = await _encoded(model, request, services.context, incoming.tenant)
     texts = await services.context.read(incoming, _texts, model, token_ids) if request.return_token_strs else None
     return TokenizeAnswer(count=len(token_ids), max_model_len=model.info.context_length, tokens=token_ids, token_strs=texts)
 
@@ -97,20 +99,20 @@ def _model(models: Models, name: str | None) -> ServedModel:
     raise RequestError(f"`model` is required: this server has {known}", param="model", code="missing_field")
 
 
-async def _encoded(model: ServedModel, request: TokenizeRequest, context: PromptContext, lane: str) -> Sequence[int]:
+async def _encoded(model: ServedModel, request: TokenizeRequest, context: PromptContext, tenant: Tenant) -> Sequence[int]:
     if (request.prompt is None) == (request.messages is None):
         given = "neither" if request.prompt is None else "both"
         raise RequestError(f"`prompt` and `messages`: expected one of them, not {given}", param="prompt", code="missing_field")
     if request.messages is not None:
-        return await _encoded_chat(model, request, request.messages, context, lane)
+        return await _encoded_chat(model, request, request.messages, context, tenant)
     assert request.prompt is not None
     for name in _MESSAGES_ONLY:
         if getattr(request, name) is not None:
             raise RequestError(f"`{name}` needs `messages`: a `prompt` uses no chat template", param=name)
     check_text_length(model, "prompt", request.prompt)
     if request.add_special_tokens is False:
-        return await context.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt), lane)
-    return await context.transcripts.encoder.encode_text(model.tokenizer, request.prompt, lane)
+        return await context.transcripts.encoder.run(_encode_plain(model.tokenizer, request.prompt), tenant.lane)
+    return await context.transcripts.encoder.encode_text(model.tokenizer, request.prompt, tenant.lane)
 
 
 def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
@@ -122,12 +124,13 @@ def _encode_plain(tokenizer: Tokenizer, text: str) -> Steps[list[int]]:
 
 
 async def _encoded_chat(
-    model: ServedModel, request: TokenizeRequest, messages: list[Message], context: PromptContext, lane: str
+    model: ServedModel, request: TokenizeRequest, messages: list[Message], context: PromptContext, tenant: Tenant
 ) -> Sequence[int]:
+    """A position of an image is the model's own token for one."""
     if request.add_special_tokens:
         message = "`add_special_tokens` is true: expected false with `messages`, because the chat template writes its own"
         raise RequestError(message, param="add_special_tokens")
-    chat = ChatRequest(
+    asked = ChatRequest(
         model=model.info.name,
         messages=messages,
         tools=request.tools,
@@ -136,10 +139,8 @@ async def _encoded_chat(
         chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    prompt = await context.transcripts.encoder.read(lane, len(messages) * MESSAGE_BYTES, chat_prompt, chat)
-    for index, rendered in enumerate(prompt.messages):
-        check_text_length(model, f"messages[{index}]", rendered["content"])
-    return (await context.transcripts.encode_chat(None, model.info.name, model.tokenizer, prompt, lane)).token_ids
+    chat = await context.transcripts.encoder.read(tenant.lane, len(messages) * MESSAGE_BYTES, read_chat, asked)
+    return shown_ids(await encode_prompt(model, chat, tenant, context), model.tokenizer, model.info.images)
 
 
 def _check_ids(model: ServedModel, token_ids: Sequence[int]) -> None:

@@ -44,6 +44,7 @@ from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.config.commands import FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.config.front_end import API_KEY_VARIABLE, KeySettings, StoreSettings
 from penstock.config.resolve import Resolved
+from penstock.media.reader import MediaReader
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.router import Router
@@ -204,7 +205,7 @@ async def _open_front_end(
     cluster = await _open_cluster(settings, models, transcripts, stack)
     responses = await _open_response_store(settings.responses, settings.keys.are_needed, stack)
     metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses, keyring))
-    context = PromptContext(models, transcripts)
+    context = PromptContext(models, transcripts, MediaReader(), settings.limits.drop_images)
     detached = DetachedRuns(settings.resume, admission, tally)
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
     stack.push_async_callback(detached.close)

@@ -13,12 +13,13 @@ Detail = Literal["auto", "low", "high", "original"]
 
 class ImageRef(Struct, frozen=True, gc=False):
     """An image as a request names it. `field` is its place in the request, for error messages. Either `url`, which may be a data URL, or
-    `data`, which is base64."""
+    `data`, which is base64. `is_old`: it is in the history or a tool's result, so a model that reads only text gets a note in its place."""
 
     field: str
     url: str = ""
     data: str = ""
     detail: Detail = "auto"
+    is_old: bool = False
 
 
 class Picture(Struct, frozen=True, weakref=True):

@@ -18,7 +18,7 @@ from chat_model import chat_model
 from chat_templates import DROPPING, PUBLISHED, REFUSING, TEMPLATES
 from penstock.api.anthropic.messages import read_chat
 from penstock.api.anthropic.schema import Prompted
-from penstock.api.openai.chat import chat_prompt
+from penstock.api.openai import chat as openai_chat
 from penstock.api.openai.schema import ChatRequest
 from penstock.api.responses.items import Messages, read_items
 from penstock.api.responses.tools import read_tools
@@ -136,7 +136,7 @@ CHATS: Mapping[str, Sequence[Body]] = {
 
 
 def over_chat(messages: Sequence[Body], tools: Sequence[Body]) -> ChatPrompt:
-    return chat_prompt(msgspec.convert({"model": "m", "messages": messages, "tools": tools}, ChatRequest))
+    return openai_chat.read_chat(msgspec.convert({"model": "m", "messages": messages, "tools": tools}, ChatRequest)).prompt
 
 
 def over_responses(messages: Sequence[Body], tools: Sequence[Body]) -> ChatPrompt | None:

@@ -16,7 +16,9 @@ from penstock.api.anthropic.schema import (
     ContentBlock,
     ContentSource,
     DocumentBlock,
+    ImageAddress,
     ImageBlock,
+    ImageData,
     Message,
     NamedTool,
     PlainTextSource,
@@ -35,6 +37,8 @@ from penstock.api.anthropic.schema import (
 from penstock.api.anthropic.tools import Tools
 from penstock.api.openai.schema import CacheControl, Marked, placeholder
 from penstock.api.pipeline.hints import without_billing_header
+from penstock.media.picture import ImageRef
+from penstock.text.images import image_mark
 from penstock.text.rewrites import reminder
 from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
 from penstock.wire.errors import RequestError
@@ -52,6 +56,8 @@ class Conversation:
     def __init__(self, request: Prompted) -> None:
         self.messages: list[ChatMessage] = []
         self.fields: list[str] = []
+        self.images: list[ImageRef] = []
+        """Those whose marks are in the messages."""
         self.tools = Tools(request.tools or (), _added_later(request.messages))
         self._calls: dict[str, str] = {}
         """The tool of each call so far, by the id of the call."""
@@ -118,8 +124,7 @@ class Conversation:
             if isinstance(block, ToolResultBlock):
                 self._answer_call(place, block)
             else:
-                # Clients keep a message that was refused, and send it again before the next one. Refused once more, the session would end.
-                spoken.append((_text if field == self._last_of_user else _text_or_placeholder)(place, block))
+                spoken.append(self._shown(place, block, is_old=field != self._last_of_user))
                 if block.cache_control is not None:
                     ends.append((place, block, len(_paragraphs(spoken))))
         # A message that has only tool results is not a message of the user.
@@ -183,12 +188,25 @@ class Conversation:
     def _result(self, field: str, block: ToolResultBlock) -> str:
         if isinstance(block.content, list):
             found = [NamedTool(part.tool_name) for part in block.content if isinstance(part, ToolReferenceBlock)]
-            texts = [_text_or_placeholder(f"{field}.content[{index}]", part) for index, part in enumerate(block.content)]
+            texts = [self._shown(f"{field}.content[{index}]", part, is_old=True) for index, part in enumerate(block.content)]
             text = _paragraphs([*texts, self.tools.add(field, found)])
         else:
             text = block.content or ""
         # Templates have no other place for errors.
         return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
+
+    def _shown(self, field: str, part: ContentBlock | ToolReferenceBlock, is_old: bool) -> str:
+        """A block in a user's message or a result. Clients keep a message that was refused, and send it again before the next one. Refused
+        once more, the session would end: what is old and cannot be read is left out."""
+        match part:
+            case ToolReferenceBlock():
+                return ""
+            case ImageBlock():
+                self.images.append(_image(field, part, is_old))
+                return image_mark(len(self.images) - 1)
+            case DocumentBlock(source=source) if is_old and not isinstance(source, PlainTextSource | ContentSource):
+                return placeholder("document")
+        return _text(field, part)
 
     def _append(self, field: str, message: ChatMessage) -> None:
         self.messages.append(message)
@@ -244,30 +262,28 @@ def _blocks(field: str, message: Message) -> Sequence[ContentBlock]:
     return message.content
 
 
-def _text_or_placeholder(field: str, part: ContentBlock | ToolReferenceBlock) -> str:
-    match part:
-        case ToolReferenceBlock():
-            return ""
-        case ImageBlock():
-            return placeholder("image")
-        case DocumentBlock(source=source) if not isinstance(source, PlainTextSource | ContentSource):
-            return placeholder("document")
-    return _text(field, part)
+def _image(field: str, block: ImageBlock, is_old: bool) -> ImageRef:
+    source = block.source
+    if isinstance(source, ImageData):
+        return ImageRef(field, data=source.data, is_old=is_old)
+    if isinstance(source, ImageAddress):
+        return ImageRef(field, source.url, is_old=is_old)
+    field = f"{field}.source.type"
+    message = f"`{field}` is file: this server stores no files; send the image with a source of the type base64 or url"
+    raise RequestError(message, param=field, code="unsupported_field")
 
 
 def _text(field: str, block: ContentBlock) -> str:
-    match block:
-        case TextBlock(text=text):
-            return text
-        case DocumentBlock():
-            return _document(field, block)
-    raise _unreadable(f"{field}.image", "image")
+    if isinstance(block, TextBlock):
+        return block.text
+    assert isinstance(block, DocumentBlock), "other blocks are refused, or read elsewhere"
+    return _document(field, block)
 
 
-def _unreadable(field: str, kind: str) -> RequestError:
+def unreadable(field: str, kind: str, why: str, code: str = "unsupported_field") -> RequestError:
     """Claude Code looks for these words and for the place of the block. It puts a text in its place and goes on."""
     place = field.replace("[", ".").replace("]", "")
-    return RequestError(f"{place}: Could not process {kind}: this model reads only text", param=field, code="unsupported_field")
+    return RequestError(f"{place}: Could not process {kind}: {why}", param=field, code=code)
 
 
 def _document(field: str, block: DocumentBlock) -> str:
@@ -280,7 +296,7 @@ def _document(field: str, block: DocumentBlock) -> str:
     elif isinstance(source, ContentSource):
         text = source.content if isinstance(source.content, str) else _paragraphs(part.text for part in source.content)
     else:
-        raise _unreadable(f"{field}.document", "PDF")
+        raise unreadable(f"{field}.document", "PDF", "this model reads no documents but text")
     return _paragraphs([block.title or "", block.context or "", text])
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.api.anthropic.answers import TokenCount
-from penstock.api.anthropic.conversation import Conversation
+from penstock.api.anthropic.conversation import Conversation, unreadable
 from penstock.api.anthropic.dialect import MessagesDialect
 from penstock.api.anthropic.schema import (
     CHOICES,
@@ -26,7 +26,7 @@ from penstock.api.anthropic.schema import (
 from penstock.api.auth.keys import Headers
 from penstock.api.openai.schema import CacheControl, Common, Marked, PromptRequest
 from penstock.api.pipeline.hints import read_hints, ttl_seconds
-from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, count_tokens, plan_chat, schema_grammar
+from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, encode_prompt, plan_chat, schema_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.router.affinity import session_key
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
@@ -51,7 +51,7 @@ async def parse_messages(incoming: Incoming, context: PromptContext) -> tuple[Pl
     chat = msgspec.structs.replace(await context.read(incoming, read_chat, request), max_tokens=request.max_tokens, clips=True)
     common = read_common(request, chat.marked)
     hints = read_hints(common, incoming.headers)
-    plan = await plan_chat(common, chat, hints, incoming.tenant, context)
+    plan = await _or_told(chat, plan_chat(common, chat, hints, incoming.tenant, context))
     dialect = MessagesDialect(
         plan,
         shows_thinking=not (isinstance(request.thinking, ThinkingEnabled | ThinkingAdaptive) and request.thinking.display == "omitted"),
@@ -64,11 +64,22 @@ async def count_message_tokens(incoming: Incoming, context: PromptContext) -> To
     """Counts the tokens of a message's prompt: the sum of the three input counts in the message's usage."""
     request = await _decode(incoming, _COUNT_DECODER)
     common = Common(model=request.model, nvext=request.nvext, cache_salt=request.cache_salt)
-    session = read_hints(common, incoming.headers).session
-    model = context.models.find(request.model)
+    hints = read_hints(common, incoming.headers)
+    model, session = context.models.find(request.model), hints.session
     # In a session, earlier answers keep the tokens that were generated.
     key = None if session is None else session_key(incoming.tenant.owner, model.info.name, session.id)
-    return TokenCount(await count_tokens(model, await context.read(incoming, read_chat, request), incoming.tenant, context, key))
+    chat = await context.read(incoming, read_chat, request)
+    return TokenCount(len(await _or_told(chat, encode_prompt(model, chat, incoming.tenant, context, key, hints.cache_salt))))
+
+
+async def _or_told(chat: Chat, work: Coroutine[Any, Any, T]) -> T:
+    """The result of this work. What is wrong with an image is told in Anthropic's words."""
+    try:
+        return await work
+    except RequestError as error:
+        if error.status != 400 or all(error.param != image.field for image in chat.images):
+            raise
+        raise unreadable(f"{error.param}.image", "image", error.message, error.code) from error
 
 
 async def _decode(incoming: Incoming, decoder: msgspec.json.Decoder[T]) -> T:
@@ -117,6 +128,7 @@ def read_chat(request: Prompted) -> Chat:
     return Chat(
         prompt=prompt,
         fields=fields,
+        images=conversation.images,
         later_tools=list(tools.later.values()) if tools.head else (),
         removed_tools=frozenset(tools.removed),
         tool_choice=choice,

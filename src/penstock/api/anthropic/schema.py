@@ -27,6 +27,7 @@ MIN_THINKING_TOKENS = 1024
 
 Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
+ImageType = Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
 SearchTool = Literal["tool_search_tool_regex", "tool_search_tool_regex_20251119", "tool_search_tool_bm25", "tool_search_tool_bm25_20251119"]
 Display = Literal["summarized", "omitted", "updates"]
 """How thinking is shown. `summarized` and `updates` both show all of it: there is no other model to shorten it."""
@@ -40,12 +41,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "tool_use",
         "tool_result",
         "document",
+        "image",
         "tool_addition",
         "tool_removal",
     ),
     "messages.content.content.type": ("text", "document", "image", "tool_reference"),
     "messages.content.tool.type": ("tool_reference", "tool_definition"),
-    "messages.content.source.type": ("text", "content"),
+    "messages.content.source.type": ("text or content in a document", "base64 or url in an image"),
+    "messages.content.content.source.type": ("text or content in a document", "base64 or url in an image"),
+    "messages.content.source.media_type": get_args(ImageType),
+    "messages.content.content.source.media_type": get_args(ImageType),
     "system.type": ("text",),
     "tools.type": ("custom", *get_args(SearchTool)),
     "tool_choice.type": ("auto", "any", "tool", "none"),
@@ -139,10 +144,27 @@ class DocumentBlock(Block, tag="document"):
     citations: CitationsConfig | None = None
 
 
-class ImageBlock(Struct, tag_field="type", tag="image"):
-    """An image. It is refused in the user's last message; elsewhere a placeholder stands for it."""
+class ImageData(Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    """What the file is, its bytes say: Anthropic's clients are often wrong about `media_type`."""
 
-    cache_control: CacheControl | None = None
+    data: str
+    media_type: ImageType
+
+
+class ImageAddress(Struct, forbid_unknown_fields=True, tag_field="type", tag="url"):
+    url: str
+
+
+class ImageFile(Struct, tag_field="type", tag="file"):
+    """Not supported: there are no files here."""
+
+    file_id: str = ""
+
+
+class ImageBlock(Block, tag="image"):
+    """An image. A model that reads only text refuses it in the user's last message; elsewhere it gets a note in its place."""
+
+    source: ImageData | ImageAddress | ImageFile
 
 
 class ToolReferenceBlock(Block, tag="tool_reference"):

@@ -186,11 +186,15 @@ class ModelDetails(Struct):
 
 
 class Model(Struct):
+    """`input_modalities` has `image` for a model that reads images."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     penstock: ModelDetails
+    input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text"]]
 
 
 class ModelList(Struct):

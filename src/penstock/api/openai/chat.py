@@ -8,12 +8,27 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.api.openai.schema import UNSUPPORTED_CHAT, ChatRequest, MediaPart, Message, MessagePart, NamedToolChoice, Tool, unreadable
+from penstock.api.openai.schema import (
+    UNSUPPORTED_CHAT,
+    AssistantMessage,
+    ChatRequest,
+    ContentPart,
+    ImagePart,
+    ImageUrl,
+    MediaPart,
+    Message,
+    MessagePart,
+    NamedToolChoice,
+    Tool,
+    unreadable,
+)
 from penstock.api.pipeline.dialect import ChoiceDelta, OpenAIDialect, token_logprobs
 from penstock.api.pipeline.hints import prompt_text, read_hints
 from penstock.api.pipeline.json_cost import is_slow
 from penstock.api.pipeline.plan import Chat, Plan, ToolChoice, check_names, described_tool, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
+from penstock.media.picture import ImageRef
+from penstock.text.images import image_mark
 from penstock.text.output import CallArguments, CallBegin, CallBroken, Part, Reasoning
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, ToolCall
 from penstock.wire.errors import RequestError
@@ -25,8 +40,8 @@ NOTHING_MORE = ChoiceDelta(())
 
 async def parse_chat(incoming: Incoming, context: PromptContext) -> tuple[Plan, ChatDialect]:
     request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_CHAT, turn=incoming.turn)
+    chat = await context.read(incoming, read_chat, request)
     hints = await context.read(incoming, read_hints, request, incoming.headers)
-    chat = await context.read(incoming, _chat, request)
     plan = await plan_chat(request, chat, hints, incoming.tenant, context)
     return plan, ChatDialect(plan)
 
@@ -114,13 +129,16 @@ def _call(begin: CallBegin) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": begin.name, "arguments": ""}}
 
 
-def _chat(request: ChatRequest) -> Chat:
+def read_chat(request: ChatRequest) -> Chat:
+    """Raises RequestError that names the field."""
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if max_tokens == 0:
         raise RequestError("`max_tokens` is 0: expected at least 1", param="max_tokens")
     field, grammar = wanted_grammar(request.structured_outputs, request.response_format)
+    images = take_images(request.messages)
     return Chat(
-        prompt=chat_prompt(request),
+        prompt=_chat_prompt(request),
+        images=images,
         fields=[f"messages[{index}]" for index in range(len(request.messages))],
         max_tokens=max_tokens,
         logprobs=_wanted_logprobs(request),
@@ -131,8 +149,30 @@ def _chat(request: ChatRequest) -> Chat:
     )
 
 
-def chat_prompt(request: ChatRequest) -> ChatPrompt:
-    """What the chat template is rendered with. Raises RequestError when messages or tools contradict each other."""
+def take_images(messages: Sequence[Message]) -> list[ImageRef]:
+    """Takes the images out of the messages; a mark stays in the place of each. Nothing else then holds their bytes."""
+    found: list[ImageRef] = []
+    for number, message in enumerate(messages):
+        if isinstance(message, AssistantMessage) or not isinstance(message.content, list):
+            continue
+        # Clients keep a message that was refused in their history, and agents the results of their tools.
+        is_old = number < len(messages) - 1 or message.role in ("tool", "function")
+        for index, part in enumerate(message.content):
+            if isinstance(part, ImagePart):
+                marked = ContentPart(text=image_mark(len(found)))
+                marked.cache_control, marked.prompt_cache_breakpoint = part.cache_control, part.prompt_cache_breakpoint
+                message.content[index] = marked
+                found.append(_image(f"messages[{number}].content[{index}]", part, is_old))
+    return found
+
+
+def _image(field: str, part: ImagePart, is_old: bool) -> ImageRef:
+    url = part.image_url if isinstance(part.image_url, ImageUrl) else ImageUrl(part.image_url)
+    return ImageRef(field, url.url, detail=url.detail or part.detail or "auto", is_old=is_old)
+
+
+def _chat_prompt(request: ChatRequest) -> ChatPrompt:
+    """What the chat template is rendered with, after `take_images`. Raises RequestError when messages or tools contradict each other."""
     continues = bool(request.continue_final_message)
     begins_answer = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
     return ChatPrompt(
@@ -160,7 +200,7 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _for_template(index: int, message: Message, is_last: bool) -> ChatMessage:
-    # Only the last message is refused. Clients keep a refused message in their history: there a placeholder stands for the image.
+    # Only the last message is refused. Clients keep a refused message in their history: there a placeholder stands for the part.
     if is_last and isinstance(message.content, list) and message.role not in ("tool", "function"):
         _refuse_media(f"messages[{index}].content", message.content)
     rendered = ChatMessage(role=message.role, content=prompt_text(message))

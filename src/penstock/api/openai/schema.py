@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 from msgspec import Meta, Struct, structs
 
 from penstock.config.front_end import MAX_PRIORITY, MIN_PRIORITY
+from penstock.media.picture import Detail
 from penstock.wire.errors import RequestError
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -31,7 +32,9 @@ CHOICES = {
     "tool_choice.type": get_args(ToolType),
     "reasoning_effort": get_args(ReasoningEffort),
     "service_tier": get_args(ServiceTier),
-    "messages.content.type": ("text",),
+    "messages.content.type": ("text", "image_url"),
+    "messages.content.detail": get_args(Detail),
+    "messages.content.image_url.detail": get_args(Detail),
     "messages.content.cache_control.type": ("ephemeral",),
     "messages.content.cache_control.ttl": get_args(EphemeralTtl),
     "messages.content.prompt_cache_breakpoint.ttl": get_args(BreakpointTtl),
@@ -265,8 +268,31 @@ class ContentPart(MessagePart, forbid_unknown_fields=True, tag="text"):
     text: str
 
 
+class ImageUrl(Struct):
+    """Where an image is: a data URL, or the address of a host that the server allows. Members that are not known are ignored."""
+
+    url: str
+    detail: Detail | None = None
+
+
+class ImagePart(MessagePart, tag="image_url"):
+    """An image. Some clients send its URL without the object around it."""
+
+    image_url: ImageUrl | str
+    detail: Detail | None = None
+
+    @property
+    def text(self) -> str:
+        raise AssertionError("images are taken out of messages before their text is read")
+
+
+class InputImagePart(ImagePart, tag="input_image"):
+    """An image in the spelling of the Responses API, which some clients use in chats."""
+
+
 class MediaPart(MessagePart):
-    """Not text. It is refused in the last message, unless that is a tool's result. Elsewhere a placeholder stands for it."""
+    """Neither text nor an image. It is refused in the last message, unless that is a tool's result. Elsewhere a placeholder stands for
+    it."""
 
     @property
     def kind(self) -> str:
@@ -275,10 +301,6 @@ class MediaPart(MessagePart):
     @property
     def text(self) -> str:
         return placeholder(MEDIA[self.kind])
-
-
-class ImagePart(MediaPart, tag="image_url"):
-    pass
 
 
 class AudioPart(MediaPart, tag="input_audio"):
@@ -294,8 +316,6 @@ class FilePart(MediaPart, tag="file"):
 
 
 MEDIA = {
-    "image_url": "image",
-    "input_image": "image",
     "input_audio": "audio",
     "video_url": "video",
     "file": "file",
@@ -344,11 +364,14 @@ class MessageToolCall(Struct):
     type: ToolType = "function"
 
 
+Part = ContentPart | ImagePart | InputImagePart | AudioPart | VideoPart | FilePart
+
+
 class _Message(Struct, tag_field="role", forbid_unknown_fields=True):
     """What messages of all roles share. A mark for the cache may stand at the message as well as at its parts."""
 
     role: ClassVar[Role]
-    content: str | Annotated[list[ContentPart | ImagePart | AudioPart | VideoPart | FilePart], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[Part], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None

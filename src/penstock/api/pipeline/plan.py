@@ -15,9 +15,11 @@ from msgspec import Struct, structs
 from penstock.api.auth.keys import Tenant
 from penstock.api.models import ServedModel
 from penstock.api.openai.schema import Common, Marked, ResponseFormat, StructuredOutputs
+from penstock.api.pipeline.images import Images, shown_ids
 from penstock.api.pipeline.json_cost import is_slow, too_complex
 from penstock.api.pipeline.request import PromptContext
 from penstock.kv.blocks import salted_root
+from penstock.media.picture import ImageRef, Picture
 from penstock.router.affinity import session_key
 from penstock.router.policy import Hints, PlacedMark
 from penstock.text.formats.grammar import after_reasoning, tool_grammar
@@ -28,6 +30,7 @@ from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import EncodedChat, Memo
 from penstock.wire.errors import MessageError, RequestError, context_exceeded
+from penstock.wire.images import ImageSpan
 from penstock.wire.messages import GENERATION_ID_BYTES, Grammar, GrammarKind, Mark, Sampling, Submit
 
 MAX_CHOICES = 2048
@@ -67,6 +70,7 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
     The model may call the prompt's tools, and `later_tools`, which messages describe, but not `removed_tools`. The text of the answer must
     follow `grammar`. Without `max_tokens` the answer may fill the context. A `max_tokens` that does not fit the context is an error; with
     `clips`, it is reduced. `marked` are the marks for the cache in its messages. `left_out` are messages that were dropped from the prompt.
+    `images` are those whose marks are in the messages: `image_mark(0)` stands for the first. `pictures` has those that were read already.
     """
 
     prompt: ChatPrompt
@@ -82,6 +86,8 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
     removed_tools: frozenset[str] = frozenset()
     marked: Sequence[Marked] = ()
     left_out: slice = slice(0)
+    images: Sequence[ImageRef] = ()
+    pictures: dict[int, Picture] = {}
 
 
 class Plan(Struct, frozen=True, kw_only=True, gc=False):
@@ -90,7 +96,7 @@ class Plan(Struct, frozen=True, kw_only=True, gc=False):
     Of the `candidates` of each prompt, the best `n` are the choices of the answer. `grammar_field` is the request's field with the
     grammar, for the errors of workers: only a worker knows whether it can follow a grammar. `parser` makes a parser for a choice's text; it
     needs the special tokens in `visible_tokens` as text. With `one_call`, a choice ends with its first tool call. `chat` is the encoded
-    prompt of a chat.
+    prompt of a chat. `pictures` are those of its images: workers may ask for them as long as it runs.
     """
 
     model: ServedModel
@@ -107,6 +113,7 @@ class Plan(Struct, frozen=True, kw_only=True, gc=False):
     parser: Callable[[], OutputParser | None] | None = None
     one_call: bool = False
     visible_tokens: frozenset[str] = _NO_TOKENS
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def prompt_logprob_bytes(self) -> int:
@@ -121,9 +128,12 @@ class Plan(Struct, frozen=True, kw_only=True, gc=False):
         return session is not None and self.chat is not None and session.action != "close" and not session.is_final
 
     @property
-    def choice_prompts(self) -> list[tuple[int, ...]]:
-        """The prompt of each choice."""
-        return [submit.token_ids for submit in self.submits[:: self.candidates] for _ in range(self.n)]
+    def choice_prompts(self) -> list[Sequence[int]]:
+        """The prompt of each choice, as its client sees it."""
+        prompts: list[Sequence[int]] = [submit.token_ids for submit in self.submits[:: self.candidates]]
+        if self.pictures:
+            prompts = [shown_ids(prompt, self.model.tokenizer, self.model.info.images) for prompt in prompts]
+        return [prompt for prompt in prompts for _ in range(self.n)]
 
 
 async def plan_chat(
@@ -139,6 +149,9 @@ async def plan_chat(
     prompt_field = chat.fields[-1].partition("[")[0]  # it has all messages
     check = partial(_room, model, prompt_field, max_tokens=chat.max_tokens, clips=chat.clips)
     marks = _still_there(hints.marks, chat.left_out) if hints.marks else ()
+    pictures: tuple[Picture, ...] = ()
+    if chat.images:
+        chat, marks, pictures = await _show_images(model, chat, marks, tenant, context, hints.cache_salt)
     places = _places(marks)
     encoded = await _encode(model, chat, tenant, context, key, memo, check, places=list(places.values()))
     reasoning_format = model.info.reasoning_parser
@@ -162,6 +175,7 @@ async def plan_chat(
         hints,
         tenant,
         [(prompt_field, encoded.token_ids)],
+        images=encoded.images,
         marks=_lengths(marks, places, encoded),
         max_tokens=chat.max_tokens,
         clips=chat.clips,
@@ -172,17 +186,31 @@ async def plan_chat(
     return structs.replace(
         plan,
         chat=encoded,
+        pictures=pictures,
         parser=parser,
         one_call=tool_format is not None and not chat.parallel_calls,
         visible_tokens=visible_tokens(tool_format, reasoning_format) if parser else _NO_TOKENS,
     )
 
 
-async def count_tokens(model: ServedModel, chat: Chat, tenant: Tenant, context: PromptContext, key: str | None = None) -> int:
-    """How many tokens the chat's prompt has: in the session with this key, if there is one."""
+async def encode_prompt(
+    model: ServedModel, chat: Chat, tenant: Tenant, context: PromptContext, key: str | None = None, salt: str | None = None
+) -> Sequence[int]:
+    """The tokens of the chat's prompt: in the session with this key, if there is one. `salt` is for the names of its images."""
     check_lengths(model, chat)
     check_schemas("tools", [*chat.prompt.tools, *chat.later_tools])
-    return len((await _encode(model, chat, tenant, context, key, is_remembered=False)).token_ids)
+    if chat.images:
+        chat, _, _ = await _show_images(model, chat, (), tenant, context, salt)
+    return (await _encode(model, chat, tenant, context, key, is_remembered=False)).token_ids
+
+
+async def _show_images(
+    model: ServedModel, chat: Chat, marks: Sequence[PlacedMark], tenant: Tenant, context: PromptContext, salt: str | None
+) -> tuple[Chat, Sequence[PlacedMark], tuple[Picture, ...]]:
+    """The chat with its images read, and the marks for the cache where they are then. What is cheap to check was checked before."""
+    images = Images(chat.images, chat.pictures)
+    prompt, marks, pictures = await images.show(chat.prompt, marks, model, tenant, _root(tenant, salt), context)
+    return structs.replace(chat, prompt=prompt), marks, pictures
 
 
 async def _encode(
@@ -197,9 +225,11 @@ async def _encode(
     places: Sequence[Place] = (),
 ) -> EncodedChat:
     """The tokens of a chat. Raises RequestError that names the message."""
-    encode = context.transcripts.encode_chat
+    encode, prompt = context.transcripts.encode_chat, chat.prompt
+    if model.info.images is not None:
+        prompt = structs.replace(prompt, image_placeholder=model.info.images.placeholder)
     try:
-        return await encode(key, model.info.name, model.tokenizer, chat.prompt, tenant.lane, memo, check, is_remembered, places)
+        return await encode(key, model.info.name, model.tokenizer, prompt, tenant.lane, memo, check, is_remembered, places)
     except MessageError as error:
         raise error.named(chat.fields[error.place]) from error
 
@@ -219,14 +249,13 @@ def make_plan(
     grammar: Grammar | None = None,
     grammar_field: str | None = None,
     marks: Sequence[Mark] | None = None,
+    images: tuple[ImageSpan, ...] = (),
 ) -> Plan:
-    """`prompts` holds the field name of each prompt, for the errors, and its tokens. `marks`: what is kept of the prompt; without them the
-    hints' marks are for all of each prompt. Raises RequestError that names the field."""
+    """`prompts` holds the field name of each prompt, for the errors, and its tokens. `images` are those of the one prompt. `marks`: what is
+    kept of the prompt; without them the hints' marks are for all of each prompt. Raises RequestError that names the field."""
     n = request.n or 1
     candidates = candidates or n
-    if request.stream_options is not None and not request.stream:
-        raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
-    check_token_ids("stop_token_ids", request.stop_token_ids or (), model.info.vocab_size)
+    _check_common(model, request)
     _check_grammar_size(grammar_field, grammar, len(prompts) * candidates)
     # The choices of a prompt share one tuple: its block names are computed once.
     shared = [
@@ -246,6 +275,7 @@ def make_plan(
         "stop_ids": tuple(request.stop_token_ids or ()),
         "logit_bias": _logit_bias(model, request.logit_bias or {}),
         "grammar": grammar,
+        "images": images,
         "is_seed_drawn": request.seed is None,
         **_of_tenant(tenant, hints),
     }
@@ -266,6 +296,12 @@ def make_plan(
     )
 
 
+def _check_common(model: ServedModel, request: Common) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
+    check_token_ids("stop_token_ids", request.stop_token_ids or (), model.info.vocab_size)
+
+
 def _of_tenant(tenant: Tenant, hints: Hints) -> dict[str, Any]:
     """What a generation may use, and with whom it shares KV."""
     return {
@@ -273,8 +309,13 @@ def _of_tenant(tenant: Tenant, hints: Hints) -> dict[str, Any]:
         "priority": _priority(hints, tenant),
         "lane": tenant.lane,
         "weight": tenant.weight,
-        "root": tenant.root if hints.cache_salt is None else salted_root(tenant.root, hints.cache_salt),
+        "root": _root(tenant, hints.cache_salt),
     }
+
+
+def _root(tenant: Tenant, salt: str | None) -> bytes:
+    """What shares KV, and the names of images."""
+    return tenant.root if salt is None else salted_root(tenant.root, salt)
 
 
 def _still_there(marks: Sequence[PlacedMark], left_out: slice) -> Sequence[PlacedMark]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -31,6 +31,9 @@ from penstock.metrics.frontend import FrontEndMetrics
 from penstock.stream.mailbox import ReaderLeft
 from penstock.text.transcript import Transcripts
 from penstock.wire.errors import GenerationFault, RequestError
+
+if TYPE_CHECKING:
+    from penstock.api.pipeline.images import PictureReader
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +91,13 @@ class Incoming(Struct, gc=False):
 
 @dataclass(frozen=True)
 class PromptContext:
-    """What is needed to turn a request into tokens: the models, and the transcripts of sessions."""
+    """What is needed to turn a request into tokens: the models, the transcripts of sessions, and what reads images. With `drops_images`, a
+    model that reads only text gets a note in place of every image."""
 
     models: Models
     transcripts: Transcripts
+    media: PictureReader | None = None
+    drops_images: bool = False
 
     async def read(self, incoming: Incoming, work: Callable[..., T], *arguments: Any) -> T:
         """The result of this call, which reads what the body was decoded to: beside the event loop if the body is long."""

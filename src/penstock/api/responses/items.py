@@ -11,10 +11,12 @@ import msgspec
 from msgspec import Struct
 
 from penstock.api.openai.chat import tool_call
-from penstock.api.openai.schema import MEDIA, Marked, PromptCacheBreakpoint, placeholder, unreadable
+from penstock.api.openai.schema import MEDIA, ImageUrl, Marked, PromptCacheBreakpoint, placeholder, unreadable
 from penstock.api.pipeline.request import explain_wrong
-from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS, AnswerItem
+from penstock.api.responses.schema import HOSTED_TOOLS, ITEM_CHOICES, ITEMS, AnswerItem, ImagePart
+from penstock.media.picture import ImageRef
 from penstock.text.formats.calls import MAX_NAME_CHARACTERS
+from penstock.text.images import image_mark
 from penstock.text.tokenizers.tokenizer import ChatMessage
 from penstock.wire.errors import RequestError
 
@@ -40,6 +42,7 @@ _PARTS = {"message": "content", **dict.fromkeys(_OUTPUTS, "output")}
 """Where an item of this type has parts that can be marked for the cache."""
 
 MARK = "prompt_cache_breakpoint"
+IMAGE = "input_image"
 
 StructType = TypeVar("StructType", bound=Struct)
 
@@ -66,7 +69,7 @@ def new_id(kind: str) -> str:
 def read_items(field: str, given: str | Sequence[dict[str, Any]], is_history: bool = False) -> list[Item]:
     """The items of a request's `field`. Raises RequestError that names the item and what is wrong with it.
 
-    References stay as they are: `{"type": "item_reference", "id": …}`. With `is_history`, only the last item is new. See `_only_text`.
+    References stay as they are: `{"type": "item_reference", "id": …}`. With `is_history`, only the last item is new. See `_without_media`.
     """
     if isinstance(given, str):
         return [_message("user", [{"type": "input_text", "text": given}])]
@@ -127,20 +130,25 @@ def _read_item(field: str, value: dict[str, Any], is_new: bool) -> Item:
     check_depth(field, value)
     # Stored items have one form, with defaults filled in.
     shape = AnswerItem if kind == "message" and value.get("role") == "assistant" else ITEMS[kind]
-    read = read_struct(field, _only_text(field, kind, value, is_new), shape)
+    value, images = _without_images(field, kind, _without_media(field, kind, value, is_new))
+    read = read_struct(field, value, shape)
     fields = {name: member for name, member in cast(Item, msgspec.to_builtins(read)).items() if member is not None}
     if kind == "item_reference":
         return {"type": kind, "id": fields["id"]}
     item: Item = {"id": new_id(kind), "type": kind, **fields}
     if kind == "message":
-        return {**item, **_message(item["role"], item["content"], item["id"], item.get("status", "completed"))}
+        item |= _message(item["role"], item["content"], item["id"], item.get("status", "completed"))
+    for index, image in images.items():
+        item[_PARTS[kind]][index] = image
+    if kind == "message":
+        return item
     if kind == "reasoning":
         item.setdefault("summary", [])
     return {**item, "status": item.get("status", "completed")}
 
 
-def _only_text(field: str, kind: str, value: dict[str, Any], is_new: bool) -> dict[str, Any]:
-    """The item with placeholders for the parts that are not text. Raises RequestError for such a part of a new message.
+def _without_media(field: str, kind: str, value: dict[str, Any], is_new: bool) -> dict[str, Any]:
+    """The item with placeholders for the parts that are neither text nor images. Raises RequestError for such a part of a new message.
 
     Codex keeps a message that was refused, and sends it again before the next one: refused once more, the thread would be lost.
     """
@@ -158,6 +166,39 @@ def _only_text(field: str, kind: str, value: dict[str, Any], is_new: bool) -> di
             part = {"type": "input_text", "text": placeholder(MEDIA[media]), **marks}
         read.append(part)
     return {**value, name: read}
+
+
+def _without_images(field: str, kind: str, value: dict[str, Any]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """The item with an empty text in place of each image; and the images as they are stored, by the index of the part."""
+    name = _PARTS.get(kind)
+    parts = None if name is None else value.get(name)
+    if name is None or not isinstance(parts, list):
+        return value, {}
+    images = {
+        index: _image(f"{field}.{name}[{index}]", part)
+        for index, part in enumerate(parts)
+        if isinstance(part, dict) and part.get("type") == IMAGE
+    }
+    if images and value.get("role") == "assistant":
+        field = f"{field}.{name}[{min(images)}].type"
+        raise RequestError(f"`{field}` is {IMAGE}: a message of the assistant has no images", param=field)
+    empty = {"type": "input_text", "text": ""}
+    return {**value, name: [empty if index in images else part for index, part in enumerate(parts)]}, images
+
+
+def _image(field: str, part: dict[str, Any]) -> dict[str, Any]:
+    """The part as it is stored and shown: as OpenAI's clients expect it. Raises RequestError without the image itself."""
+    read = read_struct(field, part, ImagePart)
+    if read.file_id is not None:
+        field = f"{field}.file_id"
+        message = f"`{field}` is not supported: this server stores no files; send the image as `image_url`"
+        raise RequestError(message, param=field, code="unsupported_field")
+    if read.image_url is None:
+        field = f"{field}.image_url"
+        raise RequestError(f"`{field}` is required", param=field, code="missing_field")
+    url = read.image_url if isinstance(read.image_url, ImageUrl) else ImageUrl(read.image_url)
+    shown = {"type": IMAGE, "image_url": url.url, "detail": read.detail or url.detail or "auto"}
+    return shown if read.prompt_cache_breakpoint is None else {**shown, MARK: msgspec.to_builtins(read.prompt_cache_breakpoint)}
 
 
 def _message(role: str, content: str | list[dict[str, Any]], item_id: str | None = None, status: str = "completed") -> Item:
@@ -194,31 +235,46 @@ class Messages:
         self.fields: list[str] = []
         self.marked: list[Marked] = []
         """The marks for the cache."""
+        self.images: list[ImageRef] = []
+        """Those whose marks are in the messages."""
         self._answer: ChatMessage | None = None
         """The assistant's message, while the next item may belong to it."""
         if instructions is not None:
             self._append("instructions", ChatMessage(role="system", content=instructions))
 
-    def add(self, items: Iterable[Item], fields: Iterable[str]) -> None:
-        for item, field in zip(items, fields, strict=True):
-            self._add(item, field)
+    def add(self, items: Sequence[Item], fields: Sequence[str]) -> None:
+        """The last item is new: a model that cannot read its images refuses it, not those before."""
+        for index, (item, field) in enumerate(zip(items, fields, strict=True)):
+            self._add(item, field, index == len(items) - 1)
 
-    def _add(self, item: Item, field: str) -> None:
+    def _add(self, item: Item, field: str, is_new: bool) -> None:
         kind = item["type"]
         if kind == "reasoning":
             self._think(_joined(item.get("content") or ()), field)
         elif kind == "message":
-            self._say(item["role"], _joined(item["content"]), field)
-            self._mark(item["content"], "")
+            parts = self._without_images(item["content"], f"{field}.content", is_old=not is_new)
+            self._say(item["role"], _joined(parts), field)
+            self._mark(parts, "")
         elif kind in ("function_call", "custom_tool_call"):
             self._call(item, field)
         else:
             output = item["output"]
+            parts = [] if isinstance(output, str) else self._without_images(output, f"{field}.output", is_old=True)
             # The parts of an output are texts of their own, such as the results of an MCP server.
-            text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
+            text = output if isinstance(output, str) else "\n".join(part["text"] for part in parts)
             self._append(field, ChatMessage(role="tool", content=text, tool_call_id=item["call_id"]))
-            if not isinstance(output, str):
-                self._mark(output, "\n")
+            self._mark(parts, "\n")
+
+    def _without_images(self, parts: Sequence[dict[str, Any]], field: str, is_old: bool) -> Sequence[dict[str, Any]]:
+        """The parts with the mark of each image as its text."""
+        if all(part["type"] != IMAGE for part in parts):
+            return parts
+        read = list(parts)
+        for index, part in enumerate(parts):
+            if part["type"] == IMAGE:
+                read[index] = {**part, "text": image_mark(len(self.images))}
+                self.images.append(ImageRef(f"{field}[{index}]", part["image_url"], detail=part["detail"], is_old=is_old))
+        return read
 
     def _mark(self, parts: Sequence[dict[str, Any]], between: str) -> None:
         """Notes the marks on these parts, which are the last message's content."""

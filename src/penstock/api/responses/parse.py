@@ -15,7 +15,7 @@ from msgspec import structs
 from penstock.api.openai.chat import template_arguments
 from penstock.api.openai.schema import Common, JsonSchemaFormat, Marked, PromptRequest, ResponseFormat
 from penstock.api.pipeline.hints import read_hints
-from penstock.api.pipeline.plan import Chat, Plan, count_tokens, plan_chat, wanted_grammar
+from penstock.api.pipeline.plan import Chat, Plan, encode_prompt, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.dialect import TOO_LONG, ResponseDialect
@@ -112,7 +112,7 @@ class ResponseParser:
         context, read = await self._read_context(asked, incoming)
         model = self.prompts.models.find(asked.model)
         tools = await read(read_tools, asked.tools, asked.tool_choice)
-        return await count_tokens(model, await read(_base_chat, asked, context, tools), incoming.tenant, self.prompts)
+        return len(await encode_prompt(model, await read(_base_chat, asked, context, tools), incoming.tenant, self.prompts))
 
     async def _read_context(self, asked: Asked, incoming: Incoming) -> tuple[Context, Read]:
         """The context, and what reads more of it beside the event loop if there is much."""
@@ -219,7 +219,7 @@ def _base_chat(asked: Asked, context: Context, tools: Tools) -> Chat:
         raise RequestError("`input` has no text: expected a string, or at least one item with text", param="input", code="empty_prompt")
     arguments = template_arguments(asked.chat_template_kwargs, None if asked.reasoning is None else asked.reasoning.effort)
     prompt = ChatPrompt(messages=chat.messages, tools=tools.offered, arguments=arguments)
-    return Chat(prompt=prompt, fields=chat.fields, marked=chat.marked)
+    return Chat(prompt=prompt, fields=chat.fields, marked=chat.marked, images=chat.images)
 
 
 def _grammar(request: ResponseRequest) -> tuple[str | None, Grammar | None]:

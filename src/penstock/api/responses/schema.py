@@ -15,6 +15,7 @@ from penstock.api.openai.schema import (
     CacheControl,
     CacheSalt,
     FunctionName,
+    ImageUrl,
     Metadata,
     NonNegative,
     Nvext,
@@ -28,6 +29,7 @@ from penstock.api.openai.schema import (
     StructuredOutputs,
     refused_fields,
 )
+from penstock.media.picture import Detail
 
 Role = Literal["user", "assistant", "system", "developer"]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -90,8 +92,10 @@ RESPONSE_CHOICES = {
 ITEM_CHOICES = {
     "role": get_args(Role),
     "status": get_args(Status),
-    "content.type": get_args(TextPartType),
-    "output.type": get_args(OutputPartType),
+    "content.type": (*get_args(TextPartType), "input_image"),
+    "output.type": (*get_args(OutputPartType), "input_image"),
+    "detail": get_args(Detail),
+    "image_url.detail": get_args(Detail),
     "format.type": ("text", "grammar"),
     "format.syntax": ("lark", "regex"),
     "mode": ("auto", "required"),
@@ -230,6 +234,17 @@ class OutputPart(Struct, forbid_unknown_fields=True):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class ImagePart(Struct, forbid_unknown_fields=True):
+    """An image in a message or in a tool's output. `image_url` is a data URL, or the address of a host that the server allows; some clients
+    send it in an object, as in chats."""
+
+    type: Literal["input_image"]
+    image_url: str | ImageUrl | None = None
+    file_id: str | None = None
+    detail: Detail | None = None
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 

@@ -13,6 +13,8 @@ from penstock.api.anthropic.messages import read_chat, read_common
 from penstock.api.anthropic.schema import AssistantMessage, Message, MessagesRequest, Role, SystemMessage, UserMessage
 from penstock.api.openai.schema import MAX_TOOLS
 from penstock.api.pipeline.plan import Chat, ToolChoice
+from penstock.media.picture import ImageRef
+from penstock.text.images import image_mark
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
 
@@ -264,7 +266,13 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1].image", "messages.0.content.1.image: Could not process image"),
+        (
+            {"messages": [user({"type": "image", "source": {"type": "file", "file_id": "f"}})]},
+            "messages[0].content[0].source.type",
+            "no files",
+        ),
+        ({"messages": [assistant(IMAGE)]}, "messages[0].content[0].type", "role assistant has no such block"),
+        ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages[0].content[0].type", "role system has no such block"),
         ({"messages": [user(PDF)]}, "messages[0].content[0].document", "messages.0.content.0.document: Could not process PDF"),
         ({"messages": [user(RESULT)]}, "messages[0].content[0].tool_use_id", "toolu_1"),
         ({"messages": [user(USE)]}, "messages[0].content[0].type", "tool_use"),
@@ -311,17 +319,32 @@ def test_a_note_is_cleared_where_the_user_speaks_after_it() -> None:
 
 def test_what_is_not_text_in_a_result_leaves_a_placeholder() -> None:
     found = dialogue(user("a"), assistant(USE), user({**RESULT, "content": [text("seen"), IMAGE, PDF, text("end")]}))
-    unseen = "[{} left out: this model reads only text]"
-    assert found.prompt.messages[-1]["content"] == f"seen\n\n{unseen.format('image')}\n\n{unseen.format('document')}\n\nend"
+    unseen = "[document left out: this model reads only text]"
+    assert found.prompt.messages[-1]["content"] == f"seen\n\n{image_mark(0)}\n\n{unseen}\n\nend"
 
 
 def test_what_is_not_text_is_refused_only_in_the_last_message_of_the_user() -> None:
     note = {"role": "system", "content": "mind the gap"}
     for messages in ([user(text("a"), IMAGE)], [user("a"), assistant("b"), user(IMAGE), note]):
-        with pytest.raises(RequestError, match="Could not process image"):
-            dialogue(*messages)
+        assert [image.is_old for image in dialogue(*messages).images] == [False]
     for messages in ([user(text("a"), IMAGE), user("b")], [user(IMAGE), assistant("b"), user("c")]):
-        assert "[image left out: this model reads only text]" in dialogue(*messages).prompt.messages[0]["content"]
+        assert [image.is_old for image in dialogue(*messages).images] == [True]
+
+
+def test_images_are_marks_in_their_order() -> None:
+    """Also those in results, which become messages before the user's own."""
+    address = {"type": "image", "source": {"type": "url", "url": "https://example.com/b.png"}}
+    found = dialogue(user(IMAGE, text("what?")), assistant(USE), user({**RESULT, "content": [IMAGE]}, text("and"), address))
+    assert [message["content"] for message in found.prompt.messages if message["role"] != "assistant"] == [
+        f"{image_mark(0)}\n\nwhat?",
+        image_mark(1),
+        f"and\n\n{image_mark(2)}",
+    ]
+    assert list(found.images) == [
+        ImageRef("messages[0].content[0]", data="aa", is_old=True),
+        ImageRef("messages[2].content[0].content[0]", data="aa", is_old=True),
+        ImageRef("messages[2].content[2]", "https://example.com/b.png"),
+    ]
 
 
 def named(*names: str) -> dict[str, Any]:

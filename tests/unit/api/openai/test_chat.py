@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from front_end import FrontEnd, request, says
-from penstock.api.openai.chat import chat_prompt, parse_chat
+from penstock.api.openai.chat import parse_chat, read_chat
 from penstock.api.openai.schema import ChatRequest
 
 TOOLS = [
@@ -196,14 +196,17 @@ async def test_one_call_is_the_end_when_several_are_not_wanted(size: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("part", "says"),
+    ("part", "param", "says"),
     [
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}, "images are not supported by this model"),
-        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "audio is not supported by this model"),
-        ({"type": "file", "file": {"file_id": "f"}}, "files are not supported by this model"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}, "", "images are not supported by this model, `m`"),
+        ({"type": "image_url", "image_url": "https://example.com/a.png"}, "", "no model at this server reads images"),
+        ({"type": "input_image", "image_url": "data:,"}, "", "images are not supported by this model"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, ".type", "audio is not supported by this model"),
+        ({"type": "video_url", "video_url": {"url": "u"}}, ".type", "videos are not supported by this model"),
+        ({"type": "file", "file": {"file_id": "f"}}, ".type", "files are not supported by this model"),
     ],
 )
-async def test_what_is_not_text_is_refused_in_the_last_message_unless_a_tool_says_it(part: dict[str, Any], says: str) -> None:
+async def test_what_is_not_text_is_refused_in_the_last_message_unless_a_tool_says_it(part: dict[str, Any], param: str, says: str) -> None:
     result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen: "}, part]}
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     front_end = chat("x")
@@ -212,7 +215,7 @@ async def test_what_is_not_text_is_refused_in_the_last_message_unless_a_tool_say
     assert front_end.status == 200
     await front_end.post(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
     error = front_end.json["error"]
-    assert (front_end.status, error["param"]) == (400, "messages[0].content[1].type")
+    assert (front_end.status, error["param"]) == (400, f"messages[0].content[1]{param}")
     assert says in error["message"]
     # A client that keeps it in its history goes on.
     await front_end.post(messages=[{"role": "user", "content": [part]}, {"role": "user", "content": "Go on."}])
@@ -220,7 +223,7 @@ async def test_what_is_not_text_is_refused_in_the_last_message_unless_a_tool_say
 
 
 def test_the_model_reads_a_placeholder() -> None:
-    part = {"type": "image_url", "image_url": {"url": "u"}, "cache_control": {"type": "ephemeral"}}
+    part = {"type": "input_audio", "input_audio": {}, "cache_control": {"type": "ephemeral"}}
     body = {"model": "m", "messages": [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen: "}, part]}]}
-    [message] = chat_prompt(msgspec.convert(body, ChatRequest)).messages
-    assert message["content"] == "seen: [image left out: this model reads only text]"
+    [message] = read_chat(msgspec.convert(body, ChatRequest)).prompt.messages
+    assert message["content"] == "seen: [audio left out: this model reads only text]"

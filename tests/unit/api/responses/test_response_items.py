@@ -8,6 +8,8 @@ import pytest
 
 from penstock.api.openai.schema import Marked, PromptCacheBreakpoint
 from penstock.api.responses.items import MAX_DEPTH, Messages, check_outputs, cuts, read_items
+from penstock.media.picture import ImageRef
+from penstock.text.images import image_mark
 from penstock.text.tokenizers.tokenizer import ChatMessage
 from penstock.wire.errors import RequestError
 
@@ -101,23 +103,43 @@ def test_the_parts_of_an_output_are_lines() -> None:
     assert messages(CALL, output)[1]["content"] == "Output:\nseen"
 
 
-def test_what_is_not_text_is_refused_only_in_the_last_message() -> None:
+def test_what_cannot_be_read_is_refused_only_in_the_last_message() -> None:
     """A client that sends it again, before its next message, goes on."""
-    image = {"role": "user", "content": [{"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": "u"}]}
-    with pytest.raises(RequestError, match="images are not supported by this model") as caught:
-        read_items("input", [{"role": "user", "content": "Hi"}, image], is_history=True)
+    audio = {"role": "user", "content": [{"type": "input_text", "text": "Listen:"}, {"type": "input_audio", "input_audio": {}}]}
+    with pytest.raises(RequestError, match="audio is not supported by this model") as caught:
+        read_items("input", [{"role": "user", "content": "Hi"}, audio], is_history=True)
     assert caught.value.param == "input[1].content[1].type"
-    earlier, _ = read_items("input", [image, {"role": "user", "content": "Hi"}], is_history=True)
+    earlier, _ = read_items("input", [audio, {"role": "user", "content": "Hi"}], is_history=True)
     assert [part["type"] for part in earlier["content"]] == ["input_text", "input_text"]
-    assert earlier["content"][1]["text"].startswith("[image left out")
-    with pytest.raises(RequestError, match="images are not supported"):
-        read_items("items", [image, {"role": "user", "content": "Hi"}])
+    assert earlier["content"][1]["text"].startswith("[audio left out")
+    with pytest.raises(RequestError, match="audio is not supported"):
+        read_items("items", [audio, {"role": "user", "content": "Hi"}])
 
 
-def test_what_is_not_text_in_an_output_leaves_a_placeholder() -> None:
-    parts = [{"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": "u", "detail": "high"}, {"type": "input_file"}]
-    unseen = "[image left out: this model reads only text]\n[file left out: this model reads only text]"
-    assert messages(CALL, {**OUTPUT, "output": parts})[1]["content"] == f"seen\n{unseen}"
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aa", "detail": "high"}
+
+
+def test_an_image_is_stored_as_it_was_sent_and_is_a_mark_in_the_prompt() -> None:
+    text, output = {"type": "input_text", "text": "seen"}, {**OUTPUT, "output": [{"type": "input_text", "text": "Output:"}, IMAGE]}
+    asked = {"role": "user", "content": [text, {**IMAGE, "detail": None}]}
+    items = read_items("input", [CALL, output, asked], is_history=True)
+    assert items[1]["output"][1] == IMAGE
+    assert items[2]["content"] == [text, {**IMAGE, "detail": "auto"}]
+    chat = Messages()
+    chat.add(items, ["a", "b", "input[2]"])
+    assert [message["content"] for message in chat.messages[1:]] == [f"Output:\n{image_mark(0)}", f"seen{image_mark(1)}"]
+    url = IMAGE["image_url"]
+    assert chat.images == [ImageRef("b.output[1]", url, detail="high", is_old=True), ImageRef("input[2].content[1]", url)]
+
+
+def test_an_image_in_the_form_of_a_chat_is_stored_in_that_of_responses() -> None:
+    part = {"type": "input_image", "image_url": {"url": "data:,", "detail": "low"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    [item] = read_items("input", [{"role": "user", "content": [part, {"type": "input_text", "text": "x"}]}])
+    expected = {"type": "input_image", "image_url": "data:,", "detail": "low"}
+    assert item["content"][0] == {**expected, "prompt_cache_breakpoint": {"mode": "explicit", "ttl": None}}
+    chat = Messages()
+    chat.add([item], ["input[0]"])
+    assert [(mark.message, mark.characters) for mark in chat.marked] == [(0, len(image_mark(0)))]
 
 
 @pytest.mark.parametrize(
@@ -126,10 +148,17 @@ def test_what_is_not_text_in_an_output_leaves_a_placeholder() -> None:
         ({"role": "robot", "content": ""}, "input[0].role", "expected one of user, assistant, system, developer"),
         ({"role": "user"}, "input[0].content", "required"),
         ({"role": "user", "content": "", "mood": 1}, "input[0].mood", "unknown field"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].image_url", "required"),
+        ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "input[0].content[0].file_id", "stores no files"),
         (
-            {"role": "user", "content": [{"type": "input_image", "image_url": ""}]},
+            {"role": "user", "content": [{"type": "input_image", "image_url": "u", "detail": "much"}]},
+            "input[0].content[0].detail",
+            "expected one of auto, low, high, original",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "input_image", "image_url": "u"}]},
             "input[0].content[0].type",
-            "images are not supported",
+            "a message of the assistant has no images",
         ),
         ({"role": "user", "content": [{"type": "input_poem"}]}, "input[0].content[0].type", "expected one of input_text"),
         ({"role": "user", "content": [{"type": "input_text"}]}, None, ""),

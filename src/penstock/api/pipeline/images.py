@@ -1,0 +1,110 @@
+"""The images of a chat: read and named, or, for a model that reads only text, refused or replaced by a note."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from msgspec import Struct, structs
+
+from penstock.api.auth.keys import Tenant
+from penstock.api.models import Models, ServedModel
+from penstock.media.formats import read_header
+from penstock.media.picture import ImageRef, Picture
+from penstock.media.reader import sent_file
+from penstock.router.policy import PlacedMark
+from penstock.text.images import IMAGE_MARK, named_mark
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
+from penstock.wire.errors import RequestError
+from penstock.wire.images import FIRST_IMAGE_ID, ImageRules
+
+if TYPE_CHECKING:
+    from penstock.api.pipeline.request import PromptContext
+
+_Texts = dict[int, str] | list[str]
+"""What stands for each image, by its index."""
+
+
+class PictureReader(Protocol):
+    """Reads images: see `media.reader`."""
+
+    async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
+        """The pictures, in order. Raises RequestError that names the field of the image that cannot be read."""
+
+
+class Shown(NamedTuple):
+    """A prompt whose images are read, or replaced by notes. `marks` are those for the cache."""
+
+    prompt: ChatPrompt
+    marks: Sequence[PlacedMark]
+    pictures: tuple[Picture, ...] = ()
+
+
+class Images(Struct, frozen=True):
+    """The images of one request. `pictures` are those that were read, by their index: none is read twice, even if several prompts are
+    tried."""
+
+    refs: Sequence[ImageRef]
+    pictures: dict[int, Picture]
+
+    async def show(
+        self, prompt: ChatPrompt, marks: Sequence[PlacedMark], model: ServedModel, tenant: Tenant, root: bytes, context: PromptContext
+    ) -> Shown:
+        """The prompt with its images. Raises RequestError that names the part that cannot be read, or not by this model."""
+        rules = model.info.images
+        if rules is None:
+            return Shown(*_replaced(prompt, marks, _notes(model, context.models, self.refs, context.drops_images)))
+        wanted = [int(mark[1]) for message in prompt.messages for mark in IMAGE_MARK.finditer(message["content"])]
+        if missing := [index for index in wanted if index not in self.pictures]:
+            assert context.media is not None, "a front end has a reader of images"
+            read = await context.media.read([self.refs[index] for index in missing], tenant.lane, root, rules, tenant.weight)
+            self.pictures.update(zip(missing, read, strict=True))
+        pictures = {index: self.pictures[index] for index in wanted}
+        prompt, marks = _replaced(prompt, marks, {index: named_mark(picture.name) for index, picture in pictures.items()})
+        layouts = {picture.name: picture.layout for picture in pictures.values()}
+        return Shown(structs.replace(prompt, images=layouts), marks, tuple(pictures.values()))
+
+
+def _notes(model: ServedModel, models: Models, refs: Sequence[ImageRef], drops: bool) -> list[str]:
+    """What a model that reads only text gets in place of each image. Raises RequestError for one that it should see, unless it `drops`."""
+    if not drops and (shown := next((ref for ref in refs if not ref.is_old), None)) is not None:
+        readers = ", ".join(f"`{each.info.name}`" for each in models.all() if each.info.images is not None)
+        other = f"; these models read images: {readers}" if readers else "; no model at this server reads images"
+        message = f"`{shown.field}` is an image: images are not supported by this model, `{model.info.name}`{other}"
+        raise RequestError(message, param=shown.field, code="unsupported_image")
+    return [note(ref) for ref in refs]
+
+
+def note(ref: ImageRef) -> str:
+    """What stands for an image that is neither fetched nor decoded. It depends only on what was sent: prompts keep their prefixes."""
+    try:
+        header = read_header(sent_file(ref))
+    except (RequestError, ValueError):
+        return "[image left out: this model reads only text]"
+    return f"[image: {header.width} × {header.height} {header.kind}, left out: this model reads only text]"
+
+
+def _replaced(prompt: ChatPrompt, marks: Sequence[PlacedMark], texts: _Texts) -> tuple[ChatPrompt, list[PlacedMark]]:
+    """The prompt with a text in place of each mark, and the marks for the cache behind the same characters as before."""
+
+    def filled(content: str) -> str:
+        return IMAGE_MARK.sub(lambda mark: texts[int(mark[1])], content)
+
+    moved = [
+        structs.replace(mark, characters=len(filled(prompt.messages[mark.message]["content"][: mark.characters])))
+        if mark.message is not None and mark.message < len(prompt.messages)
+        else mark
+        for mark in marks
+    ]
+    messages = [ChatMessage({**message, "content": filled(message["content"])}) for message in prompt.messages]
+    return structs.replace(prompt, messages=messages), moved
+
+
+def shown_ids(token_ids: Sequence[int], tokenizer: Tokenizer, rules: ImageRules | None) -> Sequence[int]:
+    """The ids of a prompt as clients see them: each position of an image as the model's own token for one."""
+    if rules is None or not token_ids or max(token_ids) < FIRST_IMAGE_ID:
+        return token_ids
+    written = tokenizer.encode_part(rules.placeholder)
+    # Some write one token for an image, others one between a begin and an end. The simulator writes none.
+    placeholder = written[len(written) // 2] if written else tokenizer.end_id
+    return [placeholder if token_id >= FIRST_IMAGE_ID else token_id for token_id in token_ids]
