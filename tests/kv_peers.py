@@ -123,8 +123,9 @@ class LyingSource:
             peer.socket.close()
 
 
-def puller_by_hand(address: Address, *, version: int = PROTOCOL_VERSION, secret: str = SECRET, files: Sequence[int] = ()) -> ByHand:
+def puller_by_hand(address: Address | None, *, version: int = PROTOCOL_VERSION, secret: str = SECRET, files: Sequence[int] = ()) -> ByHand:
     """Connects and sends its hello, with files over a unix socket. The answer is not read."""
+    assert address is not None
     if isinstance(address, UnixAddress):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address.path)

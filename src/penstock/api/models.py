@@ -44,6 +44,8 @@ class Models:
         self._last_seen: dict[str, tuple[ModelInfo, float]] = {}
         self.live: list[ModelInfo] = []
         """The models of the live workers, one per worker."""
+        self._encoders: Counter[str] = Counter()
+        """How many workers make features of images, by model. They alone serve nothing."""
 
     async def prepare(self, info: ModelInfo, fetch: Fetch | None = None) -> None:
         """Loads the model's tokenizer, with `fetch` if it is not on this machine. Raises ConfigError or LinkError when it cannot."""
@@ -54,10 +56,16 @@ class Models:
         return self._cache.loaded[info.tokenizer]
 
     def joined(self, member: Member) -> None:
-        self.live.append(member.model)
+        if member.is_encoder:
+            self._encoders[member.model.name] += 1
+        else:
+            self.live.append(member.model)
 
     def left(self, member: Member) -> None:
         """Remembers the worker's model: it may have been the last one."""
+        if member.is_encoder:
+            self._encoders[member.model.name] -= 1
+            return
         self.live.remove(member.model)
         self._last_seen[member.model.name] = member.model, self._clock()
 
@@ -71,6 +79,8 @@ class Models:
     def _roles(self, name: str) -> tuple[Role, ...]:
         """What the model's workers do, in an order that does not depend on who joined first."""
         taken = {role for info in self.live if info.name == name for role in info.roles}
+        if self._encoders[name]:
+            taken.add("encode")
         return tuple(role for role in get_args(Role) if role in taken)
 
     def find(self, name: str) -> ServedModel:

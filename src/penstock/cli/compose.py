@@ -32,8 +32,9 @@ from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.store import SqliteStore
 from penstock.api.server import HttpServer, open_listener, raise_file_limit
 from penstock.cli.engines import make_backend
-from penstock.cli.kv import open_transport
+from penstock.cli.kv import open_transports
 from penstock.cluster.dispatch import Dispatcher
+from penstock.cluster.encoders import Encoders
 from penstock.cluster.kv.transport import SocketTransport
 from penstock.cluster.links.security import LinkTls
 from penstock.cluster.links.worker_server import WorkerServer
@@ -44,6 +45,7 @@ from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.config.commands import FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.config.front_end import API_KEY_VARIABLE, KeySettings, StoreSettings
 from penstock.config.resolve import Resolved
+from penstock.media.families.make import read_rules
 from penstock.media.reader import MediaReader
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
@@ -89,15 +91,15 @@ async def run_worker(settings: WorkerSettings) -> int:
     async with contextlib.AsyncExitStack() as stack:
         store = None if settings.store is None else await _open_redis(settings.store, stack)
         with _stop_signals() as stop, _parent_watch(settings.exit_with_parent):
-            transport = None
+            transports: list[SocketTransport] = []
             try:
                 if not await _load(runtime, stop.requested):
                     return 0
-                transport = open_transport(settings, backend, runtime, tls)
+                transports = open_transports(settings, backend, runtime, tls)
                 await server.start()
             except BaseException:
                 # Else the engine's threads and processes outlive the worker.
-                await _close(runtime, transport)
+                await _close(runtime, transports)
                 raise
             _tune_garbage_collection()
             _say_unencrypted(settings)
@@ -117,13 +119,13 @@ async def run_worker(settings: WorkerSettings) -> int:
         # Those who take over pull the KV from here.
         await _until(lambda: not (runtime.owes_kv or runtime.has_sessions) or stop.is_cut, KV_HAND_OVER_SECONDS)
         await server.close()
-        await _close(runtime, transport)
+        await _close(runtime, transports)
     log.info("%s has ended", settings.name)
     return 1 if failed.is_set() else stop.status
 
 
-async def _close(runtime: WorkerRuntime, transport: SocketTransport | None) -> None:
-    if transport is not None:
+async def _close(runtime: WorkerRuntime, transports: Sequence[SocketTransport]) -> None:
+    for transport in transports:
         # In a thread: it tells the engine, on this event loop, how each transfer has ended.
         await asyncio.to_thread(transport.close)
     await runtime.close()
@@ -202,10 +204,11 @@ async def _open_front_end(
     encoder = Encoder()
     stack.callback(encoder.close)
     transcripts = Transcripts(settings.transcript_memory, encoder)
-    cluster = await _open_cluster(settings, models, transcripts, stack)
+    media = MediaReader()
+    cluster = await _open_cluster(settings, models, transcripts, media, stack)
     responses = await _open_response_store(settings.responses, settings.keys.are_needed, stack)
     metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses, keyring))
-    context = PromptContext(models, transcripts, MediaReader(), settings.limits.drop_images)
+    context = PromptContext(models, transcripts, media, settings.limits.drop_images)
     detached = DetachedRuns(settings.resume, admission, tally)
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
     stack.push_async_callback(detached.close)
@@ -254,14 +257,20 @@ class Cluster:
     dispatcher: Dispatcher
     sessions: Sessions
     store: AffinityStore
+    encoders: Encoders
 
 
-async def _open_cluster(settings: FrontEndSettings, models: Models, transcripts: Transcripts, stack: contextlib.AsyncExitStack) -> Cluster:
+async def _open_cluster(
+    settings: FrontEndSettings, models: Models, transcripts: Transcripts, media: MediaReader, stack: contextlib.AsyncExitStack
+) -> Cluster:
     tls = LinkTls.load(settings.link_tls, "frontend")
     pool = WorkerPool(settings.workers, settings.name, settings.secret, models.prepare, settings.worker_stall, tls=tls)
     router = Router(settings.router)
     dispatcher = Dispatcher(pool, router, settings.dispatch)
-    pool.listeners.append(models)
+    encoders = Encoders(pool, media.find)
+    dispatcher.answer_image, dispatcher.on_image_transfers = encoders.answer, encoders.reported
+    stack.callback(encoders.close)
+    pool.listeners += [models, encoders]
     if not settings.keys.shares_prefixes:
         pool.listeners.append(SharingWatch())
     redis = None if settings.store is None else await _open_redis(settings.store, stack)
@@ -277,7 +286,7 @@ async def _open_cluster(settings: FrontEndSettings, models: Models, transcripts:
     moves = SessionMoves(sessions, dispatcher)
     dispatcher.on_draining = moves.begin
     stack.push_async_callback(moves.close)
-    return Cluster(pool, router, dispatcher, sessions, store)
+    return Cluster(pool, router, dispatcher, sessions, store, encoders)
 
 
 async def _serve_until(stop: Stop, front_end: FrontEnd, announcement: Coroutine[None, None, None], grace: float) -> asyncio.Task[None]:
@@ -359,6 +368,7 @@ def _read_cluster(
     cluster: Cluster, admission: Admission, transcripts: Transcripts, responses: SqliteStore | None, keyring: Keyring
 ) -> ClusterReading:
     pool, router, sessions, transfers = cluster.pool, cluster.router, cluster.sessions, cluster.dispatcher.transfers
+    encoders = cluster.encoders
     return ClusterReading(
         workers={member.name: member.link.stats for member in pool.members},
         links_lost=pool.links_lost,
@@ -376,6 +386,10 @@ def _read_cluster(
         transfer_bytes=transfers.bytes_moved,
         transfer_durations=transfers.durations,
         transfer_seconds=transfers.seconds,
+        encode_jobs=encoders.counts,
+        encode_jobs_open=len(encoders),
+        encode_durations=encoders.durations,
+        encode_seconds=encoders.seconds,
         stopped=cluster.dispatcher.suspects.stopped,
         suspects=len(cluster.dispatcher.suspects),
         sessions=len(sessions),
@@ -397,7 +411,9 @@ def _read_cluster(
 async def run_serve(settings: ServeSettings, resolved: Resolved) -> int:
     """Workers and a front end on this machine, each a supervised process. They get the effective settings as flags."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
-        names = worker_names(settings.roles)
+        encoders: list[Role] = ["encode"] * encode_workers(settings)
+        roles = [*settings.roles, *encoders]
+        names = worker_names(roles)
         addresses = [f"unix:{Path(directory) / name}.sock" for name in names]
         base = [sys.executable, "-m", "penstock"]
         arguments = worker_arguments(settings, resolved)
@@ -408,7 +424,7 @@ async def run_serve(settings: ServeSettings, resolved: Resolved) -> int:
                 [*base, "worker", f"--name={name}", f"--role={role}", f"--listen={address}", "--exit-with-parent", *arguments],
                 environment,
             )
-            for name, role, address in zip(names, settings.roles, addresses, strict=True)
+            for name, role, address in zip(names, roles, addresses, strict=True)
         ]
         links = [f"--worker={address}" for address in addresses]
         command = [*base, "frontend", *links, "--exit-with-parent", *resolved.arguments_for(FrontEndSettings)]
@@ -438,6 +454,24 @@ def worker_arguments(settings: ServeSettings, resolved: Resolved) -> tuple[str, 
     if workers > 1 and settings.worker.engine == "embedded" and settings.worker.embedded.threads is None:
         arguments += (f"--threads={max(1, (os.cpu_count() or 1) // workers)}",)
     return arguments
+
+
+def encode_workers(settings: ServeSettings) -> int:
+    """How many workers make features of images. Raises ConfigError if they are asked for and the model reads no images."""
+    wanted, worker = settings.encode_workers, settings.worker
+    if worker.engine == "simulator":
+        return wanted or 0
+    if not wanted and (wanted == 0 or worker.engine != "embedded" or not runs_on_cpu(worker.embedded.device)):
+        return 0
+    rules = read_rules(worker.model) if worker.model is not None and worker.model.is_dir() else None
+    if rules is None and wanted:
+        raise ConfigError(f"--encode-workers {wanted}, but the model {worker.model or 'that is installed'} reads no images: leave it out")
+    return wanted or int(rules is not None)
+
+
+def runs_on_cpu(device: str) -> bool:
+    """Without torch, which takes seconds to load. A GPU that torch cannot use makes the tower run in the worker itself."""
+    return device == "cpu" or (device == "auto" and not Path("/proc/driver/nvidia/version").exists())
 
 
 async def _announce(pool: WorkerPool, url: str, warn: Callable[[], None] | None) -> None:

@@ -10,7 +10,7 @@ from penstock.cluster.kv.handshake import Credentials
 from penstock.cluster.kv.transport import SocketTransport
 from penstock.cluster.links.security import LinkTls
 from penstock.config.commands import WorkerSettings
-from penstock.kv.moving import MovesKv
+from penstock.kv.moving import KvEngine, MovesFeatures, MovesKv
 from penstock.wire.address import Address, TcpAddress, UnixAddress
 from penstock.wire.errors import ConfigError
 from penstock.worker.backend import Backend
@@ -19,12 +19,23 @@ from penstock.worker.runtime import WorkerRuntime
 log = logging.getLogger(__name__)
 
 
-def open_transport(settings: WorkerSettings, backend: Backend, runtime: WorkerRuntime, tls: LinkTls | None) -> SocketTransport | None:
-    """Starts it, if the engine's KV can move. Raises ConfigError if it cannot work and is asked for, by --kv-listen or --role."""
-    engine = backend.kv if isinstance(backend, MovesKv) else None
-    if engine is None:
-        return None
+def open_transports(settings: WorkerSettings, backend: Backend, runtime: WorkerRuntime, tls: LinkTls | None) -> list[SocketTransport]:
+    """Starts one for KV, if the engine's KV can move, and one that pulls features of images, if its model reads images. Raises ConfigError
+    if one cannot work and is asked for, by --kv-listen or --role."""
     credentials = Credentials(settings.name, settings.secret, tls, LinkTls.load(settings.link_tls, "puller"))
+    engine = backend.kv if isinstance(backend, MovesKv) else None
+    features = backend.features if isinstance(backend, MovesFeatures) else None
+    opened = [] if engine is None else [_open(settings, engine, runtime, credentials)]
+    if features is not None:
+        # A second one, since blocks of KV and of features differ in size and memory. It does not listen: encode workers are pulled from.
+        puller = SocketTransport(features, credentials, None, streams=settings.kv_streams)
+        puller.start()
+        features.connect(puller)
+        opened.append(puller)
+    return [transport for transport in opened if transport is not None]
+
+
+def _open(settings: WorkerSettings, engine: KvEngine, runtime: WorkerRuntime, credentials: Credentials) -> SocketTransport | None:
     try:
         address, host = kv_place(settings)
         transport = SocketTransport(
@@ -37,7 +48,9 @@ def open_transport(settings: WorkerSettings, backend: Backend, runtime: WorkerRu
         log.warning("no KV moves from or to this worker: %s", error)
         return None
     engine.connect(transport)
-    runtime.move_kv(str(place), engine.fingerprint, engine.memory.layout.slot_bytes)
+    # What an encode worker has is not KV.
+    fingerprint = b"" if settings.role == "encode" else engine.fingerprint
+    runtime.move_kv(place, fingerprint, engine.memory.layout.slot_bytes)
     return transport
 
 

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -38,6 +38,7 @@ from penstock.wire.messages import (
     Snapshot,
     Step,
     Submit,
+    TransferReport,
 )
 
 if TYPE_CHECKING:
@@ -442,7 +443,9 @@ class Dispatcher:
         self.on_draining: Callable[[Member], None] = lambda _: None
         """Called when a worker takes no more work."""
         self.answer_image: Callable[[Member, Submit, ImageSpan, str], Coroutine[Any, Any, ImageAnswer]] | None = None
-        """Decides how a worker gets an image: see `links.images.AnswerImage`. Set it before workers join."""
+        """Decides how a worker gets an image: see `links.images.AnswerImage`. Set it before workers join. So the next."""
+        self.on_image_transfers: Callable[[Member, Sequence[TransferReport]], None] = lambda _, __: None
+        """Called with what workers report about transfers. Some may be of images."""
         self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, clock)
         # By model and lane: how many wait at workers, and who waits here with none there.
         self._unbegun: Counter[tuple[str, str]] = Counter()
@@ -536,18 +539,26 @@ class Dispatcher:
 
     def joined(self, member: Member) -> None:
         member.link.on_report = partial(self._reported, member)
-        member.link.on_transfers = partial(self.transfers.reported, member)
+        member.link.on_transfers = partial(self._transferred, member)
         if self.answer_image is not None:
             member.link.answer_image = partial(self.answer_image, member)
+        if member.is_encoder:
+            return
         if self._router.join(member.name, member.model):
             member.link.request_snapshot()
         if self.suspects.deaths:
             self.suspects.pump()
         self.pump(member.model.name)
 
+    def _transferred(self, member: Member, reports: Sequence[TransferReport]) -> None:
+        self.transfers.reported(member, reports)
+        self.on_image_transfers(member, reports)
+
     def left(self, member: Member) -> None:
         self._router.leave(member.name)
         owners = self.transfers.left(member)
+        if member.is_encoder:
+            return
         if member.link.has_died:
             death = self.suspects.record(member.link)
             for owner in owners:

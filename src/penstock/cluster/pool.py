@@ -37,6 +37,11 @@ class Member:
     model: ModelInfo
     link: WorkerLink
 
+    @property
+    def is_encoder(self) -> bool:
+        """It only makes features of images."""
+        return self.model.roles == ("encode",)
+
     def is_for(self, role: Role) -> bool:
         return role in self.model.roles or "aggregated" in self.model.roles
 
@@ -99,8 +104,15 @@ class WorkerPool:
         return list(self._members.values())
 
     def usable(self, model: str) -> list[Member]:
-        """The workers of this model that take work."""
-        return [member for member in self._members.values() if member.link.is_usable and member.model.name == model]
+        """The workers of this model that take generations."""
+        found = [member for member in self._members.values() if member.link.is_usable and member.model.name == model]
+        return [member for member in found if not member.is_encoder]
+
+    def encoders(self, target: Member) -> list[Member]:
+        """The workers that make features of images as this one needs them."""
+        made = target.model.name, target.model.image_fingerprint
+        found = [member for member in self._members.values() if member.is_encoder and member.link.is_usable]
+        return [member for member in found if made[1] and (member.model.name, member.model.image_fingerprint) == made]
 
     def find(self, name: str) -> Member | None:
         """The worker of this name, if its link is alive."""
@@ -164,7 +176,8 @@ class WorkerPool:
         """Keeps the worker as a member of the pool until its link is lost. Raises _Unusable when it cannot become one."""
         self._check(member)
         try:
-            await self._prepare(member.model, member.link.fetch_tokenizer)
+            if not member.is_encoder:
+                await self._prepare(member.model, member.link.fetch_tokenizer)
         except PenstockError as error:
             raise _Unprepared(f"{member.name} cannot be used: {error}") from None
         except Exception as error:
@@ -191,7 +204,9 @@ class WorkerPool:
         for other in self._members.values():
             if other.name == member.name:
                 raise _Unusable(f"there is a worker named {member.name!r} already; give each its own --name")
-            if other.model.name == member.model.name and model_identity(other.model) != model_identity(member.model):
+            if member.is_encoder or other.is_encoder or other.model.name != member.model.name:
+                continue
+            if model_identity(other.model) != model_identity(member.model):
                 raise _Unusable(
                     f"{member.name} cannot be used: its model {member.model.name!r} differs from the one that {other.name} serves under "
                     f"that name: {model_identity(member.model)} against {model_identity(other.model)}; give it another --served-name"

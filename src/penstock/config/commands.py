@@ -293,7 +293,8 @@ class WorkerSettings(ProcessSettings):
     role: Role = setting(
         "aggregated",
         "what the worker is for. prefill: it computes prompts, for others; decode: it continues them, with the KV of the prompt; "
-        "aggregated: both. Each can do both, and does where no worker of the other kind is left",
+        "aggregated: both. Each can do both, and does where no worker of the other kind is left. encode: it makes features of images, for "
+        "all others, and nothing else",
         choices=get_args(Role),
         is_forwarded=False,
         group="cluster",
@@ -331,6 +332,10 @@ class WorkerSettings(ProcessSettings):
             raise ConfigError(f"--engine {self.engine} needs --model, for the tokenizer too: {kinds}")
         if self.engine == "http" and not self.http.url:
             raise ConfigError("--engine http needs --url: the address of the engine's server, such as http://127.0.0.1:30000")
+        if self.role == "encode" and self.engine in EXTERNAL_ENGINES:
+            raise ConfigError(
+                f"--role encode and --engine {self.engine}: this engine encodes images itself. Expected --engine embedded or simulator"
+            )
         if self.engine == "http" and self.role != "aggregated":
             raise ConfigError(
                 f"--role {self.role} and --engine http: an engine behind HTTP moves no KV, so nobody could continue its prompts"
@@ -360,9 +365,17 @@ class ServeSettings:
         None, "worker processes that continue what --prefill-workers have computed", minimum=1, unset="none", group="server"
     )
 
+    encode_workers: int | None = count(
+        None,
+        "worker processes that make features of images, beside the others; 0: the others make them themselves",
+        minimum=0,
+        unset="1 with the embedded engine on a CPU, if the model reads images",
+        group="server",
+    )
+
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The role of each worker process."""
+        """The role of each worker process that makes tokens."""
         counts: dict[Role, int | None] = {"prefill": self.prefill_workers, "decode": self.decode_workers}
         if self.prefill_workers is None:
             counts = {"aggregated": self.workers or 1}
@@ -379,6 +392,9 @@ class ServeSettings:
             raise ConfigError(f"{given[0]} needs {missing} as well: one computes prompts for the other")
         if given and self.worker.engine == "http":
             raise ConfigError(f"{given[0]} and --engine http: an engine behind HTTP moves no KV, so nobody could continue its prompts")
+        if self.encode_workers and self.worker.engine in EXTERNAL_ENGINES:
+            asked = f"--encode-workers {self.encode_workers} and --engine {self.worker.engine}"
+            raise ConfigError(f"{asked}: this engine encodes images itself")
         self.front_end.keys.check()
         self.front_end.link_tls.check()
         self.worker.check_engine()

@@ -81,6 +81,15 @@ class MovesKv(Protocol):
         """None: not with these settings. Known when the backend has started."""
 
 
+@runtime_checkable
+class MovesFeatures(Protocol):
+    """A backend that may pull features of images from encode workers."""
+
+    @property
+    def features(self) -> KvEngine | None:
+        """None: its model reads only text. Known when the backend has started."""
+
+
 class KvTransport(Protocol):
     """The transport's side, as the engine sees it. `cluster/kv/` has the one over sockets. Another one, such as over NIXL, implements this
     and is chosen in `cli/kv.py`; engines and books stay as they are."""

@@ -99,6 +99,11 @@ class ClusterReading:
     transfer_bytes: Mapping[str, int] = field(default_factory=dict)
     transfer_durations: Sequence[int] = (0,) * (len(BUCKETS) + 1)
     transfer_seconds: float = 0.0
+    encode_jobs: Mapping[str, int] = field(default_factory=dict)
+    """Images that encode workers made for others, by outcome."""
+    encode_jobs_open: int = 0
+    encode_durations: Sequence[int] = (0,) * (len(BUCKETS) + 1)
+    encode_seconds: float = 0.0
     stopped: int = 0
     suspects: int = 0
     sessions: int = 0
@@ -178,6 +183,11 @@ def _prompt_tokens(reading: ClusterReading) -> Samples:
     return samples
 
 
+def _images(reading: ClusterReading) -> Samples:
+    sources = ("encoded", "reused")
+    return {(worker, source): count for source in sources for worker, count in _of_workers(reading, f"images_{source}").items()}
+
+
 def _tool_calls(tally: Tally) -> dict[str, float]:
     return {"whole": tally.tool_calls, "broken": tally.broken_tool_calls}
 
@@ -192,10 +202,17 @@ TRANSFER_SECONDS = (
     "Seconds that transfers of KV between workers took, as the worker saw it that pulled. Blocks that were still computed are waited for.",
 )
 
+ENCODE_SECONDS = (
+    "penstock_encode_seconds",
+    "Seconds from sending an image to an encode worker until the worker that needs it has its features.",
+)
+
 STALL_SECONDS = (
     "penstock_loop_stall_seconds",
     "Stalls of the front end's event loop while it has requests: nothing else runs meanwhile. Stalls under 5 ms are not counted.",
 )
+
+HISTOGRAMS = (FIRST_TOKEN_SECONDS, STALL_SECONDS, TRANSFER_SECONDS, ENCODE_SECONDS)
 
 # fmt: off
 DECLARATIONS = (
@@ -231,6 +248,10 @@ DECLARATIONS = (
         "Sessions that a worker ended to give another tenant its share of --max-sessions."),
     Declaration("counter", "penstock_prompt_tokens", ("name", "source"), lambda _, reading: _prompt_tokens(reading),
         "Prompt tokens of a worker. cached: their KV was reused; computed: it was not."),
+    Declaration("counter", "penstock_images", ("name", "source"), lambda _, reading: _images(reading),
+        "Images of a worker. encoded: its tower made their features; reused: it had them."),
+    Declaration("gauge", "penstock_image_positions_queued", ("name",), lambda _, reading: _of_workers(reading, "image_positions_to_encode"),
+        "Positions of images that a worker must encode."),
     Declaration("counter", "penstock_kv_blocks_evicted", ("name",), lambda _, reading: _of_workers(reading, "kv_blocks_evicted"),
         "KV blocks that a worker evicted to make room."),
     Declaration("counter", "penstock_preemptions", ("name",), lambda _, reading: _of_workers(reading, "preemptions"),
@@ -300,6 +321,11 @@ DECLARATIONS = (
         "Transfers of KV between workers that have not ended."),
     Declaration("counter", "penstock_kv_transfer_bytes", ("reason",), lambda _, reading: reading.transfer_bytes,
         "Bytes of KV that workers pulled from each other."),
+    Declaration("counter", "penstock_encode_jobs", ("outcome",), lambda _, reading: reading.encode_jobs,
+        "Images that encode workers made for other workers. done: it was pulled; failed: it was not, or not made; lost: the encode worker "
+        "was; cancelled: nobody needed it any more. After the second failure the worker that needs it makes it itself."),
+    Declaration("gauge", "penstock_encode_jobs_open", (), lambda _, reading: reading.encode_jobs_open,
+        "Images that encode workers make now, or that have not been pulled yet."),
     Declaration("gauge", "penstock_generations_suspected", (), lambda _, reading: reading.suspects,
         "Generations of a worker that died, which wait to be tried alone on another."),
     Declaration("counter", "penstock_generations_stopped", (), lambda _, reading: reading.stopped,
@@ -366,6 +392,7 @@ class _Collector(Collector):
         yield _histogram(FIRST_TOKEN_SECONDS, BUCKETS, tally.first_tokens, tally.first_token_seconds)
         yield _histogram(STALL_SECONDS, STALL_BUCKETS, tally.stalls, tally.stall_seconds)
         yield _histogram(TRANSFER_SECONDS, BUCKETS, reading.transfer_durations, reading.transfer_seconds)
+        yield _histogram(ENCODE_SECONDS, BUCKETS, reading.encode_durations, reading.encode_seconds)
         for declaration in DECLARATIONS:
             if self._with_keys or KEY_LABEL not in declaration.labels:
                 yield declaration.collect(tally, reading)
@@ -379,7 +406,7 @@ def _histogram(described: tuple[str, str], buckets: tuple[float, ...], counts: S
 
 def reference() -> str:
     """The page docs/reference/metrics.md."""
-    rows = [f"| `{name}` | histogram | | {text} |" for name, text in (FIRST_TOKEN_SECONDS, STALL_SECONDS, TRANSFER_SECONDS)]
+    rows = [f"| `{name}` | histogram | | {text} |" for name, text in HISTOGRAMS]
     for kind, name, labels, _, text in DECLARATIONS:
         shown = f"{name}_total" if kind == "counter" else name
         rows.append(f"| `{shown}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |")

@@ -15,7 +15,7 @@ import torch
 
 from chat_model import chat_model
 from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
-from penstock.cli.compose import worker_arguments, worker_names
+from penstock.cli.compose import encode_workers, worker_arguments, worker_names
 from penstock.cli.doctor import REPORTS, describe
 from penstock.cli.embedded import kv_memory_left, load_engine
 from penstock.cli.engines import equal_rounding, find_model, make_backend, make_external, make_feed, model_name
@@ -60,6 +60,29 @@ def test_the_cores_are_divided_among_the_workers_of_our_own_engine_alone() -> No
         worker(*given)
     assert worker(*given_to_workers("--workers=2", "--threads=7")).embedded.threads == 7
     assert worker(*given_to_workers("--workers=1")).embedded.threads is None
+
+
+def encoders(*arguments: str) -> int:
+    return encode_workers(load(["serve", *arguments], {}).settings)
+
+
+def test_a_model_that_reads_images_has_an_encode_worker_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14}')
+    model = f"--model={tmp_path}"
+    assert encoders(model, "--device=cpu") == 1
+    assert encoders(model, "--device=cpu", "--encode-workers=3") == 3
+    assert encoders(model, "--device=cpu", "--encode-workers=0") == 0
+    assert encoders(model, "--device=cuda") == 0, "the tower runs beside the steps"
+    assert encoders(model, "--device=cuda", "--encode-workers=1") == 1
+    assert encoders(model, "--engine=vllm") == 0
+    assert encoders("--engine=simulator", "--encode-workers=2") == 2
+    assert worker_names(["aggregated", "encode", "encode"]) == ["worker-0", "encode-0", "encode-1"]
+
+
+def test_encode_workers_for_a_model_that_reads_only_text_are_a_mistake(tmp_path: Path) -> None:
+    assert encoders(f"--model={tmp_path}", "--device=cpu") == 0
+    with pytest.raises(ConfigError, match=f"--encode-workers 1, but the model {tmp_path} reads no images"):
+        encoders(f"--model={tmp_path}", "--device=cpu", "--encode-workers=1")
 
 
 def test_serve_starts_workers_of_each_role() -> None:

@@ -274,7 +274,15 @@ def test_the_name_is_that_of_the_place(tmp_path: Path) -> None:
             [*SERVE, "--workers=2", "--decode-workers=1", "--prefill-workers=1"],
             "--workers 2 and --prefill-workers 1: give --workers alone, or --prefill-workers and --decode-workers",
         ),
-        ([*WORKER, "--role=decod"], "--role is 'decod': expected one of aggregated, prefill, decode"),
+        (
+            ["serve", "--encode-workers=1", "--engine=vllm", "--model=m"],
+            "--encode-workers 1 and --engine vllm: this engine encodes images itself",
+        ),
+        (
+            ["worker", "--listen=unix:w", "--role=encode", "--engine=sglang", "--model=m"],
+            "--role encode and --engine sglang: this engine encodes images itself. Expected --engine embedded or simulator",
+        ),
+        ([*WORKER, "--role=decod"], "--role is 'decod': expected one of aggregated, prefill, decode, encode"),
     ],
 )
 def test_words_that_are_no_settings(words: list[str], says: str) -> None:

@@ -28,6 +28,7 @@ READING = ClusterReading(
     diversions={"gone": 1},
     migrations={"worker_lost": 2},
     prefill_choices={"elsewhere": 3},
+    encode_jobs={"done": 4, "lost": 1},
     transfers={("drain", "done"): 2},
     transfer_bytes={"drain": 4096},
     load={"a": 1.5},

@@ -33,7 +33,7 @@ LOOKS_PER_KEEP_ALIVE = 2
 
 
 class SocketTransport:
-    """Listens for other workers that pull, and pulls from them.
+    """Listens for other workers that pull, and pulls from them. Without an address it only pulls.
 
     `start` binds and returns the address under which others reach it. `close` ends all transfers, each with its call of the engine. Calls
     of the engine come from the transport's thread; those after `close` from the caller's.
@@ -43,14 +43,14 @@ class SocketTransport:
         self,
         engine: KvEngine,
         credentials: Credentials,
-        address: Address,
+        address: Address | None,
         *,
         advertised_host: str = "",
         streams: int = STREAMS,
         patience: Patience | None = None,
         faults: Faults | None = None,
     ) -> None:
-        if needs_protection(address, credentials.secret, credentials.source_tls):
+        if address is not None and needs_protection(address, credentials.secret, credentials.source_tls):
             raise ConfigError(f"--kv-listen {address}: KV over TCP needs PENSTOCK_LINK_SECRET or TLS (--link-tls-cert)")
         self.address = address
         self._advertised_host = advertised_host
@@ -67,8 +67,9 @@ class SocketTransport:
         self._thread = threading.Thread(target=self._run, name="KV transport", daemon=True)
         self._opening: set[asyncio.Task[None]] = set()
         self._file = -1
+        self._listener: socket.socket | None = None
 
-    def start(self) -> Address:
+    def start(self) -> str:
         """Raises ConfigError when it cannot listen."""
         try:
             self._listener = self._bind()
@@ -76,8 +77,10 @@ class SocketTransport:
             raise ConfigError(f"--kv-listen {self.address}: {error.strerror or error}") from error
         self._thread.start()
         self._started.wait()
+        if self.address is None:
+            return ""
         log.info("KV is pulled at %s", self.address)
-        return self.address
+        return str(self.address)
 
     def close(self) -> None:
         """Blocks until its thread has ended."""
@@ -123,7 +126,9 @@ class SocketTransport:
         assert self._puller.is_idle
         assert self._source.is_idle
 
-    def _bind(self) -> socket.socket:
+    def _bind(self) -> socket.socket | None:
+        if self.address is None:
+            return None
         if isinstance(self.address, UnixAddress):
             listener = bind_unix(self.address.path)
             listener.listen(MAX_CONNECTIONS)
@@ -159,7 +164,7 @@ class SocketTransport:
         self._puller = Puller(self._engine, self._credentials, self._patience, self._streams)
         self._source = Source(self._engine, self._faults, self._busy.set)
         self._file = read_only(self._engine.memory.file) if isinstance(self.address, UnixAddress) else -1
-        self._listen()
+        self._listen(self._listener)
         looking = asyncio.create_task(self._look(), name="looks at KV transfers")
         self._started.set()
         try:
@@ -169,8 +174,9 @@ class SocketTransport:
 
     async def _end(self, looking: asyncio.Task[None]) -> None:
         error = LinkError(f"{self._credentials.name} is stopping")
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
         tasks = [looking, *self._opening]
         for task in tasks:
             task.cancel()
@@ -196,37 +202,37 @@ class SocketTransport:
             if looks % LOOKS_PER_KEEP_ALIVE == 0:
                 self._source.keep_alive()
 
-    def _listen(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
+    def _listen(self, listener: socket.socket | None) -> None:
+        if listener is not None and self.address is not None and listener.fileno() >= 0:
+            self._loop.add_reader(listener.fileno(), self._accept, listener, self.address)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, address: Address) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
         except OSError as error:
             # It has left again; or this process may open no more files, then a pause keeps this thread from spinning.
             log.warning("a connection for KV was not accepted: %s", error.strerror)
-            self._loop.remove_reader(self._listener.fileno())
-            self._loop.call_later(self._patience.look_seconds, self._listen)
+            self._loop.remove_reader(listener.fileno())
+            self._loop.call_later(self._patience.look_seconds, self._listen, listener)
             return
         if len(self._opening) + len(self._source.connections) >= MAX_CONNECTIONS:
             log.warning("a connection for KV was refused: there are %d", MAX_CONNECTIONS)
             connection.close()
             return
         dialog = Dialog(connection)
-        task = asyncio.create_task(self._welcome(dialog), name="handshake for KV")
+        task = asyncio.create_task(self._welcome(dialog, address), name="handshake for KV")
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
         # One that is cancelled before its first step closes nothing itself.
         task.add_done_callback(lambda task: dialog.close() if task.cancelled() else None)
 
-    async def _welcome(self, dialog: Dialog) -> None:
+    async def _welcome(self, dialog: Dialog, address: Address) -> None:
         tune(dialog.socket)
         memory = self._engine.memory
         offer = Offer(self._engine.fingerprint, memory.layout, self._file)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                hello = await welcome_puller(dialog, self._credentials, self.address, offer)
+                hello = await welcome_puller(dialog, self._credentials, address, offer)
         except (LinkError, OSError) as error:
             log.warning("a connection for KV was refused: %s", error)
             dialog.refuse(error if isinstance(error, LinkError) else HandshakeRefused(str(error)))
