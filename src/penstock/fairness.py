@@ -315,6 +315,15 @@ class FairBudget:
             self._give_up(waiter)
             raise
 
+    def settle(self, share: Share, amount: int) -> None:
+        """Makes a share that is under way hold this much, without waiting: what it took was an estimate."""
+        if amount > share.held:
+            self._grant(share, amount - share.held)
+        else:
+            self._take_back(share, share.held - amount)
+            if self._waiting:
+                self._serve(share.lane)
+
     def release(self, share: Share) -> None:
         """Gives everything back. May be called again."""
         self._take_back(share, share.held)

@@ -7,6 +7,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.media.families import make as families
+from penstock.wire.images import MAX_IMAGE_BYTES, seal_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,15 +22,18 @@ _ORIENTATION = 0x0112
 
 
 class Decoded(NamedTuple):
-    """A picture. `size` is its width and height before it was prepared; `content` names its pixels as they were decoded."""
+    """A picture. `size` is its width and height before it was prepared; `content` is a hash of its pixels as they were decoded, `seal`
+    of those that a worker gets."""
 
     size: tuple[int, int]
     content: bytes
+    seal: bytes
     pixels: bytes
 
 
 def decode(data: bytes, kind: str, most_pixels: int, is_low: bool, rules: ImageRules) -> Decoded:
-    """Of an animation, the first frame. Raises what Pillow raises, and ValueError if the picture has more pixels than its header said."""
+    """Of an animation, the first frame. Raises what Pillow raises, ValueError if the picture has more pixels than its header said, and
+    RequestError if the model's processor refuses it."""
     from PIL import Image
 
     # The header was checked against our own limit.
@@ -43,7 +47,13 @@ def decode(data: bytes, kind: str, most_pixels: int, is_low: bool, rules: ImageR
     image = _rgb(upright)
     if is_low:
         image = shrunk(image)
-    return Decoded(image.size, content, families.prepare(rules, image))
+    size = families.layout(rules, b"", image.size).size
+    pixels = families.prepare(rules, image)
+    if len(pixels) > MAX_IMAGE_BYTES:
+        raise ValueError(f"the model's processor makes {len(pixels):,} bytes of it: expected at most {MAX_IMAGE_BYTES:,}")
+    seal = seal_of(size)
+    seal.update(pixels)
+    return Decoded(image.size, content, seal.digest(), pixels)
 
 
 def content_digest(image: Image) -> bytes:

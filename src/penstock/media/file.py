@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 from binascii import Error as Base64Error
 from binascii import a2b_base64
 from collections.abc import Iterable
 from hashlib import sha256
 
+from penstock.media.picture import ImageRef
+from penstock.wire.errors import RequestError
+
 PIECE_CHARACTERS = 2**20
 """Copied in one go: 0.2 ms, in which the event loop waits."""
 
+MAX_HEAD_CHARACTERS = 256
+"""Of a data URL, up to its comma."""
+
+EXPECTED = "expected data:image/png;base64,… with a PNG, JPEG, WebP or GIF"
+
 _LINE_CHARACTERS = 100
+_DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _SPACES = {ord(space): None for space in "\r\n\t "}
 
 
@@ -21,7 +31,7 @@ class ImageFile:
     Each method takes time in proportion to what it reads; `digest` and `write` release the GIL.
     """
 
-    def __init__(self, content: bytes | str, start: int = 0) -> None:
+    def __init__(self, content: bytes | bytearray | str, start: int = 0) -> None:
         """`content` is text: it is base64 from `start` on."""
         self._content = content
         self._start = start
@@ -39,13 +49,13 @@ class ImageFile:
 
     def part(self, start: int, end: int) -> bytes:
         """The bytes of the file from `start` to `end`; fewer where it ends. Raises ValueError if this part is not base64."""
-        if isinstance(self._content, bytes):
-            return self._content[start:end]
+        if not isinstance(self._content, str):
+            return bytes(self._content[start:end])
         first = start // 3
         text = self._content[self._start + 4 * first : self._start + 4 * -(-end // 3)]
         try:
             return decode_base64(text)[start - 3 * first : end - 3 * first]
-        except Base64Error as error:
+        except ValueError as error:
             raise ValueError(f"it is not base64: {error}") from None
 
     def digest(self) -> bytes:
@@ -62,12 +72,23 @@ class ImageFile:
             while view:
                 view = view[os.write(descriptor, view) :]
 
-    def _pieces(self) -> Iterable[bytes]:
-        if isinstance(self._content, bytes):
+    def _pieces(self) -> Iterable[bytes | bytearray]:
+        if not isinstance(self._content, str):
             return [self._content]
         text, places = self._content, range(self._start, len(self._content), PIECE_CHARACTERS)
         # What is not ASCII is not base64: that is found where it is decoded.
         return (text[place : place + PIECE_CHARACTERS].encode("ascii", "replace") for place in places)
+
+
+def sent_file(ref: ImageRef) -> ImageFile:
+    """The file in a request. Raises RequestError without a field, also for a file that is elsewhere."""
+    if ref.data:
+        return base64_file(ref.data)
+    head = ref.url[:MAX_HEAD_CHARACTERS]
+    start = head.find(",") + 1
+    if not start or not _DATA.match(head[:start]):
+        raise RequestError(f"it begins with {head[:40]!r}: {EXPECTED}")
+    return base64_file(ref.url, start)
 
 
 def base64_file(text: str, start: int = 0) -> ImageFile:

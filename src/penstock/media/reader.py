@@ -3,73 +3,349 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import re
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from penstock.media.decode import LOW_PIXELS, decode
+from penstock.config.media import DEFAULTS, MediaSettings
+from penstock.fairness import FairBudget, Share
+from penstock.media.cache import FileKey, PictureCache
+from penstock.media.decode import LOW_PIXELS
+from penstock.media.decoders import Answer, Decoders
 from penstock.media.families import make as families
-from penstock.media.file import ImageFile, base64_file
-from penstock.media.formats import read_header
+from penstock.media.file import EXPECTED, ImageFile, sent_file
+from penstock.media.formats import Header, read_header
+from penstock.media.job import Refused
 from penstock.media.picture import ImageRef, Picture
 from penstock.wire.errors import RequestError
-from penstock.wire.images import IMAGE_NAME_BYTES, ImageRules, sealed_name
+from penstock.wire.images import IMAGE_NAME_BYTES, SEAL_BYTES, ImageRules
+
+MAX_WAIT_SECONDS = 30.0
+"""For memory and a process. Then the request gets status 503."""
+
+MAX_FETCH_WAIT_SECONDS = 5.0
+"""For the memory of a file that is being fetched."""
+
+MAX_HASHED_AT_ONCE = 64 * 1024
+"""A longer file is hashed in a thread."""
+
+BYTES_PER_PIXEL = 12
+"""What decoding takes of memory for most pictures. What it takes at most is the limit of a process: decoders.BYTES_PER_PIXEL."""
+
+HASH_THREADS = 2
+_WEB = re.compile("https?:", re.IGNORECASE)
+_STATUS = {"killed": 503, "overloaded": 503, "missing": 501}
+
+
+class Fetcher(Protocol):
+    """Gets files from other servers."""
+
+    async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes | bytearray:
+        """Awaits `take` before it keeps more bytes. Raises RequestError without a field."""
+
+
+class Tenant(NamedTuple):
+    """Whose images they are: `lane` and `weight` where it shares with others, the `root` of its KV."""
+
+    lane: str
+    weight: float
+    root: bytes
+
+
+@dataclass
+class ReadingCounts:
+    """What was read since the start. `images` is by source (data or http) and outcome, `bytes` by source."""
+
+    images: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    fetch_seconds: float = 0.0
 
 
 class MediaReader:
-    """The pictures of all requests of a front end, while anybody holds them. For one event loop."""
+    """The pictures of all requests of a front end, while anybody holds them. For one event loop.
 
-    def __init__(self) -> None:
+    All memory is taken from one budget that tenants share: a picture that is read takes an estimate, one that was read its pixels, until
+    nobody holds it. The cache holds pictures only while nobody waits for memory.
+    """
+
+    def __init__(self, settings: MediaSettings = DEFAULTS, fetcher: Fetcher | None = None, decoders: Decoders | None = None) -> None:
+        self._settings = settings
+        self._fetcher = fetcher
         self._alive: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
+        self._flights: dict[FileKey, _Flight] = {}
+        self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="picture hashes")
+        self._dropped: deque[tuple[Share, int]] = deque()
+        self.memory = FairBudget(settings.memory, has_shares=True)
+        self.cache = PictureCache()
+        self.decoders = decoders or Decoders(settings.decoders, settings.max_bytes, settings.max_pixels)
+        self.counts = ReadingCounts()
+        self.held_bytes = 0
+        """Of the pixels of all pictures that anybody holds."""
 
-    async def read(
-        self,
-        refs: Sequence[ImageRef],
-        lane: str,  # noqa: ARG002
-        root: bytes,
-        rules: ImageRules,
-        weight: float = 1.0,  # noqa: ARG002
-    ) -> list[Picture]:
+    def __len__(self) -> int:
+        """The number of pictures that anybody holds."""
+        return len(self._alive)
+
+    async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float = 1.0) -> list[Picture]:
         """The picture of each image of a request, in order; equal ones are read once. `lane` and `weight` are those of its tenant, `root`
         that of its KV. Whoever wants `find` to know a picture holds it.
 
         Raises RequestError, which names the field and what would be right.
         """
-        return [await asyncio.to_thread(self._read, ref, root, rules) for ref in refs]
+        if not refs:
+            return []
+        if len(refs) > self._settings.max_images:
+            first = refs[self._settings.max_images]
+            message = f"`{first.field}` is one of {len(refs)} images: expected at most {self._settings.max_images} (--max-images)"
+            raise RequestError(message, param=first.field, code="too_many_images", limit="max_images")
+        tenant = Tenant(lane, weight, root)
+        remotes: dict[str, _Remote] = {}
+        sources: list[_Sent | _Remote] = []
+        for ref in refs:
+            with self._naming(ref):
+                sources.append(self._source(ref, tenant, remotes))
+            # Looking at a header takes up to half a millisecond.
+            await asyncio.sleep(0)
+        try:
+            return await _all_of([self._read(ref, source, tenant, rules) for ref, source in zip(refs, sources, strict=True)])
+        finally:
+            for remote in remotes.values():
+                self.memory.release(remote.share)
 
     def find(self, name: bytes) -> Picture | None:
         """The picture with this name. None if nobody holds it any more."""
         return self._alive.get(name)
 
-    def _read(self, ref: ImageRef, root: bytes, rules: ImageRules) -> Picture:
-        file = sent_file(ref)
+    def close(self) -> None:
+        """Ends the processes and threads; what they do is lost."""
+        self.decoders.close()
+        self._hashing.shutdown(wait=False, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def _naming(self, ref: ImageRef) -> Iterator[None]:
+        """Errors get the name of the field, and are counted."""
+        try:
+            yield
+        except RequestError as error:
+            source = "http" if ref.url and not ref.url.startswith("data:") else "data"
+            self.counts.images[source, "refused" if error.status < 500 else "failed"] += 1
+            message = f"`{ref.field}` cannot be read: {error.message}"
+            named = RequestError(message, param=ref.field, code=error.code, status=error.status, limit=error.limit)
+        else:
+            return
+        # Not from the other: it may be raised for several requests.
+        raise named
+
+    def _source(self, ref: ImageRef, tenant: Tenant, remotes: dict[str, _Remote]) -> _Sent | _Remote:
+        """Checks what costs next to nothing. Raises RequestError."""
+        if _WEB.match(ref.url):
+            if self._fetcher is None:
+                raise RequestError(f"this server fetches no images (--allow-media-hosts): {EXPECTED}", code="media_not_allowed")
+            return remotes.setdefault(ref.url, _Remote(ref.url, Share(tenant.lane, tenant.weight)))
+        return self._sent(sent_file(ref))
+
+    def _sent(self, file: ImageFile) -> _Sent:
+        """A file within the limits. Raises RequestError."""
+        if file.size > self._settings.max_bytes:
+            message = f"it has {file.size:,} bytes: expected at most {self._settings.max_bytes:,} (--max-image-bytes)"
+            raise RequestError(message, code="image_too_large", limit="max_image_bytes")
         try:
             header = read_header(file)
-            found = decode(file.part(0, file.size), header.kind, header.pixels, ref.detail == "low", rules)
-        except (ValueError, OSError, SyntaxError) as error:
-            raise RequestError(f"`{ref.field}` is not a picture that can be read: {error}", param=ref.field) from error
-        content = picture_name(found.content, root, rules, is_low=ref.detail == "low" and max(header.width, header.height) > LOW_PIXELS)
-        layout = families.layout(rules, content, found.size)
-        name = sealed_name(content, layout.size, found.pixels)
-        layout = msgspec.structs.replace(layout, name=name)
-        picture = Picture(layout, layout.size, found.pixels)
-        return self._alive.setdefault(name, picture)
+        except ValueError as error:
+            raise RequestError(str(error), code="invalid_image") from error
+        if header.pixels > self._settings.max_pixels:
+            message = f"it has {header.width} × {header.height} pixels: expected at most {self._settings.max_pixels:,} (--max-image-pixels)"
+            raise RequestError(message, code="image_too_large", limit="max_image_pixels")
+        return _Sent(file, header)
+
+    async def _read(self, ref: ImageRef, source: _Sent | _Remote, tenant: Tenant, rules: ImageRules) -> Picture:
+        with self._naming(ref):
+            sent = source if isinstance(source, _Sent) else await self._fetched(source, tenant)
+            is_low = ref.detail == "low" and max(sent.header.width, sent.header.height) > LOW_PIXELS
+            rules_key = msgspec.msgpack.encode(rules, order="sorted")
+            key = FileKey(tenant.lane, tenant.root, rules_key, is_low, await self._digest(sent.file))
+            picture = self.cache.get(key)
+            outcome = "decoded" if picture is None else "cached"
+            if picture is None:
+                picture = await self._flight(key, sent, tenant, rules)
+            else:
+                self._cache(key, picture)
+        origin = "data" if isinstance(source, _Sent) else "http"
+        self.counts.images[origin, outcome] += 1
+        self.counts.bytes[origin] += sent.file.size
+        return picture
+
+    async def _fetched(self, remote: _Remote, tenant: Tenant) -> _Sent:
+        """Equal URLs of a request are fetched once."""
+        if remote.fetching is None:
+            remote.fetching = asyncio.create_task(self._fetch(remote, tenant))
+        return await remote.fetching
+
+    async def _fetch(self, remote: _Remote, tenant: Tenant) -> _Sent:
+        assert self._fetcher is not None
+        began = time.monotonic()
+        content = await self._fetcher.fetch(remote.url, tenant.lane, tenant.weight, partial(self._take_fetched, remote.share))
+        self.counts.fetch_seconds += time.monotonic() - began
+        return self._sent(ImageFile(content))
+
+    async def _digest(self, file: ImageFile) -> bytes:
+        if file.stored <= MAX_HASHED_AT_ONCE:
+            return file.digest()
+        return await asyncio.get_running_loop().run_in_executor(self._hashing, file.digest)
+
+    async def _flight(self, key: FileKey, sent: _Sent, tenant: Tenant, rules: ImageRules) -> Picture:
+        """The picture of a file, which may be under way for another request of this tenant. It is given up when nobody waits for it,
+        unless it is being decoded."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight()
+            flight.task = asyncio.create_task(self._decode(flight, key, sent, tenant, rules))
+            flight.task.add_done_callback(partial(self._land, key, flight))
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters and not flight.has_begun:
+                flight.task.cancel()
+                self._land(key, flight)
+
+    def _land(self, key: FileKey, flight: _Flight, task: asyncio.Task[Picture] | None = None) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+        if task is not None and not task.cancelled():
+            # Perhaps nobody waits for it any more.
+            task.exception()
+
+    async def _decode(self, flight: _Flight, key: FileKey, sent: _Sent, tenant: Tenant, rules: ImageRules) -> Picture:
+        share = Share(tenant.lane, tenant.weight)
+        try:
+            async with asyncio.timeout(MAX_WAIT_SECONDS):
+                await self._take(share, 2 * sent.file.stored + BYTES_PER_PIXEL * sent.header.pixels)
+                decoding = await self.decoders.begin(sent.file, sent.header, key.is_low, rules, tenant.lane, tenant.weight)
+            flight.has_begun = True
+            answer = await decoding
+            return self._keep(key, answer, share, rules)
+        except BaseException as error:
+            self.memory.release(share)
+            if isinstance(error, TimeoutError):
+                raise self._no_room() from None
+            raise
+
+    async def _take(self, share: Share, amount: int) -> None:
+        """Takes memory: what is free, then that of the cache; then it waits."""
+        while self.memory.used + amount > self.memory.total and self.cache.evict():
+            self._forget_dropped()
+        if not self.memory.take(share, amount):
+            await self.memory.wait(share, amount)
+
+    async def _take_fetched(self, share: Share, amount: int) -> None:
+        try:
+            async with asyncio.timeout(MAX_FETCH_WAIT_SECONDS):
+                await self._take(share, amount)
+        except TimeoutError:
+            raise self._no_room() from None
+
+    def _no_room(self) -> RequestError:
+        message = f"the server reads too many images now; its memory for them is {self.memory.total:,} bytes (--media-memory)"
+        return RequestError(message, code="overloaded", status=503, limit="media_memory")
+
+    def _keep(self, key: FileKey, answer: Answer, share: Share, rules: ImageRules) -> Picture:
+        """There is one picture of each name. Its memory is in use until nobody holds it. Raises RequestError."""
+        if isinstance(answer, Refused):
+            raise RequestError(answer.reason, code="invalid_image", status=_STATUS.get(answer.why, 400))
+        done, pixels = answer
+        name = picture_name(done.content, key, done.seal)
+        picture = self._alive.get(name)
+        if picture is None:
+            layout = families.layout(rules, name, done.size)
+            picture = self._alive[name] = Picture(layout, layout.size, pixels)
+            self.memory.settle(share, len(pixels))
+            self.held_bytes += len(pixels)
+            weakref.finalize(picture, self._drop, asyncio.get_running_loop(), share, len(pixels)).atexit = False
+        else:
+            self.memory.release(share)
+        self._cache(key, picture)
+        return picture
+
+    def _cache(self, key: FileKey, picture: Picture) -> None:
+        """Unless somebody waits for its memory: a request that ends would not free it."""
+        if not self.memory.waiting:
+            self.cache.put(key, picture)
+
+    def _drop(self, loop: asyncio.AbstractEventLoop, share: Share, size: int) -> None:
+        """Runs when nobody holds a picture any more: in any thread, in the middle of anything."""
+        self._dropped.append((share, size))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._forget_dropped)
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            share, size = self._dropped.popleft()
+            self.held_bytes -= size
+            self.memory.release(share)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all memory in use belongs to a picture. For a time when nothing is being read."""
+        self._forget_dropped()
+        assert not self._flights
+        assert self.memory.used == self.held_bytes == sum(len(picture.pixels) for picture in self._alive.values())
+        self.memory.check_integrity()
+        self.decoders.turns.check_integrity()
+        self.cache.check_integrity()
 
 
-def sent_file(ref: ImageRef) -> ImageFile:
-    """The file in a request. Raises RequestError, also for one that must be fetched."""
-    if ref.data:
-        return base64_file(ref.data)
-    head = ref.url[:256]
-    comma = head.find(",")
-    if not head.startswith("data:") or comma < 0 or not head[:comma].endswith(";base64"):
-        raise RequestError(f"`{ref.field}` is {head[:80]!r}: expected data:image/png;base64,…", param=ref.field)
-    return base64_file(ref.url, comma + 1)
+class _Sent(NamedTuple):
+    """A file that is here, within the limits."""
+
+    file: ImageFile
+    header: Header
 
 
-def picture_name(content: bytes, root: bytes, rules: ImageRules, *, is_low: bool) -> bytes:
-    """The name of a picture with this content under this root: the pixels that the model gets are a function of what is hashed."""
-    how = msgspec.msgpack.encode((content, rules, is_low), order="sorted")
-    return blake2b(how, digest_size=IMAGE_NAME_BYTES, key=root, person=b"picture").digest()
+class _Remote:
+    """A file that must be fetched, and the memory that it takes."""
+
+    def __init__(self, url: str, share: Share) -> None:
+        self.url = url
+        self.share = share
+        self.fetching: asyncio.Task[_Sent] | None = None
+
+
+class _Flight:
+    """A picture that is being made, for all requests that wait for it."""
+
+    task: asyncio.Task[Picture]
+
+    def __init__(self) -> None:
+        self.waiters = 0
+        self.has_begun = False
+        """It is being decoded, which cannot be stopped."""
+
+
+async def _all_of(readings: Sequence[Coroutine[None, None, Picture]]) -> list[Picture]:
+    """All results. After an error the others are cancelled."""
+    if len(readings) == 1:
+        return [await readings[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(reading) for reading in readings]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def picture_name(content: bytes, key: FileKey, seal: bytes) -> bytes:
+    """The name of a picture with this content: the pixels that the model gets are a function of what is hashed, and of nothing else."""
+    how = msgspec.msgpack.encode((content, key.rules, key.is_low))
+    return blake2b(how, digest_size=IMAGE_NAME_BYTES - SEAL_BYTES, key=key.root, person=b"picture").digest() + seal

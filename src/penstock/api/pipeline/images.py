@@ -9,9 +9,9 @@ from msgspec import Struct, structs
 
 from penstock.api.auth.keys import Tenant
 from penstock.api.models import Models, ServedModel
+from penstock.media.file import sent_file
 from penstock.media.formats import read_header
 from penstock.media.picture import ImageRef, Picture
-from penstock.media.reader import sent_file
 from penstock.router.policy import PlacedMark
 from penstock.text.images import IMAGE_MARK, named_mark
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer

@@ -1,0 +1,290 @@
+"""Reading the images of requests: each once, within limits, kept apart by tenant, with errors that name the field."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from penstock.config.media import DEFAULTS
+from penstock.fairness import Share
+from penstock.media.decoders import Decoders
+from penstock.media.families.simulator import make_rules
+from penstock.media.picture import ImageRef, Picture
+from penstock.media.reader import BYTES_PER_PIXEL, MediaReader
+from penstock.wire.errors import RequestError
+from penstock.wire.images import IMAGE_NAME_BYTES
+from pictures import noise, saved, sent
+
+RULES = make_rules()
+ROOT = b"tenant"
+FIELD = "messages[0].content[1].image_url.url"
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[Decoders]:
+    """One process for all tests of this file: it takes a while to start."""
+    made = Decoders(1, DEFAULTS.max_bytes, DEFAULTS.max_pixels)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader(decoders: Decoders) -> MediaReader:
+    return MediaReader(decoders=decoders)
+
+
+async def read(reader: MediaReader, *refs: ImageRef, lane: str = "", root: bytes = ROOT) -> list[Picture]:
+    return await reader.read(refs, lane, root, RULES)
+
+
+async def forget(reader: MediaReader) -> None:
+    """Empties the cache. What still lives is held by somebody."""
+    # A task holds the future that has just woken it.
+    await asyncio.sleep(0)
+    while reader.cache.evict():
+        pass
+    gc.collect()
+    reader.check_integrity()
+
+
+async def refused(reader: MediaReader, *refs: ImageRef) -> RequestError:
+    with pytest.raises(RequestError) as raised:
+        await read(reader, *refs)
+    reader.check_integrity()
+    return raised.value
+
+
+async def test_a_picture_is_found_by_its_name_while_somebody_holds_it(reader: MediaReader) -> None:
+    pictures = await read(reader, sent(noise()))
+    name = pictures[0].name
+    assert len(name) == IMAGE_NAME_BYTES
+    assert reader.find(name) is pictures[0]
+    assert (pictures[0].size, pictures[0].pixels) == ((24, 16), noise().tobytes())
+    await forget(reader)
+    assert reader.find(name) is pictures[0], "a request holds it"
+    assert reader.memory.used == reader.held_bytes == 24 * 16 * 3
+    pictures.clear()
+    await forget(reader)
+    assert reader.find(name) is None
+    assert reader.memory.used == reader.held_bytes == len(reader) == 0
+
+
+async def test_equal_pictures_are_read_once_and_keep_their_order(reader: MediaReader) -> None:
+    cat, dog = saved(noise(seed=1)), saved(noise(seed=2))
+    pictures = await read(reader, sent(cat), sent(dog), sent(cat), sent(saved(noise(seed=1), "WEBP")))
+    assert [picture.pixels for picture in pictures] == [noise(seed=seed).tobytes() for seed in (1, 2, 1, 1)]
+    assert pictures[0] is pictures[2] is pictures[3]
+    assert len(reader) == 2
+    again = await read(reader, ImageRef(FIELD, data=base64.b64encode(cat).decode()))
+    assert again[0] is pictures[0]
+    assert reader.counts.images["data", "cached"] == 1
+    assert reader.counts.bytes["data"] > 5 * len(cat) - 10
+
+
+async def test_tenants_share_nothing(reader: MediaReader) -> None:
+    file = sent(noise())
+    pictures = [
+        (await read(reader, file, lane=lane, root=root))[0]
+        for lane, root in (("a", b"root of a"), ("b", b"root of b"), ("a", b"root of a, with a salt"), ("", b""))
+    ]
+    assert len({picture.name for picture in pictures}) == 4
+    assert reader.counts.images["data", "cached"] == 0
+    # Tenants that share prefixes have one root: their KV is shared, but nothing tells one that the other sent the file.
+    assert (await read(reader, file, lane="b", root=b"root of a"))[0].name == pictures[0].name
+    assert reader.counts.images["data", "cached"] == 0
+
+
+async def test_rules_and_detail_are_a_part_of_the_name(reader: MediaReader) -> None:
+    image = sent(noise(size=(600, 20)))
+    names = {
+        (await reader.read([ref], "", ROOT, rules))[0].name
+        for ref in (image, sent(noise(size=(600, 20)), "low"))
+        for rules in (RULES, make_rules(patch_pixels=32), make_rules(max_side=2))
+    }
+    assert len(names) == 6
+    same = await read(reader, image, sent(noise(size=(600, 20)), "high"), sent(noise(size=(600, 20)), "original"))
+    assert same[0] is same[1] is same[2]
+    small = await read(reader, sent(noise(), "low"), sent(noise(), "high"))
+    assert small[0] is small[1], "it fits as it is"
+
+
+async def test_the_first_errors_are_those_that_cost_least(reader: MediaReader) -> None:
+    assert await reader.read([], "", ROOT, RULES) == []
+    small = MediaReader(replace(DEFAULTS, max_images=2, max_bytes=1000, max_pixels=100), decoders=reader.decoders)
+    many = await refused(small, *[ImageRef(f"messages[{index}]", url="nonsense") for index in range(4)])
+    assert (many.param, many.limit) == ("messages[2]", "max_images")
+    assert "4 images: expected at most 2" in many.message
+    large = await refused(small, sent(bytes(2000)))
+    assert (large.param, large.limit) == (FIELD, "max_image_bytes")
+    wide = await refused(small, sent(noise("L", (101, 1))))
+    assert wide.limit == "max_image_pixels"
+    assert "101 × 1 pixels: expected at most 100" in wide.message
+    assert small.counts.images == {("data", "refused"): 2}
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("", "it begins with ''"),
+        ("cat.png", "it begins with 'cat.png'"),
+        ("file:///etc/passwd", "it begins with 'file:///etc/passwd'"),
+        ("data:image/png,abc", "expected data:image/png;base64"),
+        ("data:image/png;base64", "expected data:image/png;base64"),
+        ("data:image/png;base64,", "it begins with nothing: expected a PNG"),
+        ("data:image/svg+xml;base64,PHN2ZyB4", "it begins with 3c 73 76 67"),
+        ("data:image/png;base64,iVBORw0K*", "it is not base64"),
+        ("http://example.org/cat.png", "this server fetches no images"),
+        ("HTTPS://example.org/cat.png", "this server fetches no images"),
+    ],
+)
+async def test_a_url_without_a_picture_is_refused(reader: MediaReader, url: str, reason: str) -> None:
+    error = await refused(reader, sent(noise()), ImageRef("input[1].image_url", url=url))
+    assert error.status == 400
+    assert error.param == "input[1].image_url"
+    assert error.message.startswith("`input[1].image_url` cannot be read: ")
+    assert reason in error.message
+
+
+async def test_a_broken_file_is_refused_and_nothing_is_kept(reader: MediaReader) -> None:
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        file = saved(noise(size=(200, 200)), kind)
+        error = await refused(reader, sent(noise()), sent(file[: len(file) // 2], field="input[7]"))
+        assert (error.param, error.status, error.code) == ("input[7]", 400, "invalid_image")
+        assert "broken" in error.message, error.message
+    del error  # its traceback holds what was read
+    text = base64.b64encode(saved(noise(size=(90, 90)))).decode()
+    assert "it is not base64" in (await refused(reader, ImageRef("data", data=text[:300] + "?" + text[301:]))).message
+    await forget(reader)
+    assert reader.memory.used == 0
+
+
+async def test_requests_that_send_the_same_file_at_once_share_its_decoding(reader: MediaReader) -> None:
+    file = sent(noise(size=(300, 300)))
+    pictures = await asyncio.gather(*[read(reader, file) for _ in range(10)])
+    assert len({id(picture) for (picture,) in pictures}) == 1
+    assert reader.memory.used == reader.held_bytes == 300 * 300 * 3
+
+
+async def test_one_that_leaves_does_not_take_the_picture_from_others(reader: MediaReader) -> None:
+    file = sent(noise(size=(300, 300)))
+    first, second = (asyncio.create_task(read(reader, file)) for _ in range(2))
+    while not reader.decoders.turns.used:
+        await asyncio.sleep(0)
+    first.cancel()
+    assert len(await second) == 1
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_what_nobody_waits_for_is_given_up(reader: MediaReader) -> None:
+    """All turns are taken, so the picture waits, and so does its memory."""
+    turn = Share()
+    assert reader.decoders.turns.take(turn, 1)
+    reading = asyncio.create_task(read(reader, sent(noise())))
+    while not reader.decoders.turns.waiting:
+        await asyncio.sleep(0)
+    assert reader.memory.used > 24 * 16 * BYTES_PER_PIXEL
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    while reader.memory.used:
+        await asyncio.sleep(0)
+    reader.decoders.turns.release(turn)
+    reader.check_integrity()
+
+
+async def test_the_cache_makes_room_for_what_is_needed(decoders: Decoders) -> None:
+    """There is memory for five pictures, or for reading one and keeping two."""
+    size = (100, 100)
+    pixels = 100 * 100 * 3
+    reader = MediaReader(replace(DEFAULTS, memory=100 * 100 * BYTES_PER_PIXEL + 4 * pixels), decoders=decoders)
+    for seed in range(8):
+        await read(reader, sent(noise("L", size, seed)), lane="a" if seed % 2 else "b")
+        gc.collect()
+        assert reader.memory.used <= reader.memory.total
+    assert 0 < len(reader.cache) < 5
+    await read(reader, sent(noise("L", size, 7)), lane="a")
+    assert reader.counts.images["data", "cached"] == 1, "the newest is still there"
+    reader.check_integrity()
+
+
+async def test_pictures_in_use_are_waited_for(decoders: Decoders) -> None:
+    size = (100, 100)
+    reader = MediaReader(replace(DEFAULTS, memory=100 * 100 * BYTES_PER_PIXEL + 100_000), decoders=decoders)
+    held = await read(reader, *[sent(noise("L", size, seed)) for seed in range(3)])
+    waiting = asyncio.create_task(read(reader, sent(noise("L", size, 9))))
+    while not reader.memory.waiting:
+        await asyncio.sleep(0)
+    assert not len(reader.cache), "only requests hold pictures now"
+    other = await read(reader, sent(noise("L", size, 10)), lane="other")
+    assert len(other) == 1, "another tenant does not wait"
+    assert not waiting.done()
+    held.clear()
+    gc.collect()
+    assert len(await waiting) == 1
+    del other
+    await forget(reader)
+
+
+async def test_a_process_that_somebody_killed_is_replaced(reader: MediaReader) -> None:
+    await read(reader, sent(noise(seed=50)))
+    for process in reader.decoders.pids:
+        os.kill(process, 9)
+    assert len(await read(reader, sent(noise(seed=51)))) == 1
+    assert not reader.decoders.lost
+
+
+async def test_a_picture_that_takes_too_long_is_refused() -> None:
+    decoders = Decoders(1, DEFAULTS.max_bytes, DEFAULTS.max_pixels, cpu_seconds=0.02)
+    reader = MediaReader(decoders=decoders)
+    try:
+        error = await refused(reader, sent(Image.new("RGB", (4000, 4000))))
+        assert (error.status, error.param) == (400, FIELD)
+        assert "decoding it takes more than 0.02 seconds" in error.message
+        assert decoders.lost == {"slow": 1}
+        assert len(await read(reader, sent(noise()))) == 1, "the next picture gets another process"
+    finally:
+        reader.close()
+
+
+async def test_a_picture_that_takes_too_much_memory_is_refused() -> None:
+    """The limit of the process holds, whatever a file makes a decoder do."""
+    decoders = Decoders(1, 0, 0, base_bytes=96 * 2**20)
+    reader = MediaReader(decoders=decoders)
+    try:
+        error = await refused(reader, sent(Image.new("RGB", (5000, 5000))))
+        assert error.status == 400
+        assert "memory" in error.message or "crashed" in error.message
+        assert len(await read(reader, sent(noise()))) == 1
+    finally:
+        reader.close()
+
+
+async def test_random_files_never_get_past_the_checks(reader: MediaReader) -> None:
+    """Each mutation of a good file is a picture or a clear 400; and all memory comes back."""
+    draw = random.Random(7)
+    outcomes = set()
+    for number in range(120):
+        kind = ("PNG", "JPEG", "WEBP", "GIF")[number % 4]
+        file = bytearray(saved(noise("P" if kind == "GIF" else "RGB", (40, 30), number), kind))
+        for _ in range(draw.choice([1, 3, 20])):
+            file[draw.randrange(len(file))] = draw.randrange(256)
+        del file[draw.choice([len(file), draw.randrange(len(file))]) :]
+        try:
+            await read(reader, sent(bytes(file)))
+            outcomes.add("read")
+        except RequestError as error:
+            assert (error.status, error.param) == (400, FIELD), error.message
+            outcomes.add(error.code)
+    assert outcomes >= {"read", "invalid_image"}
+    await forget(reader)
+    assert reader.memory.used == 0
+    assert reader.decoders.lost.keys() <= {"slow"}
