@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from penstock.backends.simulator import Simulator, Vocabulary, tokens_between
 from penstock.cluster.dispatch import Dispatcher, Production
+from penstock.cluster.links.images import ImageAnswer, answer_with_pixels
 from penstock.cluster.links.link import HEARTBEAT_SECONDS
 from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.links.worker_server import WorkerServer
-from penstock.cluster.pool import WorkerPool
+from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.sessions.moves import SessionMoves
 from penstock.cluster.sessions.sessions import KEEP_ALIVE_SECONDS, Sessions
 from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import DispatchLimits, RouterSettings
+from penstock.media.picture import Picture
 from penstock.router.affinity import AffinityStore, MemoryStore
 from penstock.router.policy import Hints
 from penstock.router.router import Router
@@ -26,6 +28,7 @@ from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.text.tokenizers.cache import Fetch
 from penstock.wire.address import UnixAddress
 from penstock.wire.errors import GenerationFault, PenstockError
+from penstock.wire.images import ImageSpan
 from penstock.wire.messages import Delta, Fault, ModelInfo, Submit, Terminal
 from penstock.worker.runtime import WorkerRuntime
 
@@ -117,12 +120,16 @@ class FrontEnd:
         name: str = "test",
         keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        pictures: Mapping[bytes, Picture] | None = None,
         **limits: Any,
     ) -> None:
         addresses = [worker.address for worker in workers]
         self.pool = WorkerPool(addresses, name, SECRET, _prepare, stall_seconds, heartbeat_seconds=heartbeat_seconds)
         self.router = Router(router or RouterSettings())
         self.dispatcher = Dispatcher(self.pool, self.router, DispatchLimits(**{"worker_wait": 5.0, **limits}))
+        self.pictures = dict(pictures or {})
+        self._answer = answer_with_pixels(self.pictures.get)
+        self.dispatcher.answer_image = self._answer_image
         self.store = MemoryStore() if store is None else store
         self.ended: list[str] = []
         self.sessions = Sessions(self.store, self.pool, quota=quota, on_end=self.ended.append, keep_alive_seconds=keep_alive_seconds)
@@ -143,6 +150,9 @@ class FrontEnd:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
         self.router.check_integrity()
+
+    async def _answer_image(self, _: Member, request: Submit, span: ImageSpan, failed: str) -> ImageAnswer:
+        return await self._answer(request, span, failed)
 
     def turn(self, hints: Hints | None = None, owner: str = "somebody") -> Turn:
         return Turn(self.sessions, owner, hints or Hints())

@@ -2,7 +2,7 @@
 
 Continuous batching with chunked prefill, preemption, KV cache and sessions come from the embedded engine's scheduler. Time is a model: a
 step takes as long as an engine's step would. Tokens are a pure function of (seed, position), so a client can compute the exact text
-and prove that nothing was lost.
+and prove that nothing was lost. After images, they are also a function of the pixels of all images, in order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from penstock.backends.simulated_images import SimulatedEncoder, promised_seals, seed_with_images
 from penstock.backends.simulated_kv import SimulatedKv
 from penstock.config.engines import SimulatorConfig
 from penstock.engine.scheduler import Scheduler, Sequence, Work
 from penstock.kv.blocks import NAME_BYTES
 from penstock.kv.cache import KVCache
+from penstock.kv.features import SLOT_POSITIONS, Features
 from penstock.kv.rates import Rate
 from penstock.kv.sessions import Session, Sessions
 from penstock.kv.transfers import Transfers
@@ -126,12 +128,13 @@ class _Sequence(Sequence):
     `tokens` is brought up to date only when the sequence stops.
     """
 
-    __slots__ = ("full_at", "last_position", "made", "made_from", "next_event", "position", "prompt_logprobs", "reason")
+    __slots__ = ("full_at", "last_position", "made", "made_from", "next_event", "position", "prompt_logprobs", "reason", "seed")
 
     def __init__(self, request: Submit, session: Session | None, session_state: SessionState | None) -> None:
         super().__init__(request, session, session_state)
         self.position = request.offset
-        self.last_position, self.reason = _end(request)
+        self.seed = seed_with_images(request.seed, promised_seals(request.images)) if request.images else request.seed
+        self.last_position, self.reason = _end(request, self.seed)
         self.made: list[int] = []
         self.made_from = request.offset // RUN * RUN
         # The position where it needs another page, and the position where more is to do than to send the next token.
@@ -162,11 +165,11 @@ class _Sequence(Sequence):
             self.computed = len(self.tokens) - 1
 
 
-def _end(request: Submit) -> tuple[int, FinishReason]:
+def _end(request: Submit, seed: int) -> tuple[int, FinishReason]:
     """The position after the last token, and whether the length or the natural end sets it."""
     if request.ignore_eos:
         return request.max_tokens, "length"
-    natural = max(natural_length(request.seed), request.min_tokens) + 1
+    natural = max(natural_length(seed), request.min_tokens) + 1
     return (natural, "stop") if natural <= request.max_tokens else (request.max_tokens, "length")
 
 
@@ -190,7 +193,9 @@ class Simulator:
         self._cache = KVCache(config.kv_blocks, config.block_size, config.lease_share)
         self._sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
         self._transfers = Transfers(self._cache, clock, config.moved_block_bytes)
-        self._scheduler: Scheduler[_Sequence] = Scheduler(self._cache, self._sessions, config.max_batch, self._transfers)
+        features = Features(config.image_positions // SLOT_POSITIONS, clock) if model.images is not None else None
+        self._scheduler: Scheduler[_Sequence] = Scheduler(self._cache, self._sessions, config.max_batch, self._transfers, features)
+        self._encoder = None if features is None else SimulatedEncoder(config, features, self._wake, self._fail, self.die)
         self._kv: SimulatedKv | None = None
         self._tiers: SimulatedTiers | None = None
         self._on_failure = on_failure
@@ -228,6 +233,11 @@ class Simulator:
             self._tiers.close()
         if self._kv is not None:
             self._kv.memory.close()
+        if self._encoder is not None:
+            self._encoder.close()
+
+    def _wake(self) -> None:
+        self._asked.set()
 
     def _open_tiers(self) -> None:
         # Imported where it is used: most simulators have no tiers.
@@ -250,7 +260,9 @@ class Simulator:
     def _validate(self, request: Submit) -> Fault | None:
         if request.grammar is not None:
             return Fault("unsupported", "the simulator has no grammar: its tokens depend only on the seed")
-        return validate_submit(request, self.model.vocab_size, self.model.context_length) or self._scheduler.validate(request)
+        model = self.model
+        fault = validate_submit(request, model.vocab_size, model.context_length, reads_images=model.images is not None)
+        return fault or self._scheduler.validate(request)
 
     def cancel(self, generation: bytes) -> None:
         self._refused = [segment for segment in self._refused if segment.id != generation]
@@ -266,11 +278,14 @@ class Simulator:
         self._asked.set()
 
     def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
-        """Never called: it asks for none. So the next two."""
+        if self._encoder is not None:
+            self._encoder.take(name, size, pixels)
 
     def image_at(self, name: bytes, source: KvSource) -> None: ...
 
-    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None: ...
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None:
+        self._scheduler.features.refuse(name, reason, retryable=retryable)
+        self._asked.set()
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         if self._sessions.close(session_id, epoch, frees=frees):
@@ -355,6 +370,10 @@ class Simulator:
         self._cache.take_fresh()
         self._scheduler.make_way()
         work = self._scheduler.schedule_prompts(self._config.prefill_budget, self._now)
+        if self._encoder is not None:
+            self._refused += self._scheduler.take_lost(self._now)
+            for wanted in self._encoder.features.take_asked():
+                self._want(wanted)
         if self._kv is not None:
             self._check_pulled(work)
         return work
@@ -372,6 +391,9 @@ class Simulator:
         for item in work:
             sequence = item.sequence
             if self._scheduler.prefilling.get(sequence.request.id) is sequence:
+                if self._encoder is not None and sequence.images:
+                    start = sequence.computed
+                    self._encoder.check(sequence.request.id, sequence.images, start, start + item.length)
                 self._scheduler.computed(item)
                 if sequence.request.prompt_logprobs and not sequence.is_reported:
                     self._make_prompt_logprobs(sequence)
@@ -432,7 +454,7 @@ class Simulator:
                 token = self._vocabulary.end_id
         logprobs = None
         if request.logprobs is not None:
-            logprobs = (logprob_at(request.seed, position, token, request.logprobs, self._vocabulary.token_ids),)
+            logprobs = (logprob_at(sequence.seed, position, token, request.logprobs, self._vocabulary.token_ids),)
         return Segment(request.id, Delta(position, (token,), logprobs, report), terminal)
 
     def _report(self, sequence: _Sequence) -> PromptReport:
@@ -452,7 +474,7 @@ class Simulator:
 
     def _make_ahead(self, sequence: _Sequence) -> None:
         """Makes tokens at least up to the end of the sequence's pages, or to its own end."""
-        made, seed = sequence.made, sequence.request.seed
+        made, seed = sequence.made, sequence.seed
         made_to = sequence.made_from + len(made)
         wanted = min(sequence.full_at, sequence.last_position)
         while made_to < wanted:

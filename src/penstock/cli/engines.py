@@ -19,6 +19,7 @@ from penstock.config.commands import WorkerSettings
 from penstock.config.engines import EngineSettings
 from penstock.grammar.compile_queue import CompileQueue
 from penstock.media.families.make import read_rules
+from penstock.media.families.simulator import make_rules
 from penstock.text.formats.make import choose_formats
 from penstock.text.tokenizers.model_settings import read_end_ids, read_image_token, read_vocab_size
 from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
@@ -88,6 +89,7 @@ def _make_simulator(settings: WorkerSettings, on_failure: Callable[[], None]) ->
         capabilities=("kv_events", "sessions", "logprobs", "prompt_logprobs", "isolation"),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        images=make_rules() if settings.simulator.images else None,
     )
     vocabulary = Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id)
     return Simulator(settings.simulator, model, vocabulary, on_failure=on_failure), packed

@@ -61,15 +61,39 @@ class TransferFaults:
         return "transfer:" + ",".join([*chances, f"seed={self.seed}"])
 
 
+@dataclass(frozen=True)
+class ImageFaults:
+    """With which probability an image that has come is lost, or its encoder kills the worker."""
+
+    lose: float = 0.0
+    kill: float = 0.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        chances = [f"{kind}={chance:.12g}" for kind, chance in (("lose", self.lose), ("kill", self.kill)) if chance]
+        return ",".join([*chances, f"seed={self.seed}"])
+
+
 def parse_fault(text: str) -> TransferFaults:
     """`transfer:KIND=CHANCE,…`, and `seed=N`. Raises ValueError for other texts."""
     place, _, rest = text.partition(":")
-    kinds = get_args(TransferFault)
     if place != "transfer" or not rest:
         raise ValueError("expected transfer:KIND=CHANCE,…, such as transfer:drop=0.05,stall=0.05")
+    given, seed = _chances(rest, get_args(TransferFault))
+    return TransferFaults(**given, seed=seed)
+
+
+def parse_image_fault(text: str) -> ImageFaults:
+    """`KIND=CHANCE,…`, and `seed=N`. Raises ValueError for other texts."""
+    given, seed = _chances(text, ("lose", "kill"))
+    return ImageFaults(**given, seed=seed)
+
+
+def _chances(text: str, kinds: tuple[str, ...]) -> tuple[dict[str, float], int]:
+    """The probability of each kind of fault, and the seed."""
     given: dict[str, float] = {}
     seed = 0
-    for each in rest.split(","):
+    for each in text.split(","):
         kind, _, value = each.partition("=")
         if kind not in (*kinds, "seed") or kind in given:
             raise ValueError(f"{each!r} is not one of {', '.join(kinds)}, seed, or comes twice")
@@ -84,7 +108,7 @@ def parse_fault(text: str) -> TransferFaults:
             raise ValueError(f"{each!r} is not a probability: expected 0 to 1")
     if sum(given.values()) > 1:
         raise ValueError(f"the probabilities are {sum(given.values()):g} together: expected at most 1")
-    return TransferFaults(**given, seed=seed)
+    return given, seed
 
 
 # Settings that several engines have, each with its own default.
@@ -260,6 +284,17 @@ class SimulatorConfig(TierSettings):
         "transfer:drop=0.05,stall=0.05,corrupt=0.05,kill=0.01; seed=N to repeat it",
         unit="FAULTS",
         parse=parse_fault,
+        unset="none",
+    )
+    images: bool = setting(False, "the model reads images: its text then depends on their pixels, too")
+    encode_ms: float = setting(20.0, "time that the encoder takes for 1,000 positions of an image", unit="MILLISECONDS", minimum=0)
+    image_positions: int = setting(65_536, "positions of images whose features are kept", unit="N", minimum=PAGE_SIZE)
+    image_fault: ImageFaults | None = setting(
+        None,
+        "fault injection: with which probability an image that has come is lost, or kills the worker, such as lose=0.05,kill=0.01; "
+        "seed=N to repeat it",
+        unit="FAULTS",
+        parse=parse_image_fault,
         unset="none",
     )
 

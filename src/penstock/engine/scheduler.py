@@ -248,6 +248,7 @@ class Scheduler(Generic[S]):
             if len(path) >= max(1, len(request.token_ids) // self.cache.page_size):
                 others = [] if session.active_turns == 1 else [each.path for each in self._running.values() if each.session is session]
                 self.sessions.supersede(session, sequence.since, path, others)
+                session.images = request.images
             generated = len(sequence.tokens) - len(request.token_ids)
             session.usage.count(len(request.token_ids), sequence.cached_tokens or 0, generated)
             self.sessions.end_turn(session, now)

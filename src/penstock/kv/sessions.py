@@ -14,6 +14,7 @@ from msgspec import structs
 from penstock.kv.cache import KVCache
 from penstock.kv.radix import Key, Lease, Node
 from penstock.lazy_heap import LazyHeap
+from penstock.wire.images import ImageSpan, whole_images
 from penstock.wire.messages import SessionReport, SessionState, SessionTurn, Tier
 
 MAX_LEASE_SECONDS = 86_400.0
@@ -39,7 +40,20 @@ class SessionUsage:
 class Session:
     """One epoch of a session id. Turns keep a reference to it, so that the end of an earlier epoch's turn does not touch a later epoch."""
 
-    __slots__ = ("active_turns", "branches", "ended_turns", "epoch", "frees", "id", "is_closing", "is_over", "lane", "lease", "usage")
+    __slots__ = (
+        "active_turns",
+        "branches",
+        "ended_turns",
+        "epoch",
+        "frees",
+        "id",
+        "images",
+        "is_closing",
+        "is_over",
+        "lane",
+        "lease",
+        "usage",
+    )
 
     def __init__(self, turn: SessionTurn, seconds: float, lane: str) -> None:
         self.id = turn.id
@@ -51,6 +65,8 @@ class Session:
         self.frees = False  # when it closes
         self.is_over = False
         self.usage = SessionUsage()
+        self.images: tuple[ImageSpan, ...] = ()
+        """Those of the last turn that ended."""
         # The last nodes of ended turns that no later turn has superseded, each with the number of turns that had ended by then.
         self.branches: list[tuple[int, Node]] = []
         self.ended_turns = 0
@@ -82,8 +98,10 @@ class Session:
         while node is not None and node.parent is not None:
             keys.append(node.key)
             node = node.parent
-        token_ids = tuple(itertools.chain.from_iterable(reversed(keys)))
-        return structs.replace(report, token_ids=token_ids, root=b"" if node is None else node.name, lane=self.lane)
+        token_ids, images = tuple(itertools.chain.from_iterable(reversed(keys))), self.images
+        if images:
+            token_ids, images = whole_images(token_ids, images)
+        return structs.replace(report, token_ids=token_ids, root=b"" if node is None else node.name, lane=self.lane, images=images)
 
 
 class Sessions:

@@ -100,3 +100,14 @@ def wrong_images(token_ids: Sequence[int], images: Iterable[ImageSpan]) -> str |
     if found != sum([each >= FIRST_IMAGE_ID for each in token_ids]):
         return "there are positions of an image outside of the prompt's images"
     return None
+
+
+def whole_images(token_ids: tuple[int, ...], images: Sequence[ImageSpan]) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
+    """The beginning of a prompt, of which `images` are known, up to the first image that is cut off or unknown, and its images."""
+    kept = tuple([span for span in images if span.end <= len(token_ids)])
+    end = kept[-1].end if kept else 0
+    for place in range(end, len(token_ids)):
+        if token_ids[place] >= FIRST_IMAGE_ID:
+            token_ids = token_ids[:place]
+            break
+    return whole_images(token_ids, kept[:-1]) if wrong_images(token_ids, kept) else (token_ids, kept)

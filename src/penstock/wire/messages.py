@@ -430,7 +430,8 @@ class SessionQuery(Struct, frozen=True, tag="session_query"):
 
 class SessionReport(Struct, frozen=True, array_like=True, gc=False):
     """What a worker knows about a session. `expires_in` is None while a turn is active. `tier` is the slowest that has a part of its KV;
-    None without any. If asked for, it has the tokens whose KV the session leases, with the `root` and the `lane` of their Submit."""
+    None without any. If asked for, it has the tokens whose KV the session leases, with the `root`, the `lane` and the `images` of their
+    Submit."""
 
     id: str
     epoch: int
@@ -445,6 +446,7 @@ class SessionReport(Struct, frozen=True, array_like=True, gc=False):
     token_ids: tuple[int, ...] = ()
     root: bytes = b""
     lane: str = ""
+    images: tuple[ImageSpan, ...] = ()
 
 
 class SessionReports(Struct, frozen=True, tag="session_reports"):

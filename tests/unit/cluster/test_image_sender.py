@@ -45,7 +45,7 @@ class Link:
     def __init__(self, answer: AnswerImage | None = None) -> None:
         self.with_images = {each.id: each for each in (request(FIRST, CAT, DOG), request(SECOND, CAT))}
         self.answer_image: AnswerImage = answer or answer_with_pixels(PICTURES.get)
-        self.pings = self.pongs = 0
+        self.pings = self.pongs = self.silent_ticks = 0
         self.sent: list[Message] = []
         self.sender = ImageSender(self)
 

@@ -35,6 +35,7 @@ class ImageLink(Protocol):
     answer_image: AnswerImage
     pings: int
     pongs: int
+    silent_ticks: int
 
     def ping(self) -> None: ...
 
@@ -123,3 +124,5 @@ class ImageSender:
         while self._link.pongs < ping:
             self.ponged.clear()
             await self.ponged.wait()
+        # It may have nothing to say before it has the image.
+        self._link.silent_ticks = 0

@@ -84,7 +84,8 @@ class SessionMoves:
         """Runs the turn. Returns whether it has finished."""
         binding = session.binding
         turn = Turn(self._sessions, session.owner, Hints(SessionWish(binding.session, "continue", binding.timeout)))
-        request = Submit(secrets.token_bytes(GENERATION_ID_BYTES), report.token_ids, 0, 0, root=report.root, lane=report.lane)
+        identity, images = secrets.token_bytes(GENERATION_ID_BYTES), report.images
+        request = Submit(identity, report.token_ids, 0, 0, root=report.root, lane=report.lane, images=images)
         try:
             await self._sessions.begin(turn, binding.model)
             if turn.session is not session or session.active > 1 or session.binding.worker != member.name:
