@@ -106,7 +106,7 @@ def make_external(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
     if path.is_dir():
         vocab_size = min(vocab_size, read_vocab_size(path) or vocab_size)
         end_ids |= read_end_ids(path)
-    rules, placeholder = find_images(path, tokenizer) if path.is_dir() and settings.engine != "http" else (None, None)
+    rules, placeholder = find_images(path, tokenizer) if path.is_dir() else (None, None)
     engine = _make_engine(settings, path, tokenizer, placeholder)
     grammars = _make_grammars(tokenizer, vocab_size, end_ids)
     tool_parser, reasoning_parser = choose_formats(settings.parsers, tokenizer)
@@ -171,7 +171,7 @@ def _make_engine(settings: WorkerSettings, directory: Path, tokenizer: Tokenizer
                 from penstock.backends.http.engine import HttpEngine
             except ImportError as missing:
                 raise ConfigError(f"--engine http needs the package {missing.name!r}: pip install 'penstock[http]'") from missing
-            return HttpEngine(settings.http, tokenizer)
+            return HttpEngine(settings.http, tokenizer, placeholder)
 
 
 def _kv_host(settings: WorkerSettings) -> str:

@@ -197,6 +197,7 @@ class ExternalBackend:
             kv_address=moves.address,
             kv_block_bytes=moves.block_bytes,
             kv_handover=moves.handover,
+            images=self.model.images if facts.reads_images else None,
         )
         self._begin(self._watch(), "engine watch")
         log.info("%s is loaded after %.1f s", self.model.name, time.monotonic() - began)

@@ -117,7 +117,7 @@ class EventEndpoints:
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What is known about an engine after its start. `kv_blocks` and `max_batch` are 0 if unknown. `capabilities` lists only what the
-    engine itself does; `ExternalBackend` adds its own. `moves` is None if its KV does not move."""
+    engine itself does; `ExternalBackend` adds its own. `moves` is None if its KV does not move. `reads_images`: if its model does."""
 
     context_length: int
     block_size: int
@@ -126,6 +126,7 @@ class EngineFacts:
     events: EventEndpoints | None = None
     capabilities: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", "grammar", "isolation")
     moves: KvMoves | None = None
+    reads_images: bool = True
 
 
 class ExternalEngine(Protocol):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from io import BytesIO
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -16,6 +18,8 @@ from penstock.worker.backend import WantImages, image_fault, wants_none
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+Thing = TypeVar("Thing")
 
 MIB = 2**20
 MAX_CACHED_BYTES = 256 * MIB
@@ -29,6 +33,13 @@ def mismatch(engine: str, found: int, expected: int) -> EngineRefused:
     """The engine has expanded a prompt to something else than we did. What it computes is of no use: our prompt has other places."""
     lengths = f"{found} tokens instead of {expected}" if found != expected else f"other tokens, {expected} of them"
     return EngineRefused(Fault(MISMATCH, f"{engine} makes something else of the prompt's images than Penstock: {lengths}"))
+
+
+def data_url(picture: EngineImage) -> str:
+    """The picture as a PNG. It is compressed little: that is quick, and the engine is near."""
+    file = BytesIO()
+    pil_image(picture).save(file, "PNG", compress_level=1)
+    return "data:image/png;base64," + b64encode(file.getvalue()).decode()
 
 
 def pil_image(picture: EngineImage) -> Image:
@@ -64,17 +75,44 @@ class Placeholder(Struct, frozen=True):
         return tuple([self.position if each >= FIRST_IMAGE_ID else each for each in token_ids])
 
 
+class Kept(Generic[Thing]):
+    """What was used last, by name, up to `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._things: dict[bytes, tuple[Thing, int]] = {}
+        """Each with its size, the least recently used first."""
+        self._bytes = 0
+
+    def get(self, name: bytes) -> Thing | None:
+        found = self._things.pop(name, None)
+        if found is None:
+            return None
+        self._things[name] = found
+        return found[0]
+
+    def put(self, name: bytes, thing: Thing, size: int) -> None:
+        if size > self._max_bytes or self.get(name) is not None:
+            return
+        self._things[name] = thing, size
+        self._bytes += size
+        while self._bytes > self._max_bytes:
+            _, freed = self._things.pop(next(iter(self._things)))
+            self._bytes -= freed
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless its size is right, and within its bound."""
+        assert self._bytes == sum(size for _, size in self._things.values()) <= self._max_bytes
+
+
 class Pictures:
     """The pixels of images, by name. What was used last is kept, up to `max_cached` bytes. Prompts that would hold more than `max_held`
     bytes together wait, tenant by tenant, before they ask for any."""
 
     def __init__(self, max_cached: int = MAX_CACHED_BYTES, max_held: int = MAX_HELD_BYTES) -> None:
         self.want: WantImages = wants_none
-        self._max_cached = max_cached
         self._room = FairBudget(max_held)
-        self._cached: dict[bytes, EngineImage] = {}
-        """The least recently used first."""
-        self._cached_bytes = 0
+        self._cached: Kept[EngineImage] = Kept(max_cached)
         self._waiting: dict[bytes, dict[asyncio.Future[EngineImage], bytes]] = {}
         """By name, with the generation that waits."""
 
@@ -90,7 +128,7 @@ class Pictures:
         size = sum([BYTES_PER_PIXEL * span.size[0] * span.size[1] for span in spans.values()])
         if not self._room.take(share, size):
             await self._room.wait(share, size)
-        found = {name: self._use(name) for name in spans}
+        found = {name: self._cached.get(name) for name in spans}
         missing = tuple([name for name, picture in found.items() if picture is None])
         pictures = {name: picture for name, picture in found.items() if picture is not None}
         if missing:
@@ -109,7 +147,7 @@ class Pictures:
             self.refuse(name, f"{len(pixels)} bytes came for {size[0]} × {size[1]} pixels", retryable=False)
             return
         picture = EngineImage(name, size, pixels)
-        self._keep(picture)
+        self._cached.put(name, picture, len(pixels))
         for waiting in self._waiting.pop(name, ()):
             if not waiting.done():
                 waiting.set_result(picture)
@@ -127,7 +165,7 @@ class Pictures:
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is kept is within its bounds, and somebody waits for all that is waited for."""
         self._room.check_integrity()
-        assert self._cached_bytes == sum(len(picture.pixels) for picture in self._cached.values()) <= self._max_cached
+        self._cached.check_integrity()
         assert all(self._waiting.values())
 
     async def _ask(self, generation: bytes, names: tuple[bytes, ...]) -> dict[bytes, EngineImage]:
@@ -148,18 +186,3 @@ class Pictures:
         others.pop(future, None)
         if not others:
             self._waiting.pop(name, None)
-
-    def _use(self, name: bytes) -> EngineImage | None:
-        picture = self._cached.pop(name, None)
-        if picture is not None:
-            self._cached[name] = picture
-        return picture
-
-    def _keep(self, picture: EngineImage) -> None:
-        if self._use(picture.name) is not None or len(picture.pixels) > self._max_cached:
-            return
-        self._cached[picture.name] = picture
-        self._cached_bytes += len(picture.pixels)
-        while self._cached_bytes > self._max_cached:
-            oldest = self._cached.pop(next(iter(self._cached)))
-            self._cached_bytes -= len(oldest.pixels)

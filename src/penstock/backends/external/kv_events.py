@@ -319,10 +319,11 @@ class BlockMirror:
         images, size = self._images, self._block_size
         token_ids: list[int] = event.token_ids  # type: ignore[assignment]
         if images is None or not images.has_images(token_ids, extra_keys):
+            named = next((index for index, keys in enumerate(extra_keys) if keys), len(event.block_hashes))
             if max(token_ids, default=0) > MAX_TOKEN:
-                raise OverflowError
-            depends = next((index for index, keys in enumerate(extra_keys) if keys), len(event.block_hashes))
-            return token_ids[: depends * size], repeat(None)
+                self._log_once("images")
+                named = min(named, next(index for index, token in enumerate(token_ids) if token > MAX_TOKEN) // size)
+            return token_ids[: named * size], repeat(None)
         ids: list[int] = []
         cuts: list[Cut | None] = []
         for index, start in enumerate(range(0, len(token_ids), size)):

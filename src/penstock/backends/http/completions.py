@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.backends.external.engine import Chunk, EngineRequest
+from penstock.backends.external.engine import Chunk, EngineRequest, PromptImages
+from penstock.backends.external.image_events import image_uuid
 from penstock.backends.http.dialects import Body, Dialect, Reader, lost, raise_error, unsupported
-from penstock.backends.vllm.requests import sampling_arguments
+from penstock.backends.vllm.requests import check_expanded, sampling_arguments
 from penstock.wire.messages import FinishReason, TokenLogprob
 
 # What servers write for the logarithm of zero, which JSON cannot express.
@@ -30,6 +31,7 @@ class VllmDialect(Dialect):
     """vLLM's token-level route: tokens in, tokens out, no text."""
 
     path = "/inference/v1/generate"
+    reads_images = True
     model: str
     has_grammar: bool = False
 
@@ -47,6 +49,12 @@ class VllmDialect(Dialect):
             "sampling_params": params,
             **_streamed(request),
         }
+
+    def image_fields(self, images: PromptImages, urls: Sequence[str]) -> Body:
+        """vLLM puts a picture in place of each placeholder, and tells what the prompt has become."""
+        named = zip(images.pictures, urls, strict=True)
+        parts = [{"type": "image_url", "url": url, "uuid": image_uuid(picture.name)} for picture, url in named]
+        return {"token_ids": images.token_ids, "content_parts": parts, "return_token_ids": True}
 
     def reader(self, request: EngineRequest) -> Reader:
         return _TokensReader(request)
@@ -134,6 +142,7 @@ class CompletionEvent(Struct):
     choices: list[Choice] = []
     usage: _Usage | None = None
     prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
     error: Any = None
 
 
@@ -171,10 +180,15 @@ class CompletionReader(Reader):
 
 
 class _TokensReader(CompletionReader):
+    _is_checked = False
+
     def _chunk(self, answer: CompletionEvent, choice: Choice) -> Chunk:
         if choice.token_ids is None and choice.text:
             raise lost("the server sent text without its token ids")
         request = self._request
+        if request.images is not None and not self._is_checked:
+            self._is_checked = True
+            check_expanded(answer, request)
         prompt_logprobs = answer.prompt_logprobs if choice.prompt_logprobs is None else choice.prompt_logprobs
         return Chunk(
             tuple(choice.token_ids or ()),

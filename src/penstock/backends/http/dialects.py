@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
 
-from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
-from penstock.backends.sglang.requests import ChunkReader, as_parameters
+from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, PromptImages
+from penstock.backends.sglang.requests import ChunkReader, as_parameters, image_parameters
 from penstock.wire.messages import Fault
 
 MAX_MESSAGE_CHARACTERS = 500
@@ -68,6 +69,11 @@ class Dialect(ABC):
     """One route of one server."""
 
     path: ClassVar[str]
+    reads_images: ClassVar[bool] = False
+
+    def image_fields(self, images: PromptImages, urls: Sequence[str]) -> Body:  # noqa: ARG002, for subclasses
+        """What the body of a prompt with images has besides, or instead. `urls` are data URLs of its pictures."""
+        raise unsupported("images")
 
     @abstractmethod
     def body(self, request: EngineRequest) -> Body:
@@ -133,6 +139,7 @@ class SglangDialect(Dialect):
     """SGLang's own route: token ids in, token ids out."""
 
     path = "/generate"
+    reads_images = True
     traits: SglangTraits
 
     def body(self, request: EngineRequest) -> Body:
@@ -140,6 +147,9 @@ class SglangDialect(Dialect):
             raise unsupported("a grammar; SGLang must be started with --grammar-backend llguidance")
         body = as_parameters(request, None, tags_sessions=self.traits.has_sessions, has_priority=self.traits.has_priority)
         return body | {"stream": not request.prompt_logprobs}
+
+    def image_fields(self, images: PromptImages, urls: Sequence[str]) -> Body:
+        return image_parameters(images, urls)
 
     def reader(self, request: EngineRequest) -> Reader:
         return _SglangReader(request, self.traits.is_incremental)

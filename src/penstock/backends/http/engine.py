@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
-from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineReport, EngineRequest
+from penstock.backends.external.engine import Chunk, EngineDied, EngineFacts, EngineImage, EngineReport, EngineRequest, PromptImages
+from penstock.backends.external.image_events import KeyedImages
+from penstock.backends.external.images import BYTES_PER_PIXEL, MIB, Kept, Placeholder, data_url
 from penstock.backends.http.client import Broken, EngineClient, Silent, Stream, Unreachable
-from penstock.backends.http.dialects import Reader, lost, refused
+from penstock.backends.http.completions import VllmDialect
+from penstock.backends.http.dialects import Body, Reader, lost, refused
 from penstock.backends.http.probe import Found, find_route
 from penstock.config.engines import HttpEngineSettings
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
+from penstock.wire.images import IMAGE_NAME_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +30,11 @@ DEATH_SECONDS = 10.0
 PING_SECONDS = 30.0
 RETRY_SECONDS = 0.5
 ABORT_SECONDS = 10.0
+# Choices of one request, and turns of one conversation, have the same pictures.
+MAX_URL_BYTES = 64 * MIB
+# A picture that every processor takes.
+GREY_PIXELS = 64
+GREY = bytes([127]) * (BYTES_PER_PIXEL * GREY_PIXELS**2)
 
 
 async def probe(settings: HttpEngineSettings) -> EngineReport:
@@ -46,12 +57,15 @@ class HttpEngine:
         self,
         settings: HttpEngineSettings,
         tokenizer: Tokenizer,
+        placeholder: Placeholder | None = None,
         *,
         watch_seconds: float = WATCH_SECONDS,
         death_seconds: float = DEATH_SECONDS,
     ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
+        self._placeholder = placeholder
+        self._urls: Kept[str] = Kept(MAX_URL_BYTES)
         self._watch_seconds = watch_seconds
         self._death_seconds = death_seconds
         self._client = EngineClient(settings)
@@ -76,8 +90,35 @@ class HttpEngine:
             await self._client.close()
             raise
         self._log_route(found)
+        facts = found.facts if self._placeholder is None else await self._with_images(found.facts, self._placeholder)
         self._watch = asyncio.create_task(self._watch_over(on_death), name="watching the engine's server")
-        return found.facts
+        return facts
+
+    async def _with_images(self, facts: EngineFacts, placeholder: Placeholder) -> EngineFacts:
+        """Whether the server reads images is found out with a grey one."""
+        if not self._dialect.reads_images:
+            log.warning("images are refused: they need SGLang, or vLLM with --enable-scale-out")
+            return replace(facts, reads_images=False)
+        events = facts.events
+        if events is not None and isinstance(self._dialect, VllmDialect):
+            events = replace(events, images=KeyedImages(placeholder.position))
+        images = PromptImages(placeholder.ids, [EngineImage(bytes(IMAGE_NAME_BYTES), (GREY_PIXELS, GREY_PIXELS), GREY)])
+        request = EngineRequest(secrets.token_hex(16), placeholder.ids, 1, None)
+        body = self._dialect.body(request) | await self._image_fields(images) | {"stream": False}
+        answer = await self._client.ask(self._dialect.path, body, PING_SECONDS)
+        if answer.status != 200:
+            log.warning("images are refused: the server answered one with %d: %s", answer.status, answer.message[:200])
+        return replace(facts, events=events, reads_images=answer.status == 200)
+
+    async def _image_fields(self, images: PromptImages) -> Body:
+        return self._dialect.image_fields(images, [await self._url(picture) for picture in images.pictures])
+
+    async def _url(self, picture: EngineImage) -> str:
+        url = self._urls.get(picture.name)
+        if url is None:
+            url = await asyncio.to_thread(data_url, picture)
+            self._urls.put(picture.name, url, len(url))
+        return url
 
     async def _find(self) -> Found:
         found = await find_route(self._client, self._settings)
@@ -96,6 +137,8 @@ class HttpEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         body, reader = self._dialect.body(request), self._dialect.reader(request)
+        if request.images is not None:
+            body |= await self._image_fields(request.images)
         try:
             async with self._client.stream(self._dialect.path, body) as stream:
                 if stream.refusal is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest
+from penstock.backends.external.engine import Chunk, EngineImage, EngineRefused, EngineRequest, PromptImages
+from penstock.backends.external.image_events import image_uuid
 from penstock.backends.http.completions import CompletionsDialect, VllmDialect
 from penstock.backends.http.dialects import Dialect, Reader, SglangDialect, SglangTraits, message_in
 from penstock.backends.http.text import TextDialect, byte_tokens
@@ -288,3 +289,32 @@ def test_strict_servers_get_only_fields_of_openai() -> None:
 )
 def test_errors_have_many_shapes(body: object, message: str) -> None:
     assert message_in(body) == message
+
+
+# Images.
+
+NAME = bytes(range(16))
+IMAGES = PromptImages((5, 9, 7), [EngineImage(NAME, (1, 1), b"rgb")])
+
+
+def test_images_are_content_parts_for_vllm_and_image_data_for_sglang() -> None:
+    part = {"type": "image_url", "url": "data:x", "uuid": image_uuid(NAME)}
+    assert VLLM.image_fields(IMAGES, ["data:x"]) == {"token_ids": (5, 9, 7), "content_parts": [part], "return_token_ids": True}
+    sglang_fields = SglangDialect(ALL_ON).image_fields(IMAGES, ["data:x"])
+    assert sglang_fields == {"input_ids": [5, 9, 7], "image_data": ["data:x"], "mm_hashes": [NAME[:8].hex()]}
+
+
+@pytest.mark.parametrize("dialect", [COMPLETIONS, TEXT], ids=["completions", "text"])
+def test_other_routes_take_no_images(dialect: Dialect) -> None:
+    assert not dialect.reads_images
+    with pytest.raises(EngineRefused) as refused:
+        dialect.image_fields(IMAGES, ["data:x"])
+    assert refused.value.fault.code == "unsupported"
+
+
+def test_what_vllm_makes_of_a_prompt_with_images_is_checked_once() -> None:
+    first = {"choices": [{"token_ids": [1]}], "prompt_token_ids": [5, 6, 7]}
+    last = {"choices": [{"token_ids": [2], "finish_reason": "length"}]}
+    assert read_all(VLLM.reader(request(images=IMAGES)), first, last) == [Chunk((1,)), Chunk((2,), finish="length")]
+    assert fault_of(VLLM.reader(request(images=IMAGES)), first | {"prompt_token_ids": [5, 6, 6, 7]}).code == "image_mismatch"
+    assert fault_of(VLLM.reader(request(images=IMAGES)), last).code == "image_mismatch", "a server that does not tell"

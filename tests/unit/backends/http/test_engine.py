@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.backends.external.engine import Chunk, EngineDied, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.external.images import Placeholder
 from penstock.backends.http.client import Broken, EngineClient
 from penstock.backends.http.engine import HttpEngine, probe
 from penstock.config.engines import HttpEngineSettings, Route, checked_url
@@ -337,6 +338,29 @@ async def test_sglang_is_recognized_by_its_information() -> None:
     assert features["exact token ids"].is_available
     assert not features["grammar"].is_available
     assert "port 5557" in features["KV events"].detail
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_whether_a_server_reads_images_is_found_out_with_one(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with upstream(sglang(saying(status, {"error": {"message": "text only"}}))) as server:
+        engine = HttpEngine(HttpEngineSettings(server.url), TOKENIZER, Placeholder((8, 9), 9))
+        facts = await engine.start(print)
+        await engine.close()
+        asked = server.posts("/generate")[-1]
+    assert facts.reads_images == (status == 200)
+    assert asked["input_ids"] == [8, 9]
+    assert asked["image_data"][0].startswith("data:image/png;base64,")
+    assert ("images are refused" in caplog.text) == (status != 200)
+
+
+async def test_a_server_of_completions_reads_no_images(caplog: pytest.LogCaptureFixture) -> None:
+    replies = {"/v1/models": saying(200, MODELS), "/v1/completions": saying(200, text("a", "length"))}
+    async with upstream(replies) as server:
+        engine = HttpEngine(HttpEngineSettings(server.url), TOKENIZER, Placeholder((8, 9), 9))
+        facts = await engine.start(print)
+        await engine.close()
+    assert not facts.reads_images
+    assert "vLLM with --enable-scale-out" in caplog.text
 
 
 def salted(answer: Any, good: int, bad: int) -> Reply:

@@ -12,12 +12,20 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, EventEndpoints
+from penstock.backends.external.engine import Chunk, EngineImage, EngineRefused, EngineRequest, EventEndpoints, PromptImages
 from penstock.backends.external.handover import HandoverFailed
 from penstock.backends.external.in_process import first_error, forget_directory, write_logging_config
 from penstock.backends.sglang.arguments import DEFAULT_PAGE_SIZE, PACKAGE, make_arguments, report
 from penstock.backends.sglang.engine import SglangEngine
-from penstock.backends.sglang.requests import ChunkReader, as_ebnf, as_parameters, engine_priority, meeting_parameters, sampling_parameters
+from penstock.backends.sglang.requests import (
+    ChunkReader,
+    as_ebnf,
+    as_parameters,
+    engine_priority,
+    image_parameters,
+    meeting_parameters,
+    sampling_parameters,
+)
 from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
@@ -560,3 +568,34 @@ def test_the_file_of_errors_has_only_failures(tmp_path: Path) -> None:
         forget_directory(tmp_path, PACKAGE.logger)
         logging.getLogger(PACKAGE.logger).handlers.clear()
         logging.getLogger(PACKAGE.logger).propagate = True
+
+
+IMAGES = PromptImages((5, 9, 7), [EngineImage(bytes(range(16)), (1, 1), b"rgb")])
+
+
+def test_an_image_is_one_placeholder_a_picture_and_a_hash_of_its_name() -> None:
+    expected = {"input_ids": [5, 9, 7], "image_data": ["a picture"], "mm_hashes": ["0001020304050607"]}
+    assert image_parameters(IMAGES, ["a picture"]) == expected
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+def test_a_prompt_with_images_that_sglang_expands_to_something_else_is_refused(is_incremental: bool) -> None:
+    request = asked(images=IMAGES)
+    ChunkReader(request, is_incremental=is_incremental).read(raw([1], 1, prompt_tokens=3))
+    ChunkReader(asked(), is_incremental=is_incremental).read(raw([1], 1, prompt_tokens=4))
+    with pytest.raises(EngineRefused, match="4 tokens instead of 3") as refused:
+        ChunkReader(request, is_incremental=is_incremental).read(raw([1], 1, prompt_tokens=4))
+    assert refused.value.fault.code == "image_mismatch"
+
+
+async def test_a_prompt_with_images_runs_without_a_session_of_the_engine() -> None:
+    """Only new tokens are sent there, and placeholders of earlier turns would be missing."""
+
+    async def opened(_: str) -> bool:
+        return True
+
+    async def closed(_: str) -> None: ...
+
+    sessions = StreamingSessions(opened, closed, None)
+    assert await sessions.begin(asked(session_id="s", images=IMAGES)) is None
+    assert await sessions.begin(asked(session_id="s")) is not None

@@ -15,7 +15,7 @@ from penstock.backends.external.handover import HandoverFailed, unpack_ticket
 from penstock.backends.vllm.arguments import PACKAGE, event_endpoints, features_in, merge_flags, report, why_no_events
 from penstock.backends.vllm.engine import VllmEngine
 from penstock.backends.vllm.handover import connector_settings, ticket_of, transfer_parameters
-from penstock.backends.vllm.requests import check_end, chunk_of, sampling_arguments
+from penstock.backends.vllm.requests import check_end, check_expanded, chunk_of, sampling_arguments
 from penstock.config.engines import EngineSettings
 from penstock.wire.errors import ConfigError
 from penstock.wire.messages import Sampling, TokenLogprob
@@ -412,3 +412,11 @@ def test_a_worker_with_a_role_has_the_connector() -> None:
             "kv_both",
             "fail",
         )
+
+
+def test_a_prompt_that_vllm_expands_to_something_else_is_refused() -> None:
+    check_expanded(SimpleNamespace(prompt_token_ids=[5, 6]), request())
+    for prompt, said in (([5, 6, 6], "3 tokens instead of 2"), ([5, 7], "other tokens, 2 of them"), (None, "0 tokens instead of 2")):
+        with pytest.raises(EngineRefused, match=said) as refused:
+            check_expanded(SimpleNamespace(prompt_token_ids=prompt), request())
+        assert (refused.value.fault.code, refused.value.fault.retryable) == ("image_mismatch", False)
