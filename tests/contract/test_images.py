@@ -6,20 +6,25 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from msgspec import structs
 
 from penstock.backends.simulator import Simulator
 from penstock.cluster import suspects
+from penstock.cluster.kv.handshake import Credentials
+from penstock.cluster.kv.transport import SocketTransport
 from penstock.cluster.links import images as sending
 from penstock.config.engines import ImageFaults
+from penstock.config.front_end import RouterSettings
 from penstock.media.picture import Picture
+from penstock.router.policy import Hints, SessionWish
+from penstock.wire.address import UnixAddress
 from penstock.wire.errors import GenerationFault
-from penstock.wire.messages import Submit
+from penstock.wire.messages import Role, Submit
 from simulated_pictures import RULES, expected_with, picture, submit_with
-from workers import FrontEnd, Reader, Worker, expected, fault_of, make_model, submit, until
+from workers import SECRET, FrontEnd, Reader, Worker, expected, fault_of, make_model, submit, until
 
 CAT, DOG, COW = PICTURES = [picture(number) for number in range(3)]
 LARGE = picture(9, (1024, 768))
@@ -63,8 +68,8 @@ class Recording(Simulator):
 class SeeingWorker(Worker):
     simulator: Recording
 
-    def __init__(self, folder: Path, name: str, **config: Any) -> None:
-        super().__init__(folder, name, make_model(images=RULES), Recording, **{"kv_blocks": 4096, **config})
+    def __init__(self, folder: Path, name: str, role: Role = "aggregated", **config: Any) -> None:
+        super().__init__(folder, name, make_model(images=RULES, roles=(role,)), Recording, **{"kv_blocks": 4096, **config})
         self.simulator.worker = self
 
     @property
@@ -75,6 +80,36 @@ class SeeingWorker(Worker):
     def is_settled(self) -> bool:
         stats = self.simulator.stats()
         return not (stats.running or stats.queued or stats.image_positions_to_encode or self.runtime.wanted_images)
+
+
+class MovingWorker(SeeingWorker):
+    """Its KV moves."""
+
+    async def __aenter__(self) -> Self:
+        self.transport = SocketTransport(self.simulator.kv, Credentials(self.name, SECRET), UnixAddress(f"{self.address.path}.kv"))
+        await self.runtime.start()
+        self.runtime.move_kv(str(self.transport.start()), self.simulator.kv.fingerprint, 64)
+        self.simulator.kv.connect(self.transport)
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *errors: object) -> None:
+        await asyncio.to_thread(self.transport.close)
+        await super().__aexit__(*errors)
+
+
+@asynccontextmanager
+async def moving(folder: Path, names: str, **router: Any) -> AsyncIterator[tuple[FrontEnd, dict[str, MovingWorker]]]:
+    """Workers by name: p… are prefill workers, d… decode workers, others neither. Their prompts take long, so that KV is worth moving."""
+    roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
+    pace: dict[str, Any] = {"prefill_rate": 5000.0, "kv_block_bytes": 64}
+    async with AsyncExitStack() as stack:
+        workers = {name: MovingWorker(folder, name, roles.get(name[0], "aggregated"), **pace) for name in names.split()}
+        for worker in workers.values():
+            await stack.enter_async_context(worker)
+        front_end = FrontEnd(list(workers.values()), router=RouterSettings(**router), pictures=BY_NAME)
+        yield await stack.enter_async_context(front_end), workers
+        await until(lambda: all(worker.is_settled and not worker.runtime.open_transfers for worker in workers.values()))
 
 
 @asynccontextmanager
@@ -168,6 +203,9 @@ async def test_a_cancel_leaves_nothing_of_an_image_on_its_way(tmp_path: Path, mo
         _, task = front_end.start(submit_with(1, [LARGE]))
         await until(lambda: worker.runtime.wanted_images == 1)
         task.cancel()
+        await asyncio.wait([task])
+        (member,) = front_end.pool.members
+        assert (member.link.active, member.link.with_images) == (1, {}), "it would be sent to its end"
         reader, other = front_end.start(submit_with(2, [CAT]))
         await finish([(reader, other)])
         assert (reader.tokens, worker.encoded) == (expected_with(2, [CAT], 16), 1)
@@ -207,6 +245,54 @@ async def test_an_image_that_kills_its_worker_is_found_and_its_neighbours_go_on(
         await finish(list(neighbours.values()))
         assert all(reader.tokens == expected_with(number, [CAT, DOG], 200) for number, (reader, _) in neighbours.items())
         assert sum(worker.simulator.got.count(COW.name) for worker in workers) == 2
+
+
+def next_turn(number: int, before: Submit, answer: Sequence[int]) -> Submit:
+    """The turn after this one, with 10 more tokens of text."""
+    ids = (*before.token_ids, *answer, *expected(1000 + number, 10))
+    return structs.replace(submit(number), token_ids=ids, images=before.images)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_session_that_moves_takes_its_images_along(tmp_path: Path, leaves: bool) -> None:
+    """Its worker drains. The other one gets KV and no image, also when the front end has the pictures no more."""
+    async with moving(tmp_path, "a b") as (front_end, workers):
+        request, hints = submit_with(1, PICTURES, 40, 800), Hints(SessionWish("s"))
+        turn, reader = await front_end.run(request, hints)
+        home, other = (workers[turn.worker or ""], workers[{"a": "b", "b": "a"}[turn.worker or ""]])
+        if leaves:
+            front_end.pictures.clear()
+        home.runtime.drain()
+        await until(lambda: other.simulator.stats().sessions == 1 and not home.simulator.stats().sessions)
+        await until(lambda: front_end.sessions.is_idle)
+        again = next_turn(2, request, reader.tokens)
+        turn, reader = await front_end.run(again, hints)
+        assert (turn.worker, reader.tokens) == (other.name, expected_with(2, PICTURES, 16))
+        assert (home.encoded, other.encoded, other.simulator.got) == (3, 0, [])
+        delta, _ = reader.read()
+        assert delta is not None
+        assert delta.prompt is not None
+        assert delta.prompt.cached_tokens >= 0.95 * len(again.token_ids)
+
+
+async def test_one_worker_computes_a_prompt_with_images_and_another_continues(tmp_path: Path) -> None:
+    async with moving(tmp_path, "p d", disaggregation="always") as (front_end, workers):
+        _, reader = await front_end.run(submit_with(1, PICTURES, 40, 800))
+        assert reader.tokens == expected_with(1, PICTURES, 40)
+        (first,), (second,) = workers["p"].simulator.submits, workers["d"].simulator.submits
+        assert (first.images, second.images, second.offset) == (second.images, first.images, 1)
+        assert (workers["p"].encoded, workers["d"].encoded) == (3, 0)
+
+
+async def test_a_generation_leaves_a_worker_that_drains_with_its_images(tmp_path: Path) -> None:
+    async with moving(tmp_path, "a b") as (front_end, workers):
+        reader, task = front_end.start(submit_with(1, PICTURES, 200, 800))
+        await until(lambda: len(reader.tokens) > 20)
+        home, other = (workers["a"], workers["b"]) if workers["a"].simulator.submits else (workers["b"], workers["a"])
+        home.runtime.drain()
+        home.runtime.hand_over()
+        await finish([(reader, task)])
+        assert (reader.tokens, other.encoded, other.simulator.got) == (expected_with(1, PICTURES, 200), 0, [])
 
 
 async def test_chaos_with_images(tmp_path: Path) -> None:
