@@ -281,7 +281,8 @@ def _layout(directory: Path, kind: Kind, grid: tuple[int, int]) -> str:
 def _house_ids(
     directory: Path, kind: Kind, ids: list[int], images: Sequence[PreparedImage]
 ) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
-    """Each position gets the id of its image. An image's span has its positions and what is between them."""
+    """Each position gets the id of its image. An image's span has all that stands for it."""
+    before = 2 if kind == "idefics3" else 1
     found = iter([index for index, token in enumerate(ids) if token == IMAGE_TOKEN_ID])
     made, spans = list(ids), []
     for image in images:
@@ -289,7 +290,7 @@ def _house_ids(
         places = [next(found) for _ in range(tiles or image.grid[0] * image.grid[1])]
         for place, token in zip(places, image_ids(image.name, len(places)), strict=True):
             made[place] = token
-        spans.append(ImageSpan(image.name, places[0], places[-1] + 1, image.grid, image.size))
+        spans.append(ImageSpan(image.name, places[0] - before, places[-1] + 2, image.grid, image.size))
     assert next(found, None) is None
     return tuple(made), tuple(spans)
 

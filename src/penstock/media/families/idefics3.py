@@ -29,7 +29,7 @@ def make_rules(given: Mapping[str, Any], processor: Mapping[str, Any], model: Ma
     settings = {
         "longest_edge": _edge(given, "size", 4 * DEFAULT_TILE),
         "tile_size": _edge(given, "max_image_size", DEFAULT_TILE),
-        "tile_positions": _positions(processor, model),
+        "tile_positions": _positions(_edge(given, "max_image_size", DEFAULT_TILE), processor, model),
         "splits": float(given.get("do_image_splitting", True)),
         **normalisation(given, LANCZOS, HALF, HALF),
     }
@@ -113,12 +113,12 @@ def _edge(given: Mapping[str, Any], key: str, default: int) -> float:
     return number(size, "longest_edge", default)
 
 
-def _positions(processor: Mapping[str, Any], model: Mapping[str, Any]) -> float:
+def _positions(tile: float, processor: Mapping[str, Any], model: Mapping[str, Any]) -> float:
     """How many positions a tile has: what the processor says must be what the model makes of one."""
     vision = model.get("vision_config")
     made = None
-    if isinstance(vision, dict) and "image_size" in vision and "patch_size" in vision:
-        made = (number(vision, "image_size", 0) // number(vision, "patch_size", 0)) ** 2 // number(model, "scale_factor", 2) ** 2
+    if isinstance(vision, dict) and "patch_size" in vision:
+        made = (tile // number(vision, "patch_size", 0)) ** 2 // number(model, "scale_factor", 2) ** 2
     said = number(processor, "image_seq_len", made or DEFAULT_POSITIONS)
     if made is not None and made != said:
         raise ConfigError(f"the processor's `image_seq_len` is {said:g}, but the model makes {made:g} positions of a tile")

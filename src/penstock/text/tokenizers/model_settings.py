@@ -107,18 +107,23 @@ def read_settings(path: Path) -> ModelSettings:
 
 def read_end_ids(directory: Path) -> frozenset[int]:
     """The tokens that end the model's text; empty if the files name none."""
-    end_ids = _end_ids(read_settings(directory / CONFIG))
+    end_ids = _end_ids(_with_text_settings(read_settings(directory / CONFIG), "eos_token_id"))
     if (directory / GENERATION_CONFIG).exists():
         end_ids |= _end_ids(read_settings(directory / GENERATION_CONFIG))
     return end_ids
 
 
 def read_vocab_size(directory: Path) -> int | None:
-    """How many logits the model has. Models for text and images have the number in `text_config`."""
-    settings = read_settings(directory / CONFIG)
-    if not settings.has("vocab_size") and isinstance(settings.values.get("text_config"), dict):
-        settings = ModelSettings(f"{settings.source}: text_config", settings.values["text_config"])
+    """How many logits the model has."""
+    settings = _with_text_settings(read_settings(directory / CONFIG), "vocab_size")
     return settings.size("vocab_size") if settings.has("vocab_size") else None
+
+
+def _with_text_settings(settings: ModelSettings, key: str) -> ModelSettings:
+    """Where this key is: models for text and images have some in `text_config`."""
+    if settings.has(key) or not isinstance(settings.values.get("text_config"), dict):
+        return settings
+    return ModelSettings(f"{settings.source}: text_config", settings.values["text_config"])
 
 
 def read_image_token(directory: Path) -> int | None:

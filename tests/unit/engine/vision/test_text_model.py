@@ -135,9 +135,9 @@ def test_positions_are_those_of_transformers(variant: str) -> None:
     assert shift_behind(prompt.spans) == shift.item()
     for start in range(0, end, 5):
         assert positions_of(prompt.spans, start, 9) == tuple(axis[start : start + 9] for axis in positions_of(prompt.spans, 0, end + 9))
-    # A span may also have the tokens around the positions.
-    wide = [ImageSpan(span.name, span.start - 1, span.end + 1, span.grid, span.size) for span in prompt.spans]
-    assert positions_of(wide, 0, end) == positions_of(prompt.spans, 0, end)
+    # A span may also be without the tokens around the positions.
+    narrow = [ImageSpan(span.name, span.start + 1, span.end - 1, span.grid, span.size) for span in prompt.spans]
+    assert positions_of(narrow, 0, end) == positions_of(prompt.spans, 0, end)
 
 
 def test_text_is_computed_to_the_bit_as_without_axes() -> None:
