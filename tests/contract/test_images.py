@@ -200,10 +200,9 @@ async def test_a_cancel_leaves_nothing_of_an_image_on_its_way(tmp_path: Path, mo
     """The large one stops between its pieces, and the other one comes."""
     monkeypatch.setattr(sending, "PIECES_PER_PING", 1)
     async with cluster(tmp_path, 1) as (front_end, (worker,)):
-        _, task = front_end.start(submit_with(1, [LARGE]))
+        production = front_end.dispatcher.produce("simulator", front_end.turn(), submit_with(1, [LARGE]), Reader().mailbox)
         await until(lambda: worker.runtime.wanted_images == 1)
-        task.cancel()
-        await asyncio.wait([task])
+        production.cancel()
         (member,) = front_end.pool.members
         assert (member.link.active, member.link.with_images) == (1, {}), "it would be sent to its end"
         reader, other = front_end.start(submit_with(2, [CAT]))
