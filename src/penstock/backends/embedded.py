@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from msgspec import structs
+
 from penstock.engine.engine import Engine
+from penstock.engine.vision.images import EngineImages
 from penstock.kv.moving import KvEngine, KvTransport, SlotMemory
 from penstock.wire.messages import (
     Fault,
@@ -92,12 +95,14 @@ class EmbeddedBackend:
     def end_transfer(self, transfer: bytes) -> None:
         self.ask(lambda engine: engine.transfers.end(transfer))
 
-    def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
-        """Never called: it asks for none. So the next two."""
+    def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:  # noqa: ARG002
+        self._ask_images(lambda images: images.add_pixels(name, pixels))
 
-    def image_at(self, name: bytes, source: KvSource) -> None: ...
+    def image_at(self, name: bytes, source: KvSource) -> None:  # noqa: ARG002
+        self.image_refused(name, "this worker pulls no features", retryable=True)
 
-    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None: ...
+    def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None:
+        self._ask_images(lambda images: images.features.refuse(name, reason, retryable=retryable))
 
     def close_session(self, session_id: str, epoch: int, *, frees: bool = True) -> None:
         self.ask(lambda engine: engine.close_session(session_id, epoch, frees=frees))
@@ -147,6 +152,9 @@ class EmbeddedBackend:
         self._asked.append(what)
         self._wake.set()
 
+    def _ask_images(self, what: Callable[[EngineImages], object]) -> None:
+        self.ask(lambda engine: None if engine.images is None else what(engine.images))
+
     def _run(self, loaded: Future[WorkerStats]) -> None:
         loaded.set_running_or_notify_cancel()
         try:
@@ -155,7 +163,9 @@ class EmbeddedBackend:
             loaded.set_exception(error)
             return
         engine.model.on_progress = self._progressed
-        engine.on_disk_news(self._wake.set)
+        engine.on_news(self._wake.set)
+        if engine.images is not None:
+            self.model = structs.replace(self.model, image_fingerprint=engine.images.maker.fingerprint)
         if engine.memory is not None:
             self.kv = EmbeddedKv(engine.fingerprint(), engine.memory, self.ask)
         loaded.set_result(engine.stats())
@@ -179,10 +189,12 @@ class EmbeddedBackend:
             self._asked.popleft()(engine)
         self._spoke_at = time.monotonic()
         segments = engine.step()
-        events, transfers = engine.take_events(), engine.transfers.take_reports()
+        events, transfers, asked = engine.take_events(), engine.transfers.take_reports(), engine.take_asked()
         # While stopping, the loop may be closed already, and nobody needs the last step.
         if not self._stopping:
             self._loop.call_soon_threadsafe(self._deliver, segments, events, transfers, engine.stats())
+            for wanted in asked:
+                self._loop.call_soon_threadsafe(self._want, wanted)
         if not engine.has_work:
             engine.check_idle()
             until_expiry = engine.next_expiry - time.monotonic()

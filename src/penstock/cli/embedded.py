@@ -12,9 +12,11 @@ from pathlib import Path
 from penstock.cli.engines import model_name
 from penstock.config.commands import WorkerSettings
 from penstock.config.engines import (
+    CPU_IMAGE_GIB,
     CPU_KV_GIB,
     CPU_TOKEN_BUDGET,
     GIB,
+    GPU_IMAGE_GIB,
     GPU_KV_SHARE,
     GPU_TOKEN_BUDGET,
     PAGE_SIZE,
@@ -22,6 +24,8 @@ from penstock.config.engines import (
     EngineConfig,
 )
 from penstock.config.setting import narrowed
+from penstock.kv.features import SLOT_POSITIONS, slots_of
+from penstock.media.families.make import read_rules
 from penstock.text.formats.make import choose_formats
 from penstock.text.tokenizers.source import PackedTokenizer, pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
@@ -36,9 +40,15 @@ try:
     from penstock.backends.embedded import EmbeddedBackend
     from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
     from penstock.engine.engine import Engine
+    from penstock.engine.fingerprint import image_fingerprint
     from penstock.engine.memory import release_unused
     from penstock.engine.model import Model
     from penstock.engine.shape import ModelShape, covered_length
+    from penstock.engine.vision.images import EngineImages
+    from penstock.engine.vision.maker import TowerMaker
+    from penstock.engine.vision.shape import TowerShape
+    from penstock.engine.vision.store import FeatureStore, slot_bytes
+    from penstock.engine.vision.tower import make_tower
     from penstock.grammar.grammar import GrammarCompiler
 except ImportError as missing:
     raise ConfigError(f"the embedded engine needs the package {missing.name!r}: pip install 'penstock[engine]'") from missing
@@ -63,6 +73,8 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
             trained,
         )
     _host_slots(settings.embedded, checkpoint.shape, _dtype(device))
+    if checkpoint.tower is not None:
+        _image_slots(settings.embedded, checkpoint.tower, context_length, device)
     pages = _known_pages(settings.embedded, checkpoint.shape, device)
     if pages is not None and pages * PAGE_SIZE < context_length:
         context_length = pages * PAGE_SIZE
@@ -86,6 +98,7 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
         ),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        images=None if checkpoint.tower is None else read_rules(path),
     )
     backend = EmbeddedBackend(info, lambda: load_engine(checkpoint, tokenizer, context_length, settings.embedded, device), on_failure)
     return backend, packed
@@ -98,6 +111,10 @@ def load_engine(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model = Model(checkpoint.shape, checkpoint.tensors(), context_length, dtype, device)
+    images = None
+    if checkpoint.tower is not None:
+        maker = load_maker(checkpoint, context_length, settings, device)
+        images = EngineImages(maker, checkpoint.tower, time.monotonic)
     budget = settings.token_budget or (CPU_TOKEN_BUDGET if device.type == "cpu" else GPU_TOKEN_BUDGET)
     pages = _known_pages(settings, checkpoint.shape, device) or _pages_in(kv_memory_left(settings, device), checkpoint.shape, dtype)
     host_slots = _host_slots(settings, checkpoint.shape, dtype)
@@ -108,12 +125,39 @@ def load_engine(
     end_ids = checkpoint.end_ids | {tokenizer.end_id}
     vocab_size = min(tokenizer.vocab_size, checkpoint.shape.vocab_size)
     compiler = None if tokenizer.definition is None else GrammarCompiler(tokenizer.definition, vocab_size, end_ids)
-    engine = Engine(config, model, end_ids, vocab_size, compiler, time.monotonic)
+    engine = Engine(config, model, end_ids, vocab_size, compiler, time.monotonic, images)
     if engine.copies is not None and host_slots:
         size = engine.copies.slots.layout.slot_bytes
         disk = settings.kv_disk
         engine.use_tiers(None if disk is None else DiskTier(disk, engine.fingerprint(), size, int(settings.kv_disk_size * GIB)))
     return engine
+
+
+def load_maker(checkpoint: Checkpoint, context_length: int, settings: EmbeddedSettings, device: torch.device) -> TowerMaker:
+    """What makes features of images, for a model that has a tower. On a GPU it is loaded now: what is left is for KV."""
+    shape, dtype = checkpoint.tower, _dtype(device)
+    assert shape is not None
+    store = FeatureStore(_image_slots(settings, shape, context_length, device), shape.width * shape.levels, dtype, device)
+    fingerprint = image_fingerprint(shape, checkpoint.tower_tensors(), dtype)
+    maker = TowerMaker(lambda: make_tower(checkpoint, dtype, device), store, fingerprint, device)
+    if device.type != "cpu":
+        maker.load()
+    return maker
+
+
+def _image_slots(settings: EmbeddedSettings, shape: TowerShape, context_length: int, device: torch.device) -> int:
+    """Slots that have room for features of images. By default, no more than a prompt can use."""
+    size = slot_bytes(shape.width * shape.levels, _dtype(device))
+    if settings.image_memory is None:
+        most = int((CPU_IMAGE_GIB if device.type == "cpu" else GPU_IMAGE_GIB) * GIB) // size
+        return max(1, min(most, slots_of(context_length)))
+    memory, available = int(settings.image_memory * GIB), _machine_bytes()
+    if not size <= memory < available:
+        raise ConfigError(
+            f"--image-memory is {settings.image_memory:g} GiB: expected at least the {size:,} bytes of {SLOT_POSITIONS} positions and less "
+            f"than the {available / GIB:.1f} GiB of this machine"
+        )
+    return memory // size
 
 
 def _host_slots(settings: EmbeddedSettings, shape: ModelShape, dtype: torch.dtype) -> int:

@@ -18,6 +18,8 @@ CPU_TOKEN_BUDGET = 512
 GPU_TOKEN_BUDGET = 8192
 CPU_KV_GIB = 2.0
 GPU_KV_SHARE = 0.85
+CPU_IMAGE_GIB = 1.0
+GPU_IMAGE_GIB = 4.0
 DISK_HOST_GIB = 4.0
 """KV goes to the disk and comes from there through host memory."""
 GIB = 2**30
@@ -214,6 +216,14 @@ class EmbeddedSettings(TierSettings):
         "pinned host memory through which KV goes from a GPU to other workers and back. What does not fit is computed; 0: no KV moves",
         unit="GIB",
         minimum=0,
+    )
+    image_memory: float | None = setting(
+        None,
+        "host memory for the features of images, for models that read them. A prompt with more images is computed in parts; an image that "
+        "needs more is refused",
+        unit="GIB",
+        above=0,
+        unset=f"as much as a prompt of --context-length tokens needs, at most {CPU_IMAGE_GIB:g} on a CPU and {GPU_IMAGE_GIB:g} on a GPU",
     )
     max_batch: int = _max_batch(256)
     token_budget: int | None = setting(

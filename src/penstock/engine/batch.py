@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention import AttentionPlan, DecodeGroup, PromptPart
-from penstock.engine.model import Batch
+from penstock.engine.model import Batch, ImageRows
 from penstock.engine.scheduler import S, Sequence, Work
+from penstock.engine.vision.positions import positions_of
+from penstock.engine.vision.store import FeatureStore, Part
+from penstock.kv.features import Features
+from penstock.wire.images import FIRST_IMAGE_ID
 
 # As many sequences as fit into a processor's cache with their gathered keys and values.
 CPU_GROUP = 16
@@ -19,11 +23,25 @@ MAX_GROUP_PAGES = 32_768
 
 
 class BatchBuilder:
-    """Prompts come first, then sequences with one token, in groups of similar length, so that groups need little padding."""
+    """Prompts come first, then sequences with one token, in groups of similar length, so that groups need little padding.
 
-    def __init__(self, page_size: int, device: torch.device) -> None:
+    `features` are the books of the features in `store`. `has_axes`: positions in an image have three axes.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        device: torch.device,
+        features: Features | None = None,
+        store: FeatureStore | None = None,
+        *,
+        has_axes: bool = False,
+    ) -> None:
         self._page_size = page_size
         self._device = device
+        self._features = features
+        self._store = store
+        self._has_axes = has_axes
         # On a GPU one large group is faster, even with more padding.
         self._group = CPU_GROUP if device.type == "cpu" else 1 << 30
 
@@ -48,7 +66,46 @@ class BatchBuilder:
                 prompts.append(PromptPart(len(slots) - count, len(slots), start + count, self._tensor(held)))
         decodes = self._groups([item for item in work if item.length == 1], len(slots))
         plan = AttentionPlan(self._tensor(slots), tuple(prompts), tuple(decodes))
+        if self._features is not None and any(sequence.images for sequence, _ in work):
+            return self._with_images(work, token_ids, positions, plan)
         return Batch(self._tensor(token_ids), self._tensor(positions), plan)
+
+    def _with_images(self, work: Items[Work[S]], token_ids: list[int], positions: list[int], plan: AttentionPlan) -> Batch:
+        """Rows of images have features instead of a token. Behind its images a sequence needs only a shift of its positions."""
+        rows: list[int] = []
+        parts: list[Part] = []
+        axes = positions, [*positions], [*positions]
+        first = 0
+        for sequence, count in work:
+            start = sequence.computed
+            if sequence.images and self._has_axes:
+                for axis, places in zip(axes, _positions(sequence, start, count), strict=True):
+                    axis[first : first + count] = places
+            if sequence.images and start <= sequence.images[-1].last:
+                self._add_images(sequence, start, count, first, rows, parts)
+            first += count
+        if not rows:
+            return Batch(self._tensor(token_ids), self._tensor(positions), plan)
+        for row in rows:
+            # Any token of the vocabulary: its embedding is not used.
+            token_ids[row] = 0
+        assert self._store is not None
+        places = self._tensor(axes if self._has_axes else positions)
+        return Batch(self._tensor(token_ids), places, plan, ImageRows(self._tensor(rows), self._store.gather(parts)))
+
+    def _add_images(self, sequence: Sequence, start: int, count: int, first_row: int, rows: list[int], parts: list[Part]) -> None:
+        """Adds what the tokens from `start` on have of images: their rows, the first of which is `first_row`, and their features."""
+        assert self._features is not None
+        tokens, end = sequence.tokens, start + count
+        for image in sequence.images:
+            if image.last < start or image.first >= end:
+                continue
+            places = [place for place in range(image.first, min(end, image.last + 1)) if tokens[place] >= FIRST_IMAGE_ID]
+            before = sum([place < start for place in places])
+            if before < len(places):
+                rows += [first_row + place - start for place in places[before:]]
+                slots = self._features.slots_held(sequence.request.id, image.span.name)
+                parts.append(Part(slots, before, len(places) - before))
 
     def _slots(self, pages: Items[int], start: int, count: int) -> Iterable[int]:
         size = self._page_size
@@ -79,3 +136,10 @@ class BatchBuilder:
 
     def _tensor(self, numbers: Items[object]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+
+def _positions(sequence: Sequence, start: int, count: int) -> Items[Iterable[int]]:
+    """By axis."""
+    if start > sequence.images[-1].last:
+        return [range(start + sequence.position_shift, start + count + sequence.position_shift)] * 3
+    return positions_of(sequence.request.images, start, count)

@@ -20,9 +20,11 @@ from penstock.engine.page_copies import PageCopies
 from penstock.engine.sampler import NO_TOKEN, MaskPool, Sampled, Sampler, apply_mask, prompt_logprobs
 from penstock.engine.scheduler import Scheduler, Work
 from penstock.engine.sequence import SampledSequence
+from penstock.engine.vision.images import EngineImages
 from penstock.grammar.compile_queue import CompileQueue, CompileRequest, wait_for_any
 from penstock.grammar.grammar import GrammarCompiler, GrammarMatcher
 from penstock.kv.cache import KVCache
+from penstock.kv.features import place_images
 from penstock.kv.moving import KvTransport, SlotMemory
 from penstock.kv.rates import Rate
 from penstock.kv.sessions import Sessions
@@ -35,6 +37,7 @@ from penstock.wire.messages import (
     Delta,
     Fault,
     Finish,
+    ImagesWanted,
     KvEvents,
     PromptReport,
     Segment,
@@ -72,8 +75,9 @@ class Engine:
         vocab_size: int,
         compiler: GrammarCompiler | None,
         clock: Callable[[], float],
+        images: EngineImages | None = None,
     ) -> None:
-        """`vocab_size` is the tokenizer's: rows of the model beyond it are padding and never chosen."""
+        """`vocab_size` is the tokenizer's: rows of the model beyond it are padding and never chosen. `images` None: it reads only text."""
         shape = model.shape
         self._config = config
         self.model = model
@@ -84,7 +88,9 @@ class Engine:
         self._clock = clock
         self._cache = KVCache(config.kv_pages, config.page_size, config.lease_share)
         self._store = KVStore(shape, config.kv_pages, config.page_size, model.dtype, model.device, config.reproducible)
-        self._builder = BatchBuilder(config.page_size, model.device)
+        self.images = images
+        features, store = (None, None) if images is None else (images.features, images.maker.store)
+        self._builder = BatchBuilder(config.page_size, model.device, features, store, has_axes=bool(shape.rope_axes))
         self.sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
         slots = config.host_slots + config.staging_slots
         self.copies = None if not slots else PageCopies(self._store, HostSlots(self._store, slots))
@@ -94,7 +100,7 @@ class Engine:
         self.transfers = Transfers(self._cache, clock, 0 if self.memory is None else self.memory.layout.slot_bytes)
         self.moves: Transfers | Staging = self.transfers
         """What a transport speaks to."""
-        self._scheduler: Scheduler[SampledSequence] = Scheduler(self._cache, self.sessions, config.max_batch, self.transfers)
+        self._scheduler: Scheduler[SampledSequence] = Scheduler(self._cache, self.sessions, config.max_batch, self.transfers, features)
         self._sampler = Sampler(self._end_ids)
         self._masks = MaskPool(self._vocab_size)
         self._refused: list[Segment] = []
@@ -109,7 +115,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._refused or self._compiling) or (self.copies is not None and self.copies.is_busy)
+        has_news = self.images is not None and self.images.has_news
+        is_copying = self.copies is not None and self.copies.is_busy
+        return self._scheduler.has_work or bool(self._refused or self._compiling) or has_news or is_copying
 
     @property
     def next_expiry(self) -> float:
@@ -118,7 +126,8 @@ class Engine:
 
     def fingerprint(self) -> bytes:
         """Engines with the same one can use each other's KV."""
-        return kv_fingerprint(self.model, self._config.page_size, is_reproducible=self._config.reproducible)
+        images = b"" if self.images is None else self.images.maker.fingerprint
+        return kv_fingerprint(self.model, self._config.page_size, is_reproducible=self._config.reproducible, images=images)
 
     def pages_of(self, names: Iterable[bytes]) -> list[int]:
         """The pages of those of these blocks that are cached."""
@@ -138,10 +147,12 @@ class Engine:
         self.tiers = Tiers(host, files, events, self.prefill_rate, config.page_size, size, self._clock, config.lease_share)
         self.transfers.use_tiers(self.tiers)
 
-    def on_disk_news(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, in another thread, when a step can go on with what it has read or written."""
+    def on_news(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, in another thread, when a step can go on with what the disk has read or written, or the tower has made."""
         if self._files is not None:
             self._files.on_done = wake
+        if self.images is not None:
+            self.images.on_done = wake
 
     def connect(self, transport: KvTransport) -> None:
         """From now on KV can move."""
@@ -187,6 +198,10 @@ class Engine:
         """All blocks that are cached now, whether or not their events were taken."""
         return self._cache.snapshot()
 
+    def take_asked(self) -> list[ImagesWanted]:
+        """The images that are needed since the last call, and are not here."""
+        return [] if self.images is None else self.images.features.take_asked()
+
     def stats(self) -> WorkerStats:
         stats = self._scheduler.stats(len(self._compiling))
         stats = msgspec.structs.replace(stats, memory_failures=self._memory_failures, prefill_rate=self.prefill_rate.per_second)
@@ -198,6 +213,8 @@ class Engine:
             self._files.close()
         if self.copies is not None:
             self.copies.close()
+        if self.images is not None:
+            self.images.close()
         self._masks.close()
         if self._compile_queue is not None:
             self._compile_queue.close()
@@ -221,10 +238,13 @@ class Engine:
         now = self._clock()
         if self.copies is not None:
             self.copies.poll()
+        if self.images is not None:
+            self.images.poll()
         self._scheduler.expire(now)
         self._take_compiled(now)
         segments, self._refused = self._refused, []
         work = self._builder.order(self._schedule(now))
+        segments += self._scheduler.take_lost(now)
         self._wipe(self._cache.take_fresh())
         if work:
             segments += self._run(work)
@@ -242,7 +262,10 @@ class Engine:
 
     def _validate(self, request: Submit) -> Fault | None:
         """The fault of a request that can never run."""
-        fault = validate_submit(request, self._vocab_size, self._config.context_length) or self._scheduler.validate(request)
+        limits = self._vocab_size, self._config.context_length
+        fault = validate_submit(request, *limits, reads_images=self.images is not None) or self._scheduler.validate(request)
+        if fault is None and self.images is not None and (wrong := self.images.wrong(place_images(request.token_ids, request.images))):
+            return Fault("invalid_images", wrong)
         if fault is None and request.grammar is not None and self._compile_queue is None:
             return Fault("unsupported", "this model's tokenizer has no grammar support")
         return fault
@@ -331,13 +354,13 @@ class Engine:
         made = zip(drawn, *sampled, strict=True)
         return segments + [self._advance(sequence, token, logprob, now) for (sequence, _), token, logprob in made if sequence not in broken]
 
-    def _prompt_logprobs(self, work: Work[SampledSequence], hidden: torch.Tensor) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, work: Work[SampledSequence], hidden: torch.Tensor) -> list[TokenLogprob | None]:
         """If they are asked for: the logprobs of the prompt's tokens after the first, each from the row before it."""
         sequence, count = work
         if sequence.prompt_logprobs is None or sequence.is_reported:
             return []
         known = sequence.tokens[sequence.computed + 1 : sequence.computed + count + 1]
-        found: list[TokenLogprob] = []
+        found: list[TokenLogprob | None] = []
         for start in range(0, len(known), MAX_LOGPROB_ROWS):
             some = known[start : start + MAX_LOGPROB_ROWS]
             logits = self.model.logits(hidden[start : start + len(some)])[:, : self._vocab_size]

@@ -32,7 +32,7 @@ class HostSlots:
         self._memory = mmap.mmap(self.file, 0)
         # Touched by all of torch's threads: pinning would touch it in one thread, at half a second per GB.
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8).zero_()
-        self._release = weakref.finalize(self, _release, self.file, _pin(self._bytes) if store.device.type == "cuda" else None)
+        self._release = weakref.finalize(self, _release, self.file, pin(self._bytes) if store.device.type == "cuda" else None)
         self.tensor: Tensor = self._bytes.view(torch.int64).view(max(1, slots), strips.shape[0], strips.shape[2])
 
     def views(self, slot: int) -> tuple[memoryview]:
@@ -61,17 +61,21 @@ class _FirstSlots:
         self.checksum = slots.checksum
 
 
-def _pin(memory: Tensor) -> int:
+def pin(memory: Tensor) -> int:
     """Returns the address, to unpin it."""
     address = memory.data_ptr()
     status = int(torch.cuda.cudart().cudaHostRegister(address, memory.numel(), 0))  # type: ignore[no-untyped-call]
     if status:
-        raise MemoryError(f"cannot pin {memory.numel() / 2**30:.1f} GiB of host memory for KV: CUDA error {status}")
+        raise MemoryError(f"cannot pin {memory.numel() / 2**30:.1f} GiB of host memory: CUDA error {status}")
     return address
 
 
 def _release(file: int, pinned: int | None) -> None:
-    """Memory that is unmapped while it is pinned could never be pinned again."""
     if pinned is not None:
-        torch.cuda.cudart().cudaHostUnregister(pinned)  # type: ignore[no-untyped-call]
+        unpin(pinned)
     os.close(file)
+
+
+def unpin(address: int) -> None:
+    """Memory that is unmapped while it is pinned could never be pinned again."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

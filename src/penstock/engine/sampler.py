@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.sequence import SampledSequence
 from penstock.grammar.grammar import GrammarMatcher
+from penstock.wire.images import is_image_id
 from penstock.wire.messages import Sampling, TokenLogprob
 
 # Top-k and top-p look at this many tokens first, and at the whole vocabulary only if these do not suffice: sorting it all is slow.
@@ -68,9 +69,9 @@ class Sampler:
         return [*self._end_ids, *sequence.request.stop_ids]
 
 
-def prompt_logprobs(logits: Tensor, tokens: Rows[int], top: int) -> list[TokenLogprob]:
-    """The logprobs of known tokens, one per row."""
-    return [entry for entry in _logprobs(logits, list(tokens), [top] * len(tokens)) if entry is not None]
+def prompt_logprobs(logits: Tensor, tokens: Rows[int], top: int) -> list[TokenLogprob | None]:
+    """The logprobs of known tokens, one per row. The position of an image has none."""
+    return _logprobs(logits, list(tokens), [None if is_image_id(token) else top for token in tokens])
 
 
 def _adjust(row: Tensor, sequence: SampledSequence) -> None:

@@ -72,6 +72,8 @@ class Sequence:
     # Its images, and up to which position it may compute with the features that it holds.
     images: tuple[PlacedImage, ...] = ()
     features_until: int = sys.maxsize
+    # What is added to the positions behind its images, for models whose positions have three axes.
+    position_shift: int = 0
     # The block of its prompt that it computes now, and those who wait for it, by the number of blocks they share with it.
     computing: tuple[Node, Key] | None = None
     followers: LazyHeap[Sequence, int] | None = None

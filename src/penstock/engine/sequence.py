@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from penstock.engine.scheduler import Sequence
+from penstock.engine.vision.positions import shift_behind
 from penstock.grammar.grammar import GrammarMatcher
 from penstock.kv.sessions import Session
+from penstock.wire.images import FIRST_IMAGE_ID
 from penstock.wire.messages import SessionState, Submit, TokenLogprob
 
 
@@ -18,12 +20,15 @@ class SampledSequence(Sequence):
 
     def __init__(self, request: Submit, session: Session | None = None, session_state: SessionState | None = None) -> None:
         super().__init__(request, session, session_state)
+        self.position_shift = shift_behind(request.images)
         self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if request.prompt_logprobs else None
         self.matcher: GrammarMatcher | None = None
         sampling = request.sampling
         has_penalty = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
         prompt = len(request.token_ids) - request.offset
-        self.prompt_tokens = frozenset(request.token_ids[:prompt]) if has_penalty else frozenset()
+        # Positions of images are no tokens that could be repeated.
+        seen = [each for each in request.token_ids[:prompt] if each < FIRST_IMAGE_ID] if has_penalty else []
+        self.prompt_tokens = frozenset(seen)
         self.generated_counts = Counter(request.token_ids[prompt:]) if has_penalty else None
 
     @property
@@ -36,7 +41,7 @@ class SampledSequence(Sequence):
         """Cached KV has no logits."""
         return self.prompt_logprobs is not None and not self.is_reported
 
-    def add_prompt_logprobs(self, found: Iterable[TokenLogprob]) -> None:
+    def add_prompt_logprobs(self, found: Iterable[TokenLogprob | None]) -> None:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += found
 

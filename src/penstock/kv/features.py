@@ -225,6 +225,11 @@ class Features:
         """Its pixels are here. Returns the image, if anybody waits for them."""
         return self._move(name, ("asked",), "queued")
 
+    def is_queued(self, name: bytes) -> bool:
+        """Whether its pixels are here, and it waits for the tower."""
+        image = self._images.get(name)
+        return image is not None and image.state == "queued"
+
     def begin(self, name: bytes, *, is_pulled: bool = False) -> Image | None:
         """Its slots will be written. They are not used for anything else until `complete`, `pull_failed` or `broken`. Returns the image, if
         anybody still waits for it."""

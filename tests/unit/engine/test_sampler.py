@@ -345,10 +345,17 @@ def test_logprobs_of_a_prompt() -> None:
     logits = torch.stack([distinct_logits(50, seed) for seed in range(4)])
     expected = logits.log_softmax(-1)
     for top in (0, 2):
-        entries = prompt_logprobs(logits, [3, 4, 5, 6], top)
+        entries = [entry for entry in prompt_logprobs(logits, [3, 4, 5, 6], top) if entry is not None]
         assert [entry.logprob for entry in entries] == pytest.approx([float(expected[row, 3 + row]) for row in range(4)], abs=1e-5)
         assert [[token for token, _ in entry.top] for entry in entries] == expected.topk(2).indices[:, :top].tolist()
     assert prompt_logprobs(logits[:0], [], 1) == []
+
+
+def test_a_position_of_an_image_has_no_logprob() -> None:
+    logits = torch.stack([distinct_logits(50, seed) for seed in range(3)])
+    first, image, last = prompt_logprobs(logits, [3, 2**62 + 5, 6], 2)
+    assert image is None
+    assert [first, last] == prompt_logprobs(logits[[0, 2]], [3, 6], 2)
 
 
 # The noise.

@@ -90,7 +90,7 @@ def with_tiers(host_slots: int, disk: Path | None = None, **settings: Any) -> tu
     size = engine.copies.slots.layout.slot_bytes
     engine.use_tiers(None if disk is None else DiskTier(disk, engine.fingerprint(), size, 1000 * (size + 64)))
     news = threading.Event()
-    engine.on_disk_news(news.set)
+    engine.on_news(news.set)
     return engine, news
 
 

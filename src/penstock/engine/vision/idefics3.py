@@ -45,7 +45,7 @@ class Idefics3Tower:
         self.on_progress: Callable[[], None] = lambda: None
 
     def positions(self, grid: tuple[int, int]) -> int:
-        return _tiles(grid) * (self._shape.side // self._shape.merge) ** 2
+        return self._shape.positions(grid)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[tuple[bytes, tuple[int, int]]]) -> list[Tensor]:
@@ -54,7 +54,7 @@ class Idefics3Tower:
     def _features(self, data: bytes, grid: tuple[int, int]) -> Tensor:
         """Tiles go through together only with those of the same image: so its features are the same to the bit whenever they are made."""
         tile, most = self._shape.tile, self._tiles_at_once
-        tiles = self._reader.pixels(data, (_tiles(grid), tile, tile, CHANNELS))
+        tiles = self._reader.pixels(data, (self._shape.tiles(grid), tile, tile, CHANNELS))
         return torch.cat([self._through(tiles[first : first + most]) for first in range(0, len(tiles), most)])
 
     def _through(self, tiles: Tensor) -> Tensor:
@@ -67,12 +67,6 @@ class Idefics3Tower:
             hidden = block(hidden, count)
         squares = self._norm(hidden).view(count, side // merge, merge, side // merge, merge, -1).transpose(2, 3)
         return torch.mm(squares.reshape(-1, self._projection.shape[0]), self._projection)
-
-
-def _tiles(grid: tuple[int, int]) -> int:
-    """A picture that is not cut is one tile. One that is cut is there as a whole, too."""
-    rows, columns = grid
-    return rows * columns + 1 if rows * columns > 1 else 1
 
 
 def _block(places: Places, encoder: Encoder, prefix: str) -> Block:

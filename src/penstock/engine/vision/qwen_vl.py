@@ -59,7 +59,7 @@ class QwenVLTower:
         self.on_progress: Callable[[], None] = lambda: None
 
     def positions(self, grid: tuple[int, int]) -> int:
-        return grid[0] * grid[1]
+        return self._shape.positions(grid)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[tuple[bytes, tuple[int, int]]]) -> list[Tensor]:

@@ -55,6 +55,15 @@ class Idefics3Shape:
         """Patches along a side of a tile."""
         return self.tile // self.encoder.patch
 
+    def tiles(self, grid: tuple[int, int]) -> int:
+        """A picture that is not cut is one tile. One that is cut is there as a whole, too."""
+        rows, columns = grid
+        return rows * columns + 1 if rows * columns > 1 else 1
+
+    def positions(self, grid: tuple[int, int]) -> int:
+        """How many positions an image with this grid has."""
+        return self.tiles(grid) * (self.side // self.merge) ** 2
+
 
 @dataclass(frozen=True)
 class QwenVLShape:
@@ -75,6 +84,9 @@ class QwenVLShape:
     @property
     def levels(self) -> int:
         return 1 + len(self.level_layers)
+
+    def positions(self, grid: tuple[int, int]) -> int:
+        return grid[0] * grid[1]
 
 
 TowerShape = Idefics3Shape | QwenVLShape
