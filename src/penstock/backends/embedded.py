@@ -16,6 +16,7 @@ from msgspec import structs
 
 from penstock.engine.engine import Engine
 from penstock.engine.vision.images import EngineImages
+from penstock.kv.feature_moves import FeatureMoves
 from penstock.kv.moving import KvEngine, KvTransport, SlotMemory
 from penstock.wire.messages import (
     Fault,
@@ -63,6 +64,8 @@ class EmbeddedBackend:
         self._spoke_at = 0.0
         self.kv: KvEngine | None = None
         """Set when the model is loaded, if its KV can move."""
+        self.features: FeatureMoves | None = None
+        """Set when the model is loaded, if it reads images. It pulls their features from encode workers."""
 
     async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
         began = time.monotonic()
@@ -93,13 +96,13 @@ class EmbeddedBackend:
         self.ask(lambda engine: engine.transfers.fetch(request))
 
     def end_transfer(self, transfer: bytes) -> None:
-        self.ask(lambda engine: engine.transfers.end(transfer))
+        self.ask(lambda engine: self._end_transfer(engine, transfer))
 
     def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:  # noqa: ARG002
         self._ask_images(lambda images: images.add_pixels(name, pixels))
 
-    def image_at(self, name: bytes, source: KvSource) -> None:  # noqa: ARG002
-        self.image_refused(name, "this worker pulls no features", retryable=True)
+    def image_at(self, name: bytes, source: KvSource) -> None:
+        self.ask(lambda _: None if self.features is None else self.features.pull(name, source))
 
     def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None:
         self._ask_images(lambda images: images.features.refuse(name, reason, retryable=retryable))
@@ -152,6 +155,11 @@ class EmbeddedBackend:
         self._asked.append(what)
         self._wake.set()
 
+    def _end_transfer(self, engine: Engine, transfer: bytes) -> None:
+        engine.transfers.end(transfer)
+        if self.features is not None:
+            self.features.end(transfer)
+
     def _ask_images(self, what: Callable[[EngineImages], object]) -> None:
         self.ask(lambda engine: None if engine.images is None else what(engine.images))
 
@@ -165,7 +173,9 @@ class EmbeddedBackend:
         engine.model.on_progress = self._progressed
         engine.on_news(self._wake.set)
         if engine.images is not None:
-            self.model = structs.replace(self.model, image_fingerprint=engine.images.maker.fingerprint)
+            images, maker = engine.images.features, engine.images.maker
+            self.model = structs.replace(self.model, image_fingerprint=maker.fingerprint)
+            self.features = FeatureMoves(images, maker.fingerprint, maker.memory, lambda what: self.ask(lambda _: what()))
         if engine.memory is not None:
             self.kv = EmbeddedKv(engine.fingerprint(), engine.memory, self.ask)
         loaded.set_result(engine.stats())
@@ -190,6 +200,8 @@ class EmbeddedBackend:
         self._spoke_at = time.monotonic()
         segments = engine.step()
         events, transfers, asked = engine.take_events(), engine.transfers.take_reports(), engine.take_asked()
+        if self.features is not None:
+            transfers += self.features.take_reports()
         # While stopping, the loop may be closed already, and nobody needs the last step.
         if not self._stopping:
             self._loop.call_soon_threadsafe(self._deliver, segments, events, transfers, engine.stats())
