@@ -44,8 +44,10 @@ from penstock.cluster.sessions.sessions import Sessions
 from penstock.cluster.supervise import ChildSpec, Supervisor
 from penstock.config.commands import FrontEndSettings, ServeSettings, WorkerSettings
 from penstock.config.front_end import API_KEY_VARIABLE, KeySettings, StoreSettings
+from penstock.config.media import MediaSettings
 from penstock.config.resolve import Resolved
 from penstock.media.families.make import read_rules
+from penstock.media.fetch import HttpFetcher
 from penstock.media.reader import MediaReader
 from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 from penstock.router.affinity import AffinityStore, MemoryStore
@@ -204,10 +206,10 @@ async def _open_front_end(
     encoder = Encoder()
     stack.callback(encoder.close)
     transcripts = Transcripts(settings.transcript_memory, encoder)
-    media = MediaReader()
+    media = _open_media(settings.media, stack)
     cluster = await _open_cluster(settings, models, transcripts, media, stack)
     responses = await _open_response_store(settings.responses, settings.keys.are_needed, stack)
-    metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses, keyring))
+    metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses, keyring, media))
     context = PromptContext(models, transcripts, media, settings.limits.drop_images)
     detached = DetachedRuns(settings.resume, admission, tally)
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
@@ -222,6 +224,13 @@ async def _open_front_end(
     gate = Gate(app, keyring, tally, settings.cors_origins, max_body_bytes, hosts, settings.metrics_key)
     server = HttpServer(gate, listener, file_limit, tally)
     return FrontEnd(server, cluster.pool, admission, detached, keyring)
+
+
+def _open_media(settings: MediaSettings, stack: contextlib.AsyncExitStack) -> MediaReader:
+    """The reader of images, until the stack is left."""
+    media = MediaReader(settings, HttpFetcher(settings) if settings.hosts else None)
+    stack.callback(media.close)
+    return media
 
 
 async def _open_metrics(
@@ -365,7 +374,7 @@ def _key_generations(keyring: Keyring, dispatcher: Dispatcher) -> dict[tuple[str
 
 
 def _read_cluster(
-    cluster: Cluster, admission: Admission, transcripts: Transcripts, responses: SqliteStore | None, keyring: Keyring
+    cluster: Cluster, admission: Admission, transcripts: Transcripts, responses: SqliteStore | None, keyring: Keyring, media: MediaReader
 ) -> ClusterReading:
     pool, router, sessions, transfers = cluster.pool, cluster.router, cluster.sessions, cluster.dispatcher.transfers
     encoders = cluster.encoders
@@ -405,6 +414,7 @@ def _read_cluster(
         responses_stored=0 if responses is None else responses.stored,
         responses_evicted={} if responses is None else responses.evicted,
         response_store_bytes=0 if responses is None else responses.size,
+        media=media.observe(),
     )
 
 

@@ -21,6 +21,7 @@ from penstock.config.front_end import (
     check_origin,
     read_key,
 )
+from penstock.config.media import MediaSettings
 from penstock.config.setting import count, seconds, setting, without_password
 from penstock.wire.address import Address, TcpAddress, is_loopback, parse_address, parse_listener
 from penstock.wire.errors import ConfigError
@@ -119,6 +120,7 @@ class FrontEndSettings(ProcessSettings):
     host: str = setting("127.0.0.1", "address to listen on", unit="ADDRESS", group="server")
     port: int = setting(8000, "port to listen on; 0: any free port", unit="PORT", minimum=0, maximum=65535, group="server")
     limits: Limits
+    media: MediaSettings
     dispatch: DispatchLimits
     router: RouterSettings
     worker_stall: float = setting(

@@ -25,6 +25,7 @@ GROUPS = {
     "engine behind HTTP": "",
     "server": "",
     "limits": "",
+    "images": "Images come in requests as data URLs, or the server fetches them.",
     "sessions": "",
     "routing": "",
     "resumable streams": "",

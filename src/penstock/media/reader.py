@@ -10,7 +10,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -28,6 +27,7 @@ from penstock.media.file import EXPECTED, ImageFile, sent_file
 from penstock.media.formats import Header, read_header
 from penstock.media.job import Refused
 from penstock.media.picture import ImageRef, Picture
+from penstock.metrics.frontend import MediaReading
 from penstock.wire.errors import RequestError
 from penstock.wire.images import IMAGE_NAME_BYTES, SEAL_BYTES, ImageRules
 
@@ -51,6 +51,8 @@ _STATUS = {"killed": 503, "overloaded": 503, "missing": 501}
 class Fetcher(Protocol):
     """Gets files from other servers."""
 
+    turns: FairBudget
+
     async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes | bytearray:
         """Awaits `take` before it keeps more bytes. Raises RequestError without a field."""
 
@@ -63,13 +65,13 @@ class Tenant(NamedTuple):
     root: bytes
 
 
-@dataclass
-class ReadingCounts:
+class Counts:
     """What was read since the start. `images` is by source (data or http) and outcome, `bytes` by source."""
 
-    images: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    fetch_seconds: float = 0.0
+    def __init__(self) -> None:
+        self.images: Counter[tuple[str, ...]] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.fetch_seconds = 0.0
 
 
 class MediaReader:
@@ -89,7 +91,7 @@ class MediaReader:
         self.memory = FairBudget(settings.memory, has_shares=True)
         self.cache = PictureCache()
         self.decoders = decoders or Decoders(settings.decoders, settings.max_bytes, settings.max_pixels)
-        self.counts = ReadingCounts()
+        self.counts = Counts()
         self.held_bytes = 0
         """Of the pixels of all pictures that anybody holds."""
 
@@ -126,6 +128,18 @@ class MediaReader:
     def find(self, name: bytes) -> Picture | None:
         """The picture with this name. None if nobody holds it any more."""
         return self._alive.get(name)
+
+    def observe(self) -> MediaReading:
+        """For the metrics."""
+        return MediaReading(
+            images=self.counts.images,
+            bytes=self.counts.bytes,
+            seconds={"fetch": self.counts.fetch_seconds, "decode": self.decoders.seconds},
+            decoders_lost=self.decoders.lost,
+            pictures={"all": len(self), "cached": len(self.cache)},
+            memory_bytes=self.memory.used,
+            waiting=self.memory.waiting + self.decoders.turns.waiting + (0 if self._fetcher is None else self._fetcher.turns.waiting),
+        )
 
     def close(self) -> None:
         """Ends the processes and threads; what they do is lost."""

@@ -79,6 +79,20 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class MediaReading:
+    """What the front end's reader of images has done, and what it holds."""
+
+    images: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    """By source and outcome."""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    decoders_lost: Mapping[str, int] = field(default_factory=dict)
+    pictures: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
 class ClusterReading:
     """What the front end knows about its workers at the moment of the scrape."""
 
@@ -119,6 +133,7 @@ class ClusterReading:
     responses_stored: int = 0
     responses_evicted: Mapping[str, int] = field(default_factory=dict)
     response_store_bytes: int = 0
+    media: MediaReading = MediaReading()
 
 
 class Declaration(NamedTuple):
@@ -354,6 +369,23 @@ DECLARATIONS = (
         "Streams that a client continued to read after a disconnect."),
     Declaration("counter", "penstock_streams_evicted", (), lambda tally, _: tally.streams_evicted,
         "Resumable streams that were dropped before their time because the memory for them was full."),
+    # Images.
+    Declaration("counter", "penstock_images_read", ("source", "outcome"), lambda _, reading: reading.media.images,
+        "Images of requests that the front end read. source: data (in the request) or http (fetched). outcome: decoded; cached: the same "
+        "file was decoded before; refused: the client's fault; failed: the server's."),
+    Declaration("counter", "penstock_image_bytes", ("source",), lambda _, reading: reading.media.bytes,
+        "Bytes of the files of these images."),
+    Declaration("counter", "penstock_image_seconds", ("phase",), lambda _, reading: reading.media.seconds,
+        "Seconds that reading images took. fetch: from other servers; decode: in the processes that decode."),
+    Declaration("counter", "penstock_image_decoders_lost", ("reason",), lambda _, reading: reading.media.decoders_lost,
+        "Processes that ended while they decoded an image. slow: it took too long; crashed: of the image; killed: by somebody; "
+        "overloaded: no answer for a minute; missing: Pillow is not installed."),
+    Declaration("gauge", "penstock_pictures", ("state",), lambda _, reading: reading.media.pictures,
+        "Images that the front end holds, decoded. cached: for later requests; all: those that requests use, too."),
+    Declaration("gauge", "penstock_media_memory_bytes", (), lambda _, reading: reading.media.memory_bytes,
+        "Memory for images: decoded ones, and those that are being read. The limit is --media-memory."),
+    Declaration("gauge", "penstock_images_waiting", (), lambda _, reading: reading.media.waiting,
+        "Images that wait for memory, for a process that decodes, or to be fetched."),
     Declaration("gauge", "penstock_response_store_bytes", (), lambda _, reading: reading.response_store_bytes,
         "Size of the store of responses."),
 )

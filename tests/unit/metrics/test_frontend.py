@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from penstock.metrics.frontend import DECLARATIONS, REMOVED_KEYS, ClusterReading, FrontEndMetrics, Tally, reference
+from penstock.metrics.frontend import DECLARATIONS, REMOVED_KEYS, ClusterReading, FrontEndMetrics, MediaReading, Tally, reference
 from penstock.wire.messages import WorkerStats
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -37,6 +37,9 @@ READING = ClusterReading(
     transcript_tokens={"reused": 5},
     responses_evicted={"full": 2},
     key_generations={("alice", "waiting"): 3},
+    media=MediaReading(
+        images={("data", "decoded"): 3}, bytes={"data": 9}, seconds={"fetch": 0.5}, decoders_lost={"slow": 1}, pictures={"all": 2}
+    ),
 )
 
 
