@@ -10,11 +10,11 @@ from typing import Any, Self
 
 from penstock.backends.simulator import Simulator, Vocabulary, tokens_between
 from penstock.cluster.dispatch import Dispatcher, Production
-from penstock.cluster.links.images import ImageAnswer, answer_with_pixels
+from penstock.cluster.encoders import Encoders
 from penstock.cluster.links.link import HEARTBEAT_SECONDS
 from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.links.worker_server import WorkerServer
-from penstock.cluster.pool import Member, WorkerPool
+from penstock.cluster.pool import WorkerPool
 from penstock.cluster.sessions.moves import SessionMoves
 from penstock.cluster.sessions.sessions import KEEP_ALIVE_SECONDS, Sessions
 from penstock.cluster.sessions.turn import Turn
@@ -28,7 +28,6 @@ from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.text.tokenizers.cache import Fetch
 from penstock.wire.address import UnixAddress
 from penstock.wire.errors import GenerationFault, PenstockError
-from penstock.wire.images import ImageSpan
 from penstock.wire.messages import Delta, Fault, ModelInfo, Submit, Terminal
 from penstock.worker.runtime import WorkerRuntime
 
@@ -128,8 +127,9 @@ class FrontEnd:
         self.router = Router(router or RouterSettings())
         self.dispatcher = Dispatcher(self.pool, self.router, DispatchLimits(**{"worker_wait": 5.0, **limits}))
         self.pictures = dict(pictures or {})
-        self._answer = answer_with_pixels(self.pictures.get)
-        self.dispatcher.answer_image = self._answer_image
+        self.encoders = Encoders(self.pool, self.pictures.get)
+        self.dispatcher.answer_image, self.dispatcher.on_image_transfers = self.encoders.answer, self.encoders.reported
+        self.pool.listeners.append(self.encoders)
         self.store = MemoryStore() if store is None else store
         self.ended: list[str] = []
         self.sessions = Sessions(self.store, self.pool, quota=quota, on_end=self.ended.append, keep_alive_seconds=keep_alive_seconds)
@@ -150,9 +150,7 @@ class FrontEnd:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
         self.router.check_integrity()
-
-    async def _answer_image(self, _: Member, request: Submit, span: ImageSpan, failed: str) -> ImageAnswer:
-        return await self._answer(request, span, failed)
+        self.encoders.close()
 
     def turn(self, hints: Hints | None = None, owner: str = "somebody") -> Turn:
         return Turn(self.sessions, owner, hints or Hints())

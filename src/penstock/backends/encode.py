@@ -286,6 +286,8 @@ class EncodeBackend:
     def _fail(self, error: str) -> None:
         self._failure = fault = Fault("engine_failed", f"the tower has failed: {error}", retryable=True)
         jobs, self._jobs = self._jobs, {}
+        for request in jobs.values():
+            self._leave(request)
         self._emit([Segment(generation, None, fault) for generation in jobs], None)
         self._on_failure()
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from penstock.backends.simulated_kv import SimulatedSlots
 from penstock.config.engines import SimulatorConfig
+from penstock.kv.feature_moves import FeatureMoves
 from penstock.kv.features import SLOT_POSITIONS, Features, Image, PlacedImage
-from penstock.wire.images import SEAL_BYTES, ImageSpan, seal_of
+from penstock.wire.images import SEAL_BYTES, ImageRules, ImageSpan, seal_of
+from penstock.worker.backend import PROGRESS_SECONDS
 
 
 def seed_with_images(seed: int, seals: Sequence[bytes]) -> int:
@@ -30,6 +33,40 @@ def promised_seals(images: Sequence[ImageSpan]) -> list[bytes]:
     return [span.name[-SEAL_BYTES:] for span in images]
 
 
+def image_fingerprint(rules: ImageRules) -> bytes:
+    """What gives its features a meaning."""
+    return blake2b(repr(rules).encode(), digest_size=16, person=b"simulated tower").digest()
+
+
+class SimulatedTower:
+    """A `backends.encode.FeatureMaker`. `on_progress` is called while an image is encoded; it may raise, to end that."""
+
+    def __init__(self, config: SimulatorConfig, rules: ImageRules, on_progress: Callable[[], None]) -> None:
+        self.fingerprint = image_fingerprint(rules)
+        self.memory = SimulatedSlots(config.image_positions // SLOT_POSITIONS)
+        self._seconds_per_slot = SLOT_POSITIONS * config.encode_ms / 1e6
+        self._on_progress = on_progress
+
+    def encode(self, span: ImageSpan, pixels: bytes, slots: Sequence[int]) -> None:
+        width, height = span.size
+        if len(pixels) != 3 * width * height:
+            raise ValueError(f"it has {len(pixels):,} bytes: expected 3 for each pixel of {width} by {height}")
+        seal = seal_of(span.size)
+        seal.update(pixels)
+        self._take(len(slots) * self._seconds_per_slot)
+        for index, slot in enumerate(slots):
+            self.memory.fill(slot, slot_content(seal.digest(), index))
+
+    def _take(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, PROGRESS_SECONDS))
+            self._on_progress()
+
+    def close(self) -> None:
+        self.memory.close()
+
+
 class SimulatedEncoder:
     """Encodes one image after the other, beside the steps. `on_done` is called after each, `fail` for wrong features: never, if the rest
     of the program does what it must. `die` ends the worker."""
@@ -37,6 +74,7 @@ class SimulatedEncoder:
     def __init__(
         self,
         config: SimulatorConfig,
+        rules: ImageRules,
         features: Features,
         on_done: Callable[[], None],
         fail: Callable[[str], None],
@@ -44,6 +82,7 @@ class SimulatedEncoder:
     ) -> None:
         self.features = features
         self.memory = SimulatedSlots(features.slots)
+        self.moves = FeatureMoves(features, image_fingerprint(rules), self.memory, self._ask)
         self._seconds_per_position = config.encode_ms / 1e6
         self._on_done = on_done
         self._fail = fail
@@ -86,6 +125,18 @@ class SimulatedEncoder:
         if self._timer is not None:
             self._timer.cancel()
         self.memory.close()
+
+    def connect(self) -> None:
+        """Call it on the event loop, before features move."""
+        self._loop = asyncio.get_running_loop()
+
+    def _ask(self, what: Callable[[], None]) -> None:
+        """From the transport's thread."""
+        self._loop.call_soon_threadsafe(self._do, what)
+
+    def _do(self, what: Callable[[], None]) -> None:
+        what()
+        self._on_done()
 
     def _is_lost(self) -> bool:
         """Draws its fate."""

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from penstock.backends.simulated_images import SimulatedEncoder, promised_seals, seed_with_images
+from penstock.backends.simulated_images import SimulatedEncoder, image_fingerprint, promised_seals, seed_with_images
 from penstock.backends.simulated_kv import SimulatedKv
 from penstock.config.engines import SimulatorConfig
 from penstock.engine.scheduler import Scheduler, Sequence, Work
 from penstock.kv.blocks import NAME_BYTES
 from penstock.kv.cache import KVCache
 from penstock.kv.features import SLOT_POSITIONS, Features
+from penstock.kv.moving import KvEngine
 from penstock.kv.rates import Rate
 from penstock.kv.sessions import Session, Sessions
 from penstock.kv.transfers import Transfers
@@ -48,6 +49,7 @@ from penstock.wire.messages import (
     Snapshot,
     Submit,
     TokenLogprob,
+    TransferReport,
     WorkerStats,
 )
 from penstock.worker.backend import PROGRESS_SECONDS, Emit, WantImages, validate_submit, wants_none
@@ -186,16 +188,20 @@ class Simulator:
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self.model = structs.replace(model, kv_block_bytes=config.moved_block_bytes)
+        made = b"" if model.images is None else image_fingerprint(model.images)
+        self.model = structs.replace(model, kv_block_bytes=config.moved_block_bytes, image_fingerprint=made)
         self._vocabulary = vocabulary
         self._clock = clock
         self._now = clock()
         self._cache = KVCache(config.kv_blocks, config.block_size, config.lease_share)
         self._sessions = Sessions(self._cache, config.max_sessions, config.session_grace)
         self._transfers = Transfers(self._cache, clock, config.moved_block_bytes)
-        features = Features(config.image_positions // SLOT_POSITIONS, clock) if model.images is not None else None
+        self._encoder: SimulatedEncoder | None = None
+        features = None
+        if model.images is not None:
+            features = Features(config.image_positions // SLOT_POSITIONS, clock)
+            self._encoder = SimulatedEncoder(config, model.images, features, self._wake, self._fail, self.die)
         self._scheduler: Scheduler[_Sequence] = Scheduler(self._cache, self._sessions, config.max_batch, self._transfers, features)
-        self._encoder = None if features is None else SimulatedEncoder(config, features, self._wake, self._fail, self.die)
         self._kv: SimulatedKv | None = None
         self._tiers: SimulatedTiers | None = None
         self._on_failure = on_failure
@@ -214,6 +220,11 @@ class Simulator:
             self._kv = SimulatedKv(self._cache, self._transfers, self._config, fingerprint, self._asked.set, self._fail)
         return self._kv
 
+    @property
+    def features(self) -> KvEngine | None:
+        """What a transport that pulls features of images sees of it."""
+        return None if self._encoder is None else self._encoder.moves
+
     def _identity(self) -> tuple[object, ...]:
         """What gives its KV a meaning."""
         model = self.model
@@ -221,6 +232,8 @@ class Simulator:
 
     async def start(self, emit: Emit, want: WantImages = wants_none) -> None:
         self._want = want
+        if self._encoder is not None:
+            self._encoder.connect()
         if self._config.host_bytes():
             self._open_tiers()
         self._task = asyncio.create_task(self._steps(emit), name="simulator steps")
@@ -275,13 +288,18 @@ class Simulator:
 
     def end_transfer(self, transfer: bytes) -> None:
         self._transfers.end(transfer)
+        if self._encoder is not None:
+            self._encoder.moves.end(transfer)
         self._asked.set()
 
     def image(self, name: bytes, size: tuple[int, int], pixels: bytes) -> None:
         if self._encoder is not None:
             self._encoder.take(name, size, pixels)
 
-    def image_at(self, name: bytes, source: KvSource) -> None: ...
+    def image_at(self, name: bytes, source: KvSource) -> None:
+        if self._encoder is not None:
+            self._encoder.moves.pull(name, source)
+            self._asked.set()
 
     def image_refused(self, name: bytes, reason: str, *, retryable: bool) -> None:
         self._scheduler.features.refuse(name, reason, retryable=retryable)
@@ -309,6 +327,8 @@ class Simulator:
             assert wrong is None, wrong
         if self._tiers is not None:
             self._tiers.tiers.check_integrity(self._sessions.leases)
+        if self._encoder is not None:
+            self._encoder.moves.check_integrity()
 
     def _fail(self, reason: str) -> None:
         log.critical("the simulator stops: %s", reason)
@@ -343,7 +363,10 @@ class Simulator:
             if self._config.fatal_seed is not None:
                 self.check_fatal()
             self._decode(segments)
-            emit(segments, self._cache.events.take(), self._transfers.take_reports() if self._transfers.is_used else ())
+            transfers: Items[TransferReport] = self._transfers.take_reports() if self._transfers.is_used else ()
+            if self._encoder is not None:
+                transfers = (*transfers, *self._encoder.moves.take_reports())
+            emit(segments, self._cache.events.take(), transfers)
 
     def check_fatal(self) -> None:
         """Fault injection: dies if a generation that kills its worker has come so far."""

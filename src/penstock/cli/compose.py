@@ -470,6 +470,8 @@ def encode_workers(settings: ServeSettings) -> int:
     """How many workers make features of images. Raises ConfigError if they are asked for and the model reads no images."""
     wanted, worker = settings.encode_workers, settings.worker
     if worker.engine == "simulator":
+        if wanted and not worker.simulator.images:
+            raise ConfigError(f"--encode-workers {wanted}, but the simulator reads no images: give --images, or leave it out")
         return wanted or 0
     if not wanted and (wanted == 0 or worker.engine != "embedded" or not runs_on_cpu(worker.embedded.device)):
         return 0

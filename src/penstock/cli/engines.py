@@ -7,13 +7,16 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
+from penstock.backends.encode import EncodeBackend
 from penstock.backends.external.backend import EventFeed, ExternalBackend
 from penstock.backends.external.engine import EventEndpoints, ExternalEngine
 from penstock.backends.external.images import Placeholder
+from penstock.backends.simulated_images import SimulatedTower
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.config.commands import WorkerSettings
 from penstock.config.engines import EngineSettings
@@ -91,6 +94,10 @@ def _make_simulator(settings: WorkerSettings, on_failure: Callable[[], None]) ->
         reasoning_parser=reasoning_parser,
         images=make_rules() if settings.simulator.images else None,
     )
+    if settings.role == "encode":
+        if model.images is None:
+            raise ConfigError("--role encode and --engine simulator: the model reads no images; give --images")
+        return EncodeBackend(model, partial(SimulatedTower, settings.simulator, model.images), on_failure), packed
     vocabulary = Vocabulary(tuple(tokenizer.ordinary_ids), tokenizer.end_id)
     return Simulator(settings.simulator, model, vocabulary, on_failure=on_failure), packed
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from penstock.cluster.links.images import ImageAnswer
+from penstock.cluster.links.images import ImageAnswer, answer_with_pixels
 from penstock.cluster.links.worker_link import Generation, WorkerLink
 from penstock.cluster.pool import Member, WorkerPool
 from penstock.cluster.transfers import LEASE_SECONDS
@@ -26,7 +26,7 @@ from penstock.router.encoders import choose_encoder
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.errors import LinkError, PenstockError
 from penstock.wire.images import ImageSpan, image_ids, is_image_id
-from penstock.wire.messages import GENERATION_ID_BYTES, TRANSFER_ID_BYTES, Export, Finish, ImageRefused, KvSource, Submit, TransferReport
+from penstock.wire.messages import GENERATION_ID_BYTES, TRANSFER_ID_BYTES, Export, Finish, KvSource, Submit, TransferReport
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Encoders:
 
     def __init__(self, pool: WorkerPool, find: Callable[[bytes], Picture | None]) -> None:
         self._pool = pool
-        self._find = find
+        self._send_pixels = answer_with_pixels(find)
         self._wants: dict[tuple[WorkerLink, bytes], Want] = {}
         self._jobs: dict[bytes, Job] = {}
         """By transfer. Those that their target has not ended."""
@@ -107,7 +107,7 @@ class Encoders:
     async def answer(self, target: Member, request: Submit, span: ImageSpan, failed: str) -> ImageAnswer:
         """How a worker gets an image: see `links.images.AnswerImage`. Encode workers get pixels."""
         source = None if target.is_encoder else self._source(target, request, span, failed)
-        return source or self._find(span.name) or ImageRefused(span.name, "the front end has it no more", retryable=False)
+        return source or await self._send_pixels(request, span, failed)
 
     def _source(self, target: Member, request: Submit, span: ImageSpan, failed: str) -> KvSource | None:
         """Where the worker pulls its features; None: it makes them itself."""

@@ -30,7 +30,7 @@ class Bench:
         self.awake = asyncio.Event()
         self.features = Features(8)
         settings = SimulatorConfig(**{"encode_ms": 1.0, **config})  # type: ignore[arg-type]
-        self.encoder = SimulatedEncoder(settings, self.features, lambda: None, self.failures.append, self._die)
+        self.encoder = SimulatedEncoder(settings, RULES, self.features, lambda: None, self.failures.append, self._die)
 
     def _die(self) -> None:
         self.deaths += 1

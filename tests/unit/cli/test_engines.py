@@ -75,7 +75,7 @@ def test_a_model_that_reads_images_has_an_encode_worker_on_a_cpu(tmp_path: Path)
     assert encoders(model, "--device=cuda") == 0, "the tower runs beside the steps"
     assert encoders(model, "--device=cuda", "--encode-workers=1") == 1
     assert encoders(model, "--engine=vllm") == 0
-    assert encoders("--engine=simulator", "--encode-workers=2") == 2
+    assert encoders("--engine=simulator", "--images", "--encode-workers=2") == 2
     assert worker_names(["aggregated", "encode", "encode"]) == ["worker-0", "encode-0", "encode-1"]
 
 
@@ -83,6 +83,10 @@ def test_encode_workers_for_a_model_that_reads_only_text_are_a_mistake(tmp_path:
     assert encoders(f"--model={tmp_path}", "--device=cpu") == 0
     with pytest.raises(ConfigError, match=f"--encode-workers 1, but the model {tmp_path} reads no images"):
         encoders(f"--model={tmp_path}", "--device=cpu", "--encode-workers=1")
+    with pytest.raises(ConfigError, match="--encode-workers 1, but the simulator reads no images: give --images"):
+        encoders("--engine=simulator", "--encode-workers=1")
+    with pytest.raises(ConfigError, match="--role encode and --engine simulator: the model reads no images; give --images"):
+        make_backend(worker("--engine=simulator", "--role=encode"), lambda: None)
 
 
 def test_serve_starts_workers_of_each_role() -> None:
