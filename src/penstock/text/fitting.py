@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from penstock.text import rewrites as to
+from penstock.text.images import EDGE, IMAGE_MARK, image_mark
 from penstock.text.rewrites import Messages, Rewrite
 from penstock.text.tokenizers.tokenizer import ChatMessage, ToolCall
 from penstock.text.tool_prompt import calls_as_text
@@ -25,6 +26,9 @@ MAX_SEARCHED = 64 * 1024
 """Longer texts that are not found at once are looked for with marks: searching for megabytes keeps the GIL for a tenth of a second."""
 
 NEAR, HEAD = 4096, 64
+
+PLAIN = "messages of user and assistant"
+"""The shape that every template must render."""
 
 PROBE_TOOLS = [
     {
@@ -61,7 +65,7 @@ def shapes() -> Iterator[Shape]:
     later, note, silent = _say("system", "later"), _say("assistant", "note"), _say("assistant", "")
     call, other, result, second = _call("one"), _call("two"), _result("one"), _result("two")
     called = _calling("", call)
-    yield Shape("messages of user and assistant", [[asked], [asked, answered, again]])
+    yield Shape(PLAIN, [[asked], [asked, answered, again]])
     # The last one: some templates show the instructions only if the user speaks last.
     yield Shape("a system message", [[system, asked], [system, asked, answered, again], [system, asked, answered]], [[to.system_in_user]])
     yield Shape("nothing but a system message", [[system]], [[to.user_first]])
@@ -83,6 +87,15 @@ def shapes() -> Iterator[Shape]:
     unanswered = [[asked, called, result, again], [asked, called, again]]
     yield Shape("a user message after a tool call or its result", unanswered, [[to.answered_calls], [to.merged]])
     yield Shape("a system message after a tool result", [[system, asked, called, result, later]], [[to.as_reminders]])
+
+
+def image_probes() -> Iterator[tuple[str, Messages]]:
+    """For each role, a chat with one image in a message of that role."""
+    asked, shown = _say("user", "ask"), f"probe «before»{image_mark(0)}probe «after»"
+    yield "user", [ChatMessage(role="user", content=shown)]
+    yield "system", [ChatMessage(role="system", content=shown), asked]
+    yield "assistant", [asked, ChatMessage(role="assistant", content=shown), _say("user", "more")]
+    yield "tool", [asked, _calling("", _call("one")), ChatMessage({**_result("one"), "content": shown})]
 
 
 def fit(render: Render) -> tuple[list[Rewrite], list[str]]:
@@ -172,7 +185,10 @@ def _is_in_order(render: Render, shape: Shape, rewrites: Sequence[Rewrite]) -> b
 
 
 def _texts(message: ChatMessage) -> list[str]:
-    texts = [text] if (text := message["content"].strip()) else []
+    content = message["content"].strip()
+    texts = [content] if content else []
+    if EDGE in content:
+        texts = [text for each in IMAGE_MARK.split(content)[::2] if (text := each.strip())]
     if calls := message.get("tool_calls"):
         texts += [call["function"]["name"] for call in calls]
     return texts

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from penstock.text.images import EDGE
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 
 MAX_PLACES = 128
@@ -81,7 +82,8 @@ def tokens_before(tokenizer: Tokenizer, parts: Iterator[tuple[str, Sequence[int]
     tokens = 0
     for text, token_ids in parts:
         if position < len(text):
-            return tokens + _tokens_within(tokenizer, text, token_ids, position)
+            # No place is inside of an image.
+            return tokens if text.startswith(EDGE) else tokens + _tokens_within(tokenizer, text, token_ids, position)
         position -= len(text)
         tokens += len(token_ids)
     return tokens

@@ -14,7 +14,8 @@ import jinja2.parser
 import jinja2.sandbox
 from msgspec import structs
 
-from penstock.text.fitting import PROBE_TOOLS, fit, marked, unmarked, unseen
+from penstock.text.fitting import PLAIN, PROBE_TOOLS, fit, image_probes, marked, unmarked, unseen
+from penstock.text.images import EDGE, IMAGE_MARK, as_parts, count_marks, with_marks, without_marks, without_placeholders
 from penstock.text.rewrites import Messages, Rewrite, known_roles, named_results
 from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, ChatMessage, ChatPrompt
 from penstock.text.tool_prompt import tools_in_system
@@ -62,6 +63,8 @@ class ChatTemplates:
             if name in _GIVEN or name in self._named_tokens:
                 field = f"chat_template_kwargs.{name}"
                 raise RequestError(f"`{field}` cannot be set by a request: expected an argument of the template itself", param=field)
+        if prompt.images and prompt.image_placeholder:
+            prompt = without_placeholders(prompt)
         if prompt.continues:
             return _continued(template, prompt)
         return template.render(prompt)
@@ -80,7 +83,9 @@ class ChatTemplates:
 class ChatTemplate:
     """One template. What it would leave out or refuse is rewritten: tools that it does not know, and the shapes of chats in `fitting`.
 
-    `losses` says which shapes it cannot render in any way. `render` never returns a prompt without the text of a message.
+    `losses` says which shapes it cannot render in any way. `render` never returns a prompt without the text of a message, or without one
+    of its images: each is a mark there. Contents are strings, or lists of parts: those with images, if the template writes the model's
+    placeholder for images in messages of this role, and all others if it loses strings.
     """
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
@@ -94,7 +99,9 @@ class ChatTemplate:
         self._named_tokens = named_tokens
         self.renders_tools = any(name.name == "tools" and name.ctx == "load" for name in syntax.find_all(jinja2.nodes.Name))
         self._lists_no_tools = False
+        self._lists_parts = False
         self._rewrites, self.losses = self._fitted()
+        self._probes = {role: self._probe(chat, role) for role, chat in image_probes()}
 
     def render(self, prompt: ChatPrompt) -> str:
         """Raises MessageError if the template refuses a message or leaves out its text."""
@@ -104,12 +111,37 @@ class ChatTemplate:
             again = self._render(structs.replace(prompt, messages=marked(prompt.messages, suspects)), self._rewrites)
             for place in unmarked(prompt.messages, suspects, again):
                 raise MessageError(place, f"the model's chat template leaves out text of this {prompt.messages[place]['role']} message")
+        if prompt.images:
+            self._check_images(prompt, rendered)
         # The template has rendered all of them or none.
         if prompt.tools and prompt.tools[-1]["function"]["name"] not in rendered:
             raise RequestError("`tools`: the model's chat template leaves them out of this chat", param="tools", code="unsupported_message")
         return rendered
 
+    def _check_images(self, prompt: ChatPrompt, rendered: str) -> None:
+        """Raises MessageError for the first message with an image that is not in the prompt."""
+        if count_marks([rendered]) == count_marks([message["content"] for message in prompt.messages]):
+            return
+        for place, message in enumerate(prompt.messages):
+            if EDGE in message["content"]:
+                alone = [each if each is message else without_marks(each) for each in prompt.messages]
+                again = self._render(structs.replace(prompt, messages=alone), self._rewrites)
+                if count_marks([again]) != count_marks([message["content"]]):
+                    raise MessageError(place, f"the model's chat template leaves out an image of this {message['role']} message")
+        raise RequestError("the model's chat template leaves out an image", param="messages", code="unsupported_message")
+
     def _fitted(self) -> tuple[Sequence[Rewrite], Sequence[str]]:
+        rewrites, losses = self._fitted_to_tools()
+        if losses and losses[0].startswith(PLAIN):
+            # A template for images may know only lists of parts.
+            self._lists_parts = True
+            others, remaining = self._fitted_to_tools()
+            if not remaining or not remaining[0].startswith(PLAIN):
+                return others, remaining
+            self._lists_parts = False
+        return rewrites, losses
+
+    def _fitted_to_tools(self) -> tuple[Sequence[Rewrite], Sequence[str]]:
         def render(messages: Messages, rewrites: Sequence[Rewrite], has_tools: bool) -> str:
             return self._render(ChatPrompt(messages, tools=PROBE_TOOLS if has_tools and self.renders_tools else ()), rewrites)
 
@@ -123,26 +155,59 @@ class ChatTemplate:
             self._lists_no_tools = False
         return rewrites, losses
 
-    def _render(self, prompt: ChatPrompt, rewrites: Sequence[Rewrite], read: list[int] | None = None) -> str:
-        """`read` gets the place of the message that the template read last. It is empty if that was a tool."""
+    def _probe(self, chat: Messages, role: str) -> str:
+        """What the template makes of a chat with an image in a message of this role. Nothing if it refuses it or leaves out its text."""
+        try:
+            rendered = self._render(ChatPrompt(chat), self._rewrites, roles=[role])
+        except RequestError:
+            return ""
+        texts = [text for message in chat for text in IMAGE_MARK.split(message["content"])[::2]]
+        return rendered if all(text in rendered for text in texts) else ""
+
+    def _image_roles(self, placeholder: str) -> list[str]:
+        """The roles of messages in which the template writes this placeholder for an image."""
+        return [role for role, probe in self._probes.items() if placeholder and probe.count(placeholder) == 1]
+
+    def _render(
+        self, prompt: ChatPrompt, rewrites: Sequence[Rewrite], read: list[int] | None = None, roles: Sequence[str] | None = None
+    ) -> str:
+        """`read` gets the place of the message that the template read last. It is empty if that was a tool. Images in messages of these
+        `roles` are parts, and marks again in what is returned; with roles of a caller, they are what the template has written."""
+        is_trial = roles is not None
         try:
             messages = self._rewritten(prompt if read is None else _placed(prompt), rewrites)
-            shown: list[_Shown] = [_Shown(_with_thinking(message)) for message in messages]
+            if roles is None:
+                roles = self._image_roles(prompt.image_placeholder) if prompt.images else ()
+            shown = self._shown(messages, roles)
             tools: Sequence[Mapping[str, Any]] = prompt.tools
             if read is not None:
                 shown, tools = [_Watched(message, read) for message in shown], [_Watched(tool, read) for tool in tools]
-            return self._filled_in(prompt, shown, list(tools))
+            rendered = self._filled_in(prompt, shown, list(tools))
+            return _marked_again(rendered, prompt, messages, roles) if roles and not is_trial else rendered
         except PenstockError:
             raise
         # A template can raise anything for messages that it was not written for.
         except Exception as error:
             if read is None:
-                return self._render(prompt, rewrites, read=[])
+                return self._render(prompt, rewrites, [], roles if is_trial else None)
             reason = (str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}")[:MAX_REASON_CHARACTERS]
             if read:
                 role = prompt.messages[read[-1]]["role"]
                 raise MessageError(read[-1], f"the model's chat template refuses this {role} message: {reason}") from error
             raise RequestError(f"the model's chat template refuses these messages: {reason}", param="messages") from error
+
+    def _shown(self, messages: Messages, roles: Sequence[str]) -> list[_Shown]:
+        """The messages as the template reads them. Those of these roles have their images as parts."""
+        shown = [_with_thinking(message) for message in messages]
+        if roles or self._lists_parts:
+            shown = [self._with_parts(message, roles) for message in shown]
+        return [_Shown(message) for message in shown]
+
+    def _with_parts(self, message: Mapping[str, Any], roles: Sequence[str]) -> Mapping[str, Any]:
+        content = message["content"]
+        if message["role"] in roles and EDGE in content:
+            return {**message, "content": as_parts(content)}
+        return {**message, "content": [{"type": "text", "text": content}]} if self._lists_parts else message
 
     def _rewritten(self, prompt: ChatPrompt, rewrites: Sequence[Rewrite]) -> Messages:
         messages = named_results(known_roles(prompt.messages))
@@ -190,6 +255,12 @@ def _continued(template: ChatTemplate, prompt: ChatPrompt) -> str:
     if end < 0 or not text.rstrip().endswith(last["content"].strip()):
         raise RequestError(f"`{field}` is set, but the model's chat template changes the content of the last message", param=field)
     return text
+
+
+def _marked_again(rendered: str, prompt: ChatPrompt, messages: Messages, roles: Sequence[str]) -> str:
+    """Placeholders become the marks of these messages, in order."""
+    names = [name for message in messages if message["role"] in roles for name in IMAGE_MARK.findall(message["content"])]
+    return with_marks(rendered, prompt.image_placeholder, names)
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,17 +8,19 @@ import sys
 import weakref
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from penstock.text.encoding import SHORT, Encoder, Steps, at_once
+from penstock.text.images import BREAK, EDGE, cut_at_marks, encode_image, marked_name
 from penstock.text.marks import Place, positions, tokens_before, with_marks
 from penstock.text.tokenizers.tokenizer import ChatPrompt, Tokenizer
 from penstock.wire.errors import RequestError
-from penstock.wire.images import ImageSpan
+from penstock.wire.images import ImageLayout, ImageSpan
 
 MAX_BRANCHES = 8
 """Transcripts kept per session that differ in their ends, from overlapping turns or an edited history."""
@@ -28,7 +30,7 @@ MAX_REMEMBERED_AT_ONCE = 512
 
 MAX_FOUND_AT_ONCE = 2048
 
-TOKEN_BYTES = 4
+TOKEN_BYTES, IMAGE_TOKEN_BYTES = 4, 8
 
 ENDING = 256
 """How many characters of the end of the rendered text are returned with its tokens."""
@@ -129,9 +131,16 @@ class _Session:
 
 def _next(tokenizer: Tokenizer, part: _Part, text: str, position: int) -> _Part | None:
     for child in part.children:
-        if text.startswith(child.text, position) and tokenizer.begins_part(text, position + len(child.text)):
+        if text.startswith(child.text, position) and _begins_part(tokenizer, text, position + len(child.text)):
             return child
     return None
+
+
+def _begins_part(tokenizer: Tokenizer, text: str, position: int) -> bool:
+    """An image is a part of its own."""
+    if tokenizer.begins_part(text, position):
+        return True
+    return position < len(text) and EDGE in text[position - 1 : position + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +168,18 @@ class EncodedChat(Struct, frozen=True, gc=False):
 
 
 class _Piece(NamedTuple):
-    """A part and its packed tokens."""
+    """A part and its packed tokens. An image is one, with its mark as the text and with ids of eight bytes."""
 
     text: str
     packed: bytes
+
+    @property
+    def is_image(self) -> bool:
+        return self.text.startswith(EDGE)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.packed) // (IMAGE_TOKEN_BYTES if self.is_image else TOKEN_BYTES)
 
 
 class Transcripts:
@@ -210,7 +227,7 @@ class Transcripts:
         """
         text = await self.encoder.render_chat(tokenizer, prompt, lane)
         marks = await self._find_marks(tokenizer, prompt, text, places, lane) if places else ()
-        if key is None and len(text) <= SHORT and not marks:
+        if key is None and len(text) <= SHORT and not marks and not prompt.images and BREAK not in text:
             made = tuple([token_id for part in tokenizer.parts(text) for token_id in tokenizer.encode_part(part)])
             self.tokens_encoded += len(made)
             return EncodedChat(made, ending=text[-ENDING:])
@@ -220,9 +237,10 @@ class Transcripts:
         path = [] if session is None else await session.find(tokenizer, text)
         known = [_Piece(part.text, part.packed) for part in path]
         rest = text[sum(len(piece.text) for piece in known) :]
-        reused = sum(len(piece.packed) for piece in known) // TOKEN_BYTES
-        steps = _encode(tokenizer, known, rest, memo, check)
-        is_short = len(rest) + reused * TOKEN_BYTES // BYTES_UNPACKED <= SHORT
+        reused = sum([piece.tokens for piece in known])
+        steps = _encode(tokenizer, known, rest, memo, check, prompt.images)
+        positions = sum([layout.positions for layout in prompt.images.values()])
+        is_short = len(rest) + positions + reused * TOKEN_BYTES // BYTES_UNPACKED <= SHORT
         pieces, token_ids, encoded = at_once(steps) if is_short else await self.encoder.run(steps, lane)
         self.tokens_reused += len(token_ids) - encoded
         self.tokens_encoded += encoded
@@ -232,7 +250,8 @@ class Transcripts:
             end = await self._remember(key, session, path, known, pieces[:-1])
             turn = None if end is None else _Turn(key, session, tokenizer, end, *pieces[-1])
         counts = await self.encoder.read(lane, len(text), _counts, tokenizer, (*known, *pieces), marks) if marks else ()
-        return EncodedChat(token_ids, reused, turn, text[-ENDING:], counts)
+        spans = _spans((*known, *pieces), prompt.images) if prompt.images else ()
+        return EncodedChat(token_ids, reused, turn, text[-ENDING:], counts, spans)
 
     async def _find_marks(self, tokenizer: Tokenizer, prompt: ChatPrompt, text: str, places: Sequence[Place], lane: str) -> Sequence[int]:
         """Where the places are in the rendered text."""
@@ -251,12 +270,12 @@ class Transcripts:
         turn = prompt.turn
         if turn is None or self._sessions.get(turn.key) is not turn.session or not turn.session.holds(turn.end):
             return
-        answer = turn.tokenizer.read_answer(turn.last, token_ids)
-        if answer is None:
+        answer = turn.tokenizer.read_answer(turn.last.replace(BREAK, ""), token_ids)
+        if answer is None or not turn.last + answer.text:
             return
         size = turn.session.size
         self._sessions.move_to_end(turn.key)
-        turn.session.put(turn.end, turn.last + answer.text, turn.last_packed + _pack(answer.token_ids), replaces=True)
+        turn.session.put(turn.end, turn.last + answer.text, turn.last_packed + _pack(answer.token_ids, turn.last), replaces=True)
         self._settle(turn.session, turn.session.size - size)
 
     def forget(self, key: str) -> None:
@@ -330,33 +349,62 @@ class Transcripts:
 
 
 def _encode(
-    tokenizer: Tokenizer, known: Sequence[_Piece], text: str, memo: Memo | None, check: Callable[[int], object] | None
+    tokenizer: Tokenizer,
+    known: Sequence[_Piece],
+    text: str,
+    memo: Memo | None,
+    check: Callable[[int], object] | None,
+    images: Mapping[bytes, ImageLayout],
 ) -> Steps[tuple[list[_Piece], tuple[int, ...], int]]:
     """The pieces of this text, the tokens of the known pieces followed by its own, and how many of these were not in the memo."""
     pieces = []
     encoded = 0
-    for part in tokenizer.parts(text):
+    for part in cut_at_marks(tokenizer, text) if images else tokenizer.parts(text):
         packed = None if memo is None else memo.get(part)
-        if packed is None:
-            made = []
-            for token_ids in tokenizer.encode_part_steps(part):
-                made.append(_pack(token_ids))
-                yield
-            packed = b"".join(made)
-            encoded += len(packed) // TOKEN_BYTES
-            if memo is not None:
-                memo[part] = packed
-        pieces.append(_Piece(part, packed))
-    together = b"".join([piece.packed for piece in (*known, *pieces)])
+        if packed is not None:
+            pieces.append(_Piece(part, packed))
+            continue
+        made = []
+        for token_ids in _encode_part(tokenizer, part, images):
+            made.append(_pack(token_ids, part))
+            yield
+        pieces.append(_Piece(part, b"".join(made)))
+        encoded += pieces[-1].tokens
+        if memo is not None:
+            memo[part] = pieces[-1].packed
+    together = (*known, *pieces)
     if check is not None:
-        check(len(together) // TOKEN_BYTES)
-    if len(together) <= STEP_BYTES:
-        return pieces, _unpack(together), encoded
+        check(sum([piece.tokens for piece in together]))
+    runs = [(is_image, b"".join([piece.packed for piece in run])) for is_image, run in groupby(together, lambda piece: piece.is_image)]
+    if len(runs) == 1 and len(runs[0][1]) <= STEP_BYTES:
+        return pieces, _unpack(*runs[0]), encoded
     unpacked: list[int] = []
-    for start in range(0, len(together), STEP_BYTES):
-        unpacked += _unpack(together[start : start + STEP_BYTES])
-        yield
+    for is_image, packed in runs:
+        for start in range(0, len(packed), STEP_BYTES):
+            unpacked += _unpack(is_image, packed[start : start + STEP_BYTES])
+            yield
     return pieces, tuple(unpacked), encoded
+
+
+def _encode_part(tokenizer: Tokenizer, part: str, images: Mapping[bytes, ImageLayout]) -> Iterator[Sequence[int]]:
+    if images and part.startswith(EDGE):
+        yield encode_image(tokenizer, images[marked_name(part)])
+    elif BREAK in part:
+        for piece in part.split(BREAK):
+            yield from tokenizer.encode_part_steps(piece)
+    else:
+        yield from tokenizer.encode_part_steps(part)
+
+
+def _spans(pieces: Sequence[_Piece], images: Mapping[bytes, ImageLayout]) -> tuple[ImageSpan, ...]:
+    found = []
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.tokens
+        if piece.is_image:
+            layout = images[marked_name(piece.text)]
+            found.append(ImageSpan(layout.name, start, end, layout.grid, layout.size))
+    return tuple(found)
 
 
 def _counts(tokenizer: Tokenizer, pieces: Sequence[_Piece], marks: Sequence[int]) -> tuple[int, ...]:
@@ -365,13 +413,15 @@ def _counts(tokenizer: Tokenizer, pieces: Sequence[_Piece], marks: Sequence[int]
 
 
 def _unpacked(pieces: Sequence[_Piece]) -> Iterator[tuple[str, Sequence[int]]]:
-    return ((piece.text, memoryview(piece.packed).cast("I")) for piece in pieces)
+    return ((piece.text, memoryview(piece.packed).cast("Q" if piece.is_image else "I")) for piece in pieces)
 
 
-def _pack(token_ids: Sequence[int]) -> bytes:
-    # At most a quarter of the size of a tuple.
-    return array("I", token_ids).tobytes()
+def _pack(token_ids: Sequence[int], part: str) -> bytes:
+    # Text takes at most a quarter of the size of a tuple.
+    return array("Q" if part.startswith(EDGE) else "I", token_ids).tobytes()
 
 
-def _unpack(packed: bytes) -> tuple[int, ...]:
+def _unpack(is_image: bool, packed: bytes) -> tuple[int, ...]:
+    if is_image:
+        return struct.unpack(f"={len(packed) // IMAGE_TOKEN_BYTES}Q", packed)
     return struct.unpack(f"={len(packed) // TOKEN_BYTES}I", packed)

@@ -167,7 +167,7 @@ def test_old_and_new_spellings_of_the_same_settings(given: dict[str, object], tm
 
 def test_smolvlm_has_its_number_of_positions_from_its_processor_or_its_model(tmp_path: Path) -> None:
     given = {"image_processor_type": "SmolVLMImageProcessorFast", "max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}}
-    vision = {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4}
+    vision = {"vision_config": {"patch_size": 16}, "scale_factor": 4}
     said = read_rules(_write(tmp_path, preprocessor_config=given, processor_config={"image_seq_len": 64}))
     made = read_rules(_write(tmp_path, processor_config={}, config=vision))
     assert said == made
@@ -190,7 +190,7 @@ def test_smolvlm_has_its_number_of_positions_from_its_processor_or_its_model(tmp
     ],
 )
 def test_settings_that_cannot_be_followed_are_named(given: object, processor: object, said: str, tmp_path: Path) -> None:
-    model = {"vision_config": {"image_size": 64, "patch_size": 4}, "scale_factor": 2}
+    model = {"vision_config": {"patch_size": 22}, "scale_factor": 2}
     with pytest.raises(ConfigError, match=re.escape(said)):
         read_rules(_write(tmp_path, preprocessor_config=given, processor_config=processor, config=model))
 

@@ -26,10 +26,11 @@ PLACEHOLDER = "<image>"
 
 def make_rules(given: Mapping[str, Any], processor: Mapping[str, Any], model: Mapping[str, Any]) -> ImageRules:
     """From the settings of the model's image processor, of its processor, and of the model."""
+    tile = _edge(given, "max_image_size", DEFAULT_TILE)
     settings = {
         "longest_edge": _edge(given, "size", 4 * DEFAULT_TILE),
-        "tile_size": _edge(given, "max_image_size", DEFAULT_TILE),
-        "tile_positions": _positions(_edge(given, "max_image_size", DEFAULT_TILE), processor, model),
+        "tile_size": tile,
+        "tile_positions": _positions(tile, processor, model),
         "splits": float(given.get("do_image_splitting", True)),
         **normalisation(given, LANCZOS, HALF, HALF),
     }

@@ -9,6 +9,7 @@ from itertools import pairwise
 import tokenizers
 
 from penstock.text.detokenizer import ByteDetokenizer, ByteTables, Detokenizer, StepDetokenizer
+from penstock.text.images import break_all
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizers.cuts import SLICE, any_of, by_first_letter, can_slice, separators, slices
 from penstock.text.tokenizers.tokenizer import DEFAULT_TEMPLATE, Answer, ChatPrompt
@@ -81,7 +82,13 @@ class ModelTokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def render_chat(self, prompt: ChatPrompt) -> str:
-        return self._templates.render(prompt)
+        rendered = self._templates.render(prompt)
+        if (placeholder := prompt.image_placeholder) and (found := self._special_texts.findall(placeholder)):
+            # They are no images: those are marks by now.
+            literals = any_of(found)
+            if literals.search(rendered):
+                return break_all(rendered, literals)
+        return rendered
 
     def parts(self, rendered: str) -> list[str]:
         # A separator at the very start does not count.
