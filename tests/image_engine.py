@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.config.engines import EngineConfig
 from penstock.engine.checkpoints.checkpoint import open_checkpoint
@@ -39,21 +40,45 @@ def tower(directory: Path) -> Tower:
     return make_tower(open_checkpoint(directory), torch.float32, CPU)
 
 
-def make_images(directory: Path, slots: int, clock: Callable[[], float] = time.monotonic) -> EngineImages:
+class SpoiledTower:
+    """A tower of which `spoil` may fail, or change what it has made, by the pixels of the image."""
+
+    def __init__(self, tower: Tower, spoil: Callable[[bytes, Tensor], Tensor]) -> None:
+        self.on_progress: Callable[[], None] = lambda: None
+        self.width, self.levels, self.positions = tower.width, tower.levels, tower.positions
+        self._tower, self._spoil = tower, spoil
+
+    def encode(self, images: Sequence[tuple[bytes, tuple[int, int]]]) -> list[Tensor]:
+        return [self._spoil(pixels, made) for (pixels, _), made in zip(images, self._tower.encode(images), strict=True)]
+
+
+def make_images(
+    directory: Path,
+    slots: int,
+    clock: Callable[[], float] = time.monotonic,
+    spoil: Callable[[bytes, Tensor], Tensor] = lambda _, made: made,
+) -> EngineImages:
     checkpoint = open_checkpoint(directory)
     shape = checkpoint.tower
     assert shape is not None
     store = FeatureStore(slots, shape.width * shape.levels, torch.float32, CPU)
     fingerprint = image_fingerprint(shape, checkpoint.tower_tensors(), torch.float32)
-    return EngineImages(TowerMaker(lambda: tower(directory), store, fingerprint, CPU), shape, clock)
+    return EngineImages(TowerMaker(lambda: SpoiledTower(tower(directory), spoil), store, fingerprint, CPU), shape, clock)
 
 
 class ImageEngine:
     """An engine, and a front end that has these pictures. It answers what the engine asks for, as long as `answers` is set."""
 
-    def __init__(self, directory: Path, slots: int = 256, clock: Callable[[], float] = time.monotonic, **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        slots: int = 256,
+        clock: Callable[[], float] = time.monotonic,
+        spoil: Callable[[bytes, Tensor], Tensor] = lambda _, made: made,
+        **settings: Any,
+    ) -> None:
         self.directory = directory
-        self.images = make_images(directory, slots, clock)
+        self.images = make_images(directory, slots, clock, spoil)
         config = EngineConfig(**{"context_length": CONTEXT, "kv_pages": 256, "session_grace": 0.0, **settings})
         model = text_model(directory)
         self.engine = Engine(config, model, frozenset(), model.shape.vocab_size, None, clock, self.images)

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.cli.engines import model_name
@@ -38,6 +39,7 @@ try:
 
     from penstock.backends.disk_tier import DiskTier
     from penstock.backends.embedded import EmbeddedBackend
+    from penstock.backends.encode import EncodeBackend
     from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
     from penstock.engine.engine import Engine
     from penstock.engine.fingerprint import image_fingerprint
@@ -100,6 +102,10 @@ def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> t
         reasoning_parser=reasoning_parser,
         images=None if checkpoint.tower is None else read_rules(path),
     )
+    if settings.role == "encode":
+        if checkpoint.tower is None:
+            raise ConfigError(f"--role encode: the model {path} reads only text: expected one with a vision tower")
+        return EncodeBackend(info, partial(load_encoder, checkpoint, context_length, settings.embedded, device), on_failure), packed
     backend = EmbeddedBackend(info, lambda: load_engine(checkpoint, tokenizer, context_length, settings.embedded, device), on_failure)
     return backend, packed
 
@@ -131,6 +137,18 @@ def load_engine(
         disk = settings.kv_disk
         engine.use_tiers(None if disk is None else DiskTier(disk, engine.fingerprint(), size, int(settings.kv_disk_size * GIB)))
     return engine
+
+
+def load_encoder(
+    checkpoint: Checkpoint, context_length: int, settings: EmbeddedSettings, device: torch.device, on_progress: Callable[[], None]
+) -> TowerMaker:
+    """For a worker that does nothing else. Called in the thread that encodes."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    maker = load_maker(checkpoint, context_length, settings, device)
+    maker.on_progress = on_progress
+    maker.load()
+    return maker
 
 
 def load_maker(checkpoint: Checkpoint, context_length: int, settings: EmbeddedSettings, device: torch.device) -> TowerMaker:

@@ -38,8 +38,11 @@ class TowerMaker:
         """Loads the tower now, if it is not."""
         if self._tower is None:
             self._tower = self._load()
-            self._tower.on_progress = lambda: self.on_progress()
+            self._tower.on_progress = self._progressed
         return self._tower
+
+    def _progressed(self) -> None:
+        self.on_progress()
 
     @torch.inference_mode()
     def encode(self, span: ImageSpan, pixels: bytes, slots: Sequence[int]) -> None:
