@@ -22,6 +22,7 @@ from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import RouterSettings
 from penstock.engine.engine import Engine
 from penstock.kv.blocks import block_hashes, tenant_root
+from penstock.media.families.simulator import make_rules
 from penstock.router.policy import Hints, Preference, SessionWish
 from penstock.wire import codec
 from penstock.wire.errors import GenerationFault
@@ -362,8 +363,10 @@ async def test_a_worker_with_another_model_of_the_same_name_is_refused(tmp_path:
         front_end = await stack.enter_async_context(FrontEnd([one]))
         twin = await stack.enter_async_context(Worker(tmp_path, "b", make_model(max_batch=7)))
         other = await stack.enter_async_context(Worker(tmp_path, "c", ModelInfo("simulator", "simulator", "words", 1842, 50_000, 16)))
-        front_end.pool.discovered([twin.address, other.address])
-        await until(lambda: "cannot be used" in caplog.text)
+        reader = await stack.enter_async_context(Worker(tmp_path, "d", make_model(images=make_rules())))
+        front_end.pool.discovered([twin.address, other.address, reader.address])
+        await until(lambda: "c cannot be used" in caplog.text and "d cannot be used" in caplog.text)
+        assert "'images': ImageRules(family='simulator'" in caplog.text
         assert "its model 'simulator' differs from the one that" in caplog.text
         await until(lambda: len(front_end.pool.members) == 2)
         assert {member.name for member in front_end.pool.members} == {"a", "b"}

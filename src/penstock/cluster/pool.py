@@ -242,4 +242,5 @@ class _Unprepared(_Unusable):
 
 def model_identity(model: ModelInfo) -> dict[str, object]:
     """What two workers of one model must have in common, so that one can continue a generation of the other."""
-    return {"tokenizer": model.tokenizer, "vocabulary": model.vocab_size, "context": model.context_length, "block": model.block_size}
+    sizes = {"vocabulary": model.vocab_size, "context": model.context_length, "block": model.block_size}
+    return {"tokenizer": model.tokenizer, **sizes, "images": model.images}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from penstock.stream.slot import Slot
-from penstock.wire.errors import GenerationFault, PenstockError
+from penstock.wire.errors import GenerationFault, PenstockError, StreamError
 from penstock.wire.messages import Delta, Fault, Terminal
 
 
@@ -84,7 +84,12 @@ class Mailbox(Slot):
             self.late_puts += 1
             return False
         was_empty = super().put(delta)
-        self.history.extend(delta.token_ids)
+        try:
+            self.history.extend(delta.token_ids)
+        except OverflowError:
+            # Nothing that waits with it is read, so that its terminal wakes the reader.
+            self.discard()
+            raise StreamError(f"a token at offset {delta.offset} has an id that no model makes") from None
         if was_empty:
             self._doorbell.ring(self)
         return was_empty

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.stream.slot import COMPACT_AT
 from penstock.wire.errors import GapError, OverlapError, PutAfterTerminal, StreamError
+from penstock.wire.images import image_ids
 from penstock.wire.messages import Delta, Fault, Finish, Terminal
 
 TERMINALS = st.sampled_from([Finish("stop"), Finish("length"), Fault("lost", "the worker is gone", retryable=True)])
@@ -148,3 +149,15 @@ async def test_tokens_before_a_fault_are_delivered_with_it() -> None:
     mailbox.end(Fault("lost", "gone"))
     assert mailbox.take() == (Delta(0, (1, 2)), Fault("lost", "gone"))
     assert mailbox.take() == (None, None)
+
+
+async def test_an_id_that_no_model_makes_ends_the_stream() -> None:
+    """Such as a position of an image. The reader is woken for the fault that follows."""
+    bell = Doorbell()
+    mailbox = Mailbox(bell)
+    with pytest.raises(StreamError, match="offset 0 has an id that no model makes"):
+        mailbox.put(Delta(0, (1, image_ids(bytes(16), 1)[0])))
+    mailbox.end(Fault("stream_breach", "broken"))
+    async with asyncio.timeout(5):
+        await bell.wait()
+    assert mailbox.take() == (None, Fault("stream_breach", "broken"))

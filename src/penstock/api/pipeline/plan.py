@@ -25,6 +25,7 @@ from penstock.router.policy import Hints, PlacedMark
 from penstock.text.formats.grammar import after_reasoning, tool_grammar
 from penstock.text.formats.make import make_parser, opens_reasoning, visible_tokens
 from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT
+from penstock.text.images import IMAGE_MARK
 from penstock.text.marks import Place
 from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
@@ -385,7 +386,8 @@ def check_choices(prompts: int, candidates: int) -> None:
 def check_lengths(model: ServedModel, chat: Chat) -> None:
     """Refuses a chat with a message that cannot fit."""
     for field, message in zip(chat.fields, chat.prompt.messages, strict=True):
-        check_text_length(model, field, message["content"])
+        # What an image takes is known when it is read.
+        check_text_length(model, field, IMAGE_MARK.sub(" ", message["content"]) if chat.images else message["content"])
 
 
 def check_text_length(model: ServedModel, field: str, text: str) -> None:

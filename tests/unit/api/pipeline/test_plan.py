@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from front_end import MODEL, request
+from penstock.api.models import ServedModel
 from penstock.api.openai.chat import parse_chat
 from penstock.api.openai.completions import parse_completion
-from penstock.api.pipeline.plan import MAX_GRAMMAR_BYTES, Plan
+from penstock.api.pipeline.plan import MAX_GRAMMAR_BYTES, Chat, Plan, check_lengths
 from penstock.api.pipeline.request import Incoming
+from penstock.media.picture import ImageRef
+from penstock.text.images import image_mark
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
+from penstock.text.tokenizers.words import WordTokenizer
 from penstock.wire.errors import RequestError
 from penstock.wire.messages import Grammar
 
@@ -179,3 +185,14 @@ async def test_the_choices_of_a_long_prompt_share_it_under_one_name() -> None:
     assert names == [plan.submits[0].id] * 3 + [plan.submits[3].id] * 3 + [b""] * 3
     assert len({id(submit.token_ids) for submit in plan.submits[:3]}) == 1
     assert [submit.prompt for submit in (await completion(prompt=long)).submits] == [b""], "one generation shares nothing"
+
+
+def test_marks_of_images_are_no_long_text() -> None:
+    refs = [ImageRef("messages[0].content[0]")] * 400
+    content = "".join([image_mark(index) for index in range(len(refs))])
+    prompt = ChatPrompt([ChatMessage(role="user", content=content)])
+    model = ServedModel(structs.replace(MODEL, context_length=500), WordTokenizer())
+    given = Chat(prompt=prompt, fields=["messages[0]"], max_tokens=None, images=refs)
+    check_lengths(model, given)
+    with pytest.raises(RequestError, match="context length is 500"):
+        check_lengths(model, structs.replace(given, images=()))
