@@ -15,6 +15,7 @@ from penstock.api.auth.keys import Keyring
 from penstock.api.models import Models
 from penstock.api.pipeline.admission import Admission
 from penstock.api.pipeline.detached import DetachedRuns
+from penstock.api.pipeline.images import PictureReader
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.answers import ResponseObject
@@ -29,6 +30,7 @@ from penstock.stream.mailbox import Mailbox
 from penstock.text.tokenizers.words import WordTokenizer
 from penstock.text.transcript import Transcripts
 from penstock.wire.errors import GenerationFault, PenstockError
+from penstock.wire.images import ImageRules
 from penstock.wire.messages import Delta, Fault, Finish, ModelInfo, Submit
 
 WORDS = WordTokenizer()
@@ -104,9 +106,12 @@ class FrontEnd:
         resume: ResumeLimits | None = None,
         responses: SqliteStore | None = None,
         context_length: int = MODEL.context_length,
+        images: ImageRules | None = None,
+        media: PictureReader | None = None,
     ) -> None:
         self.path = path
-        self.model = msgspec.structs.replace(replace_parsers(tool_parser, reasoning_parser), context_length=context_length)
+        parsers = replace_parsers(tool_parser, reasoning_parser)
+        self.model = msgspec.structs.replace(parsers, context_length=context_length, images=images)
         self.tally = Tally()
         metrics = FrontEndMetrics(self.tally)
         metrics.observe(lambda: ClusterReading())
@@ -117,7 +122,7 @@ class FrontEnd:
         self._generations: set[asyncio.Task[None]] = set()
         pool = WorkerPool([], "test", "", self.models.prepare)
         sessions = Sessions(MemoryStore(), pool, quota=0)
-        context = PromptContext(self.models, Transcripts(0))
+        context = PromptContext(self.models, Transcripts(0), media)
         self.detached = DetachedRuns(resume or ResumeLimits(), self.admission, self.tally)
         runner = Runner(context, sessions, self.produce, self.admission, self.tally, self.detached)
         self.application = app = make_app(Services(context, runner, self.detached, sessions, self.admission, metrics, responses))

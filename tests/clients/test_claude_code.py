@@ -23,7 +23,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "claude-code.md").read_
 PROGRAMS = Path(__file__).parent / "programs"
 [SETTINGS] = re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)
 [JSON_SETTINGS] = re.findall(r"```json\n(.*?)```", GUIDE, re.DOTALL)
-PLACEHOLDER = "[image left out: this model reads only text]"
+PLACEHOLDER = "PNG, left out: this model reads only text]"
 MIN_SHARE = 0.97
 
 

@@ -214,7 +214,7 @@ def test_a_message_with_an_image_is_refused_once(begin: Begin) -> None:
     assert "images are not supported by this model" in events[-1]["error"]["message"]
     assert said(codex.run("resume", "--last", "Are you there?")) == "Still here."
     assert [exchange.status for exchange in codex.scene.exchanges] == [400, 200]
-    assert "[image left out" in codex.scene.prompts[0].text
+    assert "left out: this model reads only text]" in codex.scene.prompts[0].text
 
 
 def test_a_schema_for_the_last_message(begin: Begin) -> None:

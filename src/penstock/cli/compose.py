@@ -210,7 +210,7 @@ async def _open_front_end(
     cluster = await _open_cluster(settings, models, transcripts, media, stack)
     responses = await _open_response_store(settings.responses, settings.keys.are_needed, stack)
     metrics.observe(partial(_read_cluster, cluster, admission, transcripts, responses, keyring, media))
-    context = PromptContext(models, transcripts, media, settings.limits.drop_images)
+    context = PromptContext(models, transcripts, media, settings.media.drop_images)
     detached = DetachedRuns(settings.resume, admission, tally)
     runner = Runner(context, cluster.sessions, cluster.dispatcher.produce, admission, tally, detached)
     stack.push_async_callback(detached.close)

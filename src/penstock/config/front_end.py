@@ -84,11 +84,6 @@ class Limits:
         "an answer that is not a stream sends its headers after this time, with status 200, then white space as often as --keep-alive "
         "says. 0: nothing before the answer",
     )
-    drop_images: bool = setting(
-        False,
-        "a model that reads only text gets a note in place of every image; otherwise an image in the last message gets status 400, and "
-        "only those before it and in the results of tools become notes",
-    )
 
 
 @dataclass(frozen=True)

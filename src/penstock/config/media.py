@@ -130,6 +130,11 @@ class MediaSettings:
         maximum=MAX_PROCESSES,
         unset="one per core, at most 4",
     )
+    drop_images: bool = setting(
+        False,
+        "a model that reads only text gets a note in place of every image; otherwise an image in the last message gets status 400, and "
+        "only those before it and in the results of tools become notes",
+    )
 
     @property
     def decoders(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from binascii import Error as Base64Error
-from binascii import a2b_base64
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable
 from hashlib import sha256
 
@@ -64,6 +64,14 @@ class ImageFile:
         for piece in self._pieces():
             hashed.update(piece)
         return hashed.digest()
+
+    def as_base64(self) -> str:
+        """The file as base64: piece by piece, so that other threads go on."""
+        if isinstance(self._content, str):
+            return self._content[self._start :]
+        piece = PIECE_CHARACTERS // 4 * 3
+        pieces = [self._content[place : place + piece] for place in range(0, len(self._content), piece)]
+        return b"".join([b2a_base64(each, newline=False) for each in pieces]).decode()
 
     def write(self, descriptor: int) -> None:
         """Writes it as it was sent, from the start of an empty file."""

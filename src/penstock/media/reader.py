@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -30,6 +30,8 @@ from penstock.media.picture import ImageRef, Picture
 from penstock.metrics.frontend import MediaReading
 from penstock.wire.errors import RequestError
 from penstock.wire.images import IMAGE_NAME_BYTES, SEAL_BYTES, ImageRules
+
+Result = TypeVar("Result")
 
 MAX_WAIT_SECONDS = 30.0
 """For memory and a process. Then the request gets status 503."""
@@ -107,10 +109,7 @@ class MediaReader:
         """
         if not refs:
             return []
-        if len(refs) > self._settings.max_images:
-            first = refs[self._settings.max_images]
-            message = f"`{first.field}` is one of {len(refs)} images: expected at most {self._settings.max_images} (--max-images)"
-            raise RequestError(message, param=first.field, code="too_many_images", limit="max_images")
+        self._check_number(refs)
         tenant = Tenant(lane, weight, root)
         remotes: dict[str, _Remote] = {}
         sources: list[_Sent | _Remote] = []
@@ -121,6 +120,27 @@ class MediaReader:
             await asyncio.sleep(0)
         try:
             return await _all_of([self._read(ref, source, tenant, rules) for ref, source in zip(refs, sources, strict=True)])
+        finally:
+            for remote in remotes.values():
+                self.memory.release(remote.share)
+
+    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float = 1.0) -> dict[str, str]:
+        """The files of those images that must be fetched, in base64, by their URLs: for a request that is stored with them.
+
+        Raises RequestError as `read` does.
+        """
+        wanted = {ref.url: ref for ref in refs if _WEB.match(ref.url)}
+        self._check_number(list(wanted.values()))
+        tenant, remotes = Tenant(lane, weight, b""), dict[str, _Remote]()
+
+        async def file(ref: ImageRef) -> str:
+            with self._naming(ref):
+                source = self._source(ref, tenant, remotes)
+                sent = source if isinstance(source, _Sent) else await self._fetched(source, tenant)
+            return await asyncio.get_running_loop().run_in_executor(self._hashing, sent.file.as_base64)
+
+        try:
+            return dict(zip(wanted, await _all_of([file(ref) for ref in wanted.values()]), strict=True))
         finally:
             for remote in remotes.values():
                 self.memory.release(remote.share)
@@ -140,6 +160,12 @@ class MediaReader:
             memory_bytes=self.memory.used,
             waiting=self.memory.waiting + self.decoders.turns.waiting + (0 if self._fetcher is None else self._fetcher.turns.waiting),
         )
+
+    def _check_number(self, refs: Sequence[ImageRef]) -> None:
+        if len(refs) > self._settings.max_images:
+            first = refs[self._settings.max_images]
+            message = f"`{first.field}` is one of {len(refs)} images: expected at most {self._settings.max_images} (--max-images)"
+            raise RequestError(message, param=first.field, code="too_many_images", limit="max_images")
 
     def close(self) -> None:
         """Ends the processes and threads; what they do is lost."""
@@ -347,7 +373,7 @@ class _Flight:
         """It is being decoded, which cannot be stopped."""
 
 
-async def _all_of(readings: Sequence[Coroutine[None, None, Picture]]) -> list[Picture]:
+async def _all_of(readings: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
     """All results. After an error the others are cancelled."""
     if len(readings) == 1:
         return [await readings[0]]

@@ -31,6 +31,9 @@ class PictureReader(Protocol):
     async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
         """The pictures, in order. Raises RequestError that names the field of the image that cannot be read."""
 
+    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float) -> dict[str, str]:
+        """The files of those that must be fetched, in base64, by their URLs. Raises RequestError as `read` does."""
+
 
 class Shown(NamedTuple):
     """A prompt whose images are read, or replaced by notes. `marks` are those for the cache."""

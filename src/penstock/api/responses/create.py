@@ -71,6 +71,7 @@ class CreateResponse:
         """Returns when it is stored and admitted."""
         queued, store, kept = run.dialect.snapshot(), work.store, work.kept
         await store.begin(kept, ResponseState(body=queued))
+        kept.input.clear()
         try:
             self.detached.start(run, work.run, numbered=False)
             await work.until_admitted()
@@ -253,6 +254,7 @@ class SavingSink:
 
     async def _begin(self) -> None:
         await self.store.begin(self.response, ResponseState(body=self.dialect.snapshot()))
+        self.response.input.clear()
         self._is_known = True
 
     async def _finish(self, events: bytes | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -43,6 +43,8 @@ _PARTS = {"message": "content", **dict.fromkeys(_OUTPUTS, "output")}
 
 MARK = "prompt_cache_breakpoint"
 IMAGE = "input_image"
+FILE = "penstock_file"
+"""Of a stored image that was fetched: its file in base64. Clients do not see it."""
 
 StructType = TypeVar("StructType", bound=Struct)
 
@@ -223,6 +225,26 @@ def _part(part: dict[str, Any], spoken: str) -> dict[str, Any]:
     return shown
 
 
+def images_of(items: Iterable[Item]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of these items that are images, each with its place, such as `[0].content[1]`."""
+    for number, item in enumerate(items):
+        name = _PARTS.get(item["type"], "")
+        parts = item.get(name)
+        for index, part in enumerate(parts if isinstance(parts, list) else ()):
+            if part["type"] == IMAGE:
+                yield f"[{number}].{name}[{index}]", part
+
+
+def without_files(items: Iterable[Item]) -> list[Item]:
+    """The items as clients see them."""
+    return [_without_files(item) if any(FILE in part for _, part in images_of([item])) else item for item in items]
+
+
+def _without_files(item: Item) -> Item:
+    name = _PARTS[item["type"]]
+    return {**item, name: [{key: value for key, value in part.items() if key != FILE} for part in item[name]]}
+
+
 class Messages:
     """Items as the messages of a chat, which templates need; and for each message the field of the request that it comes from.
 
@@ -273,7 +295,8 @@ class Messages:
         for index, part in enumerate(parts):
             if part["type"] == IMAGE:
                 read[index] = {**part, "text": image_mark(len(self.images))}
-                self.images.append(ImageRef(f"{field}[{index}]", part["image_url"], detail=part["detail"], is_old=is_old))
+                file = {"data": part[FILE]} if FILE in part else {"url": part["image_url"]}
+                self.images.append(ImageRef(f"{field}[{index}]", **file, detail=part["detail"], is_old=is_old))
         return read
 
     def _mark(self, parts: Sequence[dict[str, Any]], between: str) -> None:

@@ -19,7 +19,7 @@ from penstock.api.pipeline.plan import Chat, Plan, encode_prompt, plan_chat, wan
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.dialect import TOO_LONG, ResponseDialect
-from penstock.api.responses.items import Item, Messages, check_depth, check_outputs, cuts, read_items
+from penstock.api.responses.items import FILE, Item, Messages, check_depth, check_outputs, cuts, images_of, read_items
 from penstock.api.responses.rows import NewResponse
 from penstock.api.responses.schema import (
     MAX_ITEMS,
@@ -31,6 +31,7 @@ from penstock.api.responses.schema import (
 )
 from penstock.api.responses.store import SqliteStore
 from penstock.api.responses.tools import Tools, read_tools
+from penstock.media.picture import ImageRef
 from penstock.router.policy import Hints, SessionWish
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import Memo
@@ -46,6 +47,10 @@ _SHARED = tuple(
     if name in ResponseRequest.__struct_fields__ and name not in ("stream", "stream_options", "service_tier")
 )
 
+
+MAX_FETCHED_BYTES = 32 * 2**20
+"""Of images that a response is stored with. It is as much as a request may have itself, by default."""
+MAX_FETCHED_CHARACTERS = MAX_FETCHED_BYTES // 3 * 4
 
 ITEM_BYTES = 64
 """A stored item is as much to read as this many bytes of a body."""
@@ -87,6 +92,8 @@ class ResponseParser:
         context, read = await self._read_context(request, incoming)
         tools = await read(read_tools, request.tools, request.tool_choice)
         response_id = f"resp_{secrets.token_hex(24)}"
+        if is_kept:
+            await self._fetch(request.model, context, incoming)
         chat = await read(_chat, request, context, tools)
         common = _common(request, chat.marked)
         hints = _tied(read_hints(common, incoming.headers), context, response_id if is_kept else None)
@@ -119,6 +126,24 @@ class ResponseParser:
         context = await read_context(asked, incoming.owner, self.store, partial(self.prompts.read, incoming))
         size = len(incoming.body) + len(context.before) * ITEM_BYTES
         return context, partial(self.prompts.transcripts.encoder.read, incoming.tenant.lane, size)
+
+    async def _fetch(self, model: str, context: Context, incoming: Incoming) -> None:
+        """Puts the files of images that are on other servers into the items, which are stored with them: by the next turn such a server may
+        have another picture there, or none."""
+        images = list(images_of(context.input))
+        if not images or self.prompts.media is None or self.prompts.models.find(model).info.images is None:
+            return
+        refs = [ImageRef(f"input{place}", image["image_url"]) for place, image in images if FILE not in image]
+        files = await self.prompts.media.fetch(refs, incoming.tenant.lane, incoming.tenant.weight)
+        if (size := sum(map(len, files.values()))) > MAX_FETCHED_CHARACTERS:
+            message = (
+                f"`input` has images on other servers of {size * 3 // 4:,} bytes: expected at most {MAX_FETCHED_BYTES:,} in a "
+                "response that is stored, or `store` false"
+            )
+            raise RequestError(message, param="input", code="too_long", limit="fetched_bytes")
+        for _, image in images:
+            if image["image_url"] in files:
+                image[FILE] = files[image["image_url"]]
 
     def _is_kept(self, request: ResponseRequest) -> bool:
         if request.stream_options is not None and not request.stream:

@@ -18,9 +18,12 @@ from penstock.api.responses.schema import (
     ConversationUpdate,
     CustomTool,
     FunctionTool,
+    ImagePart,
     NamespaceTool,
     Order,
+    OutputPart,
     ResponseRequest,
+    TextPart,
 )
 from penstock.api.responses.store import SqliteStore
 from penstock.api.responses.stored import DEFAULT_LIMIT, MAX_LIMIT, Conversations, StoredResponses
@@ -58,14 +61,20 @@ def _store(services: Services) -> SqliteStore:
 
 
 _EXAMPLE = {"model": EXAMPLE_MODEL, "input": "What is a penstock?"}
+_PARTS = {
+    "MessageItem.content": (TextPart, ImagePart),
+    "FunctionCallOutputItem.output": (OutputPart, ImagePart),
+    "CustomToolCallOutputItem.output": (OutputPart, ImagePart),
+}
 _ELEMENTS = {
     "input": tuple(ITEMS.values()),
     "tools": (FunctionTool, CustomTool, NamespaceTool),
     "NamespaceTool.tools": (FunctionTool, CustomTool),
+    **_PARTS,
 }
 _EXAMPLE_ITEM = {"type": "message", "role": "user", "content": "What is a penstock?"}
 _EXAMPLE_METADATA = {"metadata": {"topic": "water"}}
-_ITEMS = {"items": tuple(kind for name, kind in ITEMS.items() if name != "item_reference")}
+_ITEMS = {"items": tuple(kind for name, kind in ITEMS.items() if name != "item_reference"), **_PARTS}
 _PAGE = (
     limit_parameter(DEFAULT_LIMIT, MAX_LIMIT),
     Parameter("order", "query", "Oldest or newest first.", {"type": "string", "enum": list(get_args(Order)), "default": "desc"}),

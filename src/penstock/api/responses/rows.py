@@ -40,12 +40,13 @@ _CHAIN_ITEMS = f"{_CHAIN} SELECT content FROM chain JOIN items ON holder = chain
 
 @dataclass(frozen=True, kw_only=True)
 class NewResponse:
-    """A response to store. `root` is the first response of its chain; `input` has its own items."""
+    """A response to store. `root` is the first response of its chain; `input` has its own items, until the store has them: images are
+    large."""
 
     id: str
     owner: str
     root: str
-    input: Sequence[Item]
+    input: list[Item]
     previous: str | None = None
     conversation: str | None = None
     is_background: bool = False
@@ -133,7 +134,8 @@ def append_to_conversation(connection: sqlite3.Connection, response: NewResponse
         return
     if not touch_conversation(connection, response.owner, response.conversation, now):
         return
-    insert_items(connection, response.owner, response.conversation, "member", [*response.input, *state.body.output])
+    given = response.input or read_items(connection, response.id, "input")
+    insert_items(connection, response.owner, response.conversation, "member", [*given, *state.body.output])
 
 
 def fail_lost(connection: sqlite3.Connection, runner: str, error: ResponseFailure) -> None:

@@ -14,7 +14,7 @@ from penstock.api.pipeline.request import Incoming, check_query, decode_body, re
 from penstock.api.pipeline.response import Response
 from penstock.api.responses.answers import Conversation, DeletedConversation, DeletedResponse, ItemList, ResponseFailure, ResponseObject
 from penstock.api.responses.create import ResponseRun
-from penstock.api.responses.items import Item, read_items
+from penstock.api.responses.items import Item, read_items, without_files
 from penstock.api.responses.output import encoded_event
 from penstock.api.responses.rows import Page, PageWish, StoredResponse
 from penstock.api.responses.schema import RESPONSE_CHOICES, ConversationCreate, ConversationItems, ConversationUpdate
@@ -163,7 +163,7 @@ class Conversations:
         item = await self.store.get_item(incoming.owner, incoming.path["id"], incoming.path["item_id"])
         if item is None:
             raise _item_not_found(incoming.path)
-        return item
+        return without_files([item])[0]
 
     async def delete_item(self, incoming: Incoming) -> Conversation:
         """Returns the conversation without the item."""
@@ -194,7 +194,7 @@ def _page_wish(query: Mapping[str, str]) -> PageWish:
 
 def _item_list(page: Page) -> ItemList:
     first, last = (page.items[0]["id"], page.items[-1]["id"]) if page.items else (None, None)
-    return ItemList(data=page.items, first_id=first, last_id=last, has_more=page.has_more)
+    return ItemList(data=without_files(page.items), first_id=first, last_id=last, has_more=page.has_more)
 
 
 def _stream_wish(query: Mapping[str, str]) -> tuple[bool, int]:

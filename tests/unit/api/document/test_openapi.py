@@ -105,6 +105,11 @@ def test_it_has_the_types_of_list_elements(document: dict[str, Any]) -> None:
             f"#/components/schemas/{kind}"
             for kind in ("MessageItem", "FunctionCallOutputItem", "ReasoningItem", "FunctionTool", "NamespaceTool")
         } <= kinds
+    for owner, member, text in (("MessageItem", "content", "TextPart"), ("FunctionCallOutputItem", "output", "OutputPart")):
+        parts = document["components"]["schemas"][owner]["properties"][member]
+        assert set(strings_at(parts, "$ref")) == {f"#/components/schemas/{kind}" for kind in (text, "responses.ImagePart")}
+    assert "openai.ImagePart" in document["components"]["schemas"]
+    assert "ImageBlock" in document["components"]["schemas"]
     inside = document["components"]["schemas"]["NamespaceTool"]["properties"]["tools"]
     assert set(strings_at(inside, "$ref")) == {f"#/components/schemas/{kind}" for kind in ("FunctionTool", "CustomTool")}
 
