@@ -1,0 +1,39 @@
+"""A server for each engine that is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from anthropic import Anthropic
+
+from e2e.harness import Server
+from e2e.images.setups import SETUPS, Seeing
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seeing" in metafunc.fixturenames:
+        wanted = metafunc.config.getoption("engine") or ["simulator", "embedded"]
+        setups = [setup for setup in SETUPS.values() if setup.engine in wanted]
+        metafunc.parametrize("seeing", setups, indirect=True, scope="session", ids=[setup.name for setup in setups])
+
+
+@pytest.fixture(scope="session")
+def seeing(request: pytest.FixtureRequest) -> Seeing:
+    made: Seeing = request.param
+    return made
+
+
+@pytest.fixture(scope="session")
+def server(seeing: Seeing) -> Iterator[Server]:
+    """It has to end in order."""
+    server = seeing.start()
+    yield server
+    assert server.stop(timeout=60) == 0, server.log
+    assert not [line for line in server.log if "Traceback" in line], server.log
+
+
+@pytest.fixture
+def anthropic(server: Server) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client

@@ -1,0 +1,277 @@
+"""Images on their way from the three APIs into a plan, and what a model that reads only text gets instead."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import struct
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from front_end import MODEL, WORDS, FrontEnd, request, says
+from penstock.api.anthropic.messages import count_message_tokens, parse_messages
+from penstock.api.openai.chat import parse_chat
+from penstock.api.pipeline.plan import Plan
+from penstock.api.pipeline.request import Incoming, PromptContext
+from penstock.api.responses.parse import MAX_FETCHED_BYTES, ResponseParser
+from penstock.api.responses.store import SqliteStore
+from penstock.media.families import simulator
+from penstock.media.picture import ImageRef, Picture
+from penstock.wire.errors import RequestError
+from penstock.wire.images import FIRST_IMAGE_ID, ImageRules, sealed_name, wrong_images
+from penstock.wire.messages import ModelInfo
+
+SEEING = msgspec.structs.replace(MODEL, name="seeing", images=simulator.make_rules())
+SIZE = (64, 32)
+POSITIONS = 8
+
+
+class Reader:
+    """Every image is a picture of one size, named after what was sent. Notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.read_refs: list[ImageRef] = []
+        self.fetched: list[str] = []
+        self.refused = ""
+        self.file = "Zm9v"
+
+    async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
+        self.read_refs += refs
+        return [self._picture(ref, root, rules) for ref in refs]
+
+    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float) -> dict[str, str]:
+        wanted = {ref.url: self.file for ref in refs if ref.url.startswith("http")}
+        self.fetched += wanted
+        return wanted
+
+    def _picture(self, ref: ImageRef, root: bytes, rules: ImageRules) -> Picture:
+        content = ref.url or ref.data
+        if self.refused and self.refused in content:
+            raise RequestError(f"`{ref.field}` cannot be read: it is broken", param=ref.field, code="invalid_image")
+        pixels = b"\0" * (3 * SIZE[0] * SIZE[1])
+        layout = simulator.layout(rules, sealed_name(blake2b(content.encode(), key=root[:64]).digest(), SIZE, pixels), SIZE)
+        return Picture(layout, layout.size, pixels)
+
+
+async def asked(body: dict[str, Any], model: ModelInfo = SEEING, drops: bool = False) -> tuple[Incoming, PromptContext, Reader]:
+    incoming, context = await request({"model": model.name, **body}, model)
+    reader = Reader()
+    return incoming, PromptContext(context.models, context.transcripts, reader, drops), reader
+
+
+async def planned(*messages: Any, model: ModelInfo = SEEING, drops: bool = False, **fields: Any) -> Plan:
+    incoming, context, _ = await asked({"messages": messages, **fields}, model, drops)
+    return (await parse_chat(incoming, context))[0]
+
+
+def image(url: str = "data:a", **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]}
+
+
+def png(width: int, height: int) -> bytes:
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+
+
+def said(plan: Plan) -> str:
+    return WORDS.decode([each for each in plan.submits[0].token_ids if each < FIRST_IMAGE_ID])
+
+
+async def test_every_choice_has_the_images_and_the_plan_holds_the_pictures() -> None:
+    plan = await planned(user("see ", image("data:a"), " and ", image("data:b"), image("data:a")), n=3)
+    assert len(plan.submits) == 3
+    for submit in plan.submits:
+        assert wrong_images(submit.token_ids, submit.images) is None
+        assert [span.name for span in submit.images] == [plan.pictures[0].name, plan.pictures[1].name, plan.pictures[0].name]
+    assert sum(each >= FIRST_IMAGE_ID for each in plan.submits[0].token_ids) == 3 * POSITIONS
+    assert plan.prompt_tokens == len(plan.submits[0].token_ids)
+    # Nothing else holds what the client sent, however long the answer takes.
+    assert "data:" not in str(plan.request)
+
+
+async def test_what_the_reader_is_asked_for() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        user(image("https://example.com/a.png", detail="high"), "?"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url", "image_url": "data:b", "detail": "low"}]},
+        user({"type": "input_image", "image_url": "data:c"}),
+    ]
+    incoming, context, reader = await asked({"messages": messages})
+    await parse_chat(incoming, context)
+    assert reader.read_refs == [
+        ImageRef("messages[0].content[0]", "https://example.com/a.png", detail="high", is_old=True),
+        ImageRef("messages[2].content[0]", "data:b", detail="low", is_old=True),
+        ImageRef("messages[3].content[0]", "data:c"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 0}, {"tool_choice": "required"}, {"messages": [user(image(), "x" * 200_000)]}, {"model": "none"}]
+)
+async def test_nothing_is_read_of_a_request_that_is_refused_anyway(fields: dict[str, Any]) -> None:
+    incoming, context, reader = await asked({"messages": [user(image())], **fields})
+    with pytest.raises(RequestError):
+        await parse_chat(incoming, context)
+    assert not reader.read_refs
+
+
+async def test_names_depend_on_the_salt() -> None:
+    plain, salted = await planned(user(image())), await planned(user(image()), cache_salt="mine")
+    assert plain.pictures[0].name != salted.pictures[0].name
+    assert plain.submits[0].root != salted.submits[0].root
+
+
+async def test_shown_ids_are_those_of_the_vocabulary() -> None:
+    front_end = FrontEnd(says("ok"), path="/v1/chat/completions", images=SEEING.images, media=Reader())
+    await front_end.post(messages=[user("a", image(), "b")], return_token_ids=True)
+    ids = front_end.json["prompt_token_ids"]
+    assert front_end.json["choices"][0]["prompt_token_ids"] == ids
+    assert len(ids) == front_end.json["usage"]["prompt_tokens"]
+    assert max(ids) < WORDS.vocab_size
+    await front_end.send("POST", "/tokenize", json.dumps({"messages": [user("a", image(), "b")], "return_token_strs": True}).encode())
+    assert front_end.json["tokens"] == ids
+    assert len(front_end.json["token_strs"]) == len(ids)
+    await front_end.send("POST", "/detokenize", json.dumps({"tokens": [FIRST_IMAGE_ID]}).encode())
+    assert (front_end.status, front_end.json["error"]["param"]) == (400, "tokens[0]")
+    front_end.path = "/v1/completions"
+    await front_end.send("POST", "/v1/completions", json.dumps({"model": "m", "prompt": [FIRST_IMAGE_ID]}).encode())
+    assert (front_end.status, front_end.json["error"]["param"]) == (400, "prompt[0]")
+
+
+@pytest.mark.parametrize("model", [SEEING, MODEL])
+async def test_marks_for_the_cache_are_where_they_were(model: ModelInfo) -> None:
+    """Behind an image, on it, and before one. A note is longer than the mark that it replaces."""
+    marked = {"cache_control": {"type": "ephemeral"}}
+
+    async def tokens(*parts: Any) -> tuple[int, Plan]:
+        plan = await planned(user(*parts), model=model, drops=True, max_tokens=1)
+        [mark] = plan.submits[0].marks
+        return mark.tokens, plan
+
+    before, _ = await tokens({"type": "text", "text": "one two", **marked}, image(), " three four five")
+    on, plan = await tokens("one two", {**image(), **marked}, " three four five")
+    behind, whole = await tokens("one two", image(), {"type": "text", "text": " three four", **marked}, " five")
+    size = POSITIONS if model is SEEING else len(WORDS.encode("[image left out: this model reads only text]"))
+    assert on - before == size
+    assert behind - on == len(WORDS.encode(" three four"))
+    assert whole.prompt_tokens == plan.prompt_tokens > behind
+
+
+async def test_a_model_that_reads_only_text_names_those_that_read_images() -> None:
+    incoming, context, reader = await asked({"messages": [user("a", image())]}, MODEL)
+    context.models.live.append(SEEING)
+    with pytest.raises(RequestError, match="images are not supported by this model, `m`; these models read images: `seeing`") as refused:
+        await parse_chat(incoming, context)
+    assert (refused.value.param, refused.value.code) == ("messages[0].content[1]", "unsupported_image")
+    assert not reader.read_refs
+
+
+async def test_a_history_with_images_goes_on_with_a_model_that_reads_only_text() -> None:
+    url = "data:image/png;base64," + base64.b64encode(png(640, 480)).decode()
+    messages = [user("see ", image(url)), {"role": "assistant", "content": "yes"}, user("go on")]
+    assert "see [image: 640 × 480 PNG, left out: this model reads only text]" in said(await planned(*messages, model=MODEL))
+    messages = [user(image("https://example.com/secret.png"), "?")]
+    with pytest.raises(RequestError):
+        await planned(*messages, model=MODEL)
+    assert "[image left out: this model reads only text]?" in said(await planned(*messages, model=MODEL, drops=True))
+
+
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUFB"}}
+
+
+async def test_messages_count_images_and_name_what_is_wrong_in_anthropics_words() -> None:
+    body = {"messages": [user(BLOCK, "what?")], "max_tokens": 1}
+    incoming, context, reader = await asked(body)
+    plan, _ = await parse_messages(incoming, context)
+    assert plan.submits[0].images[0].name == plan.pictures[0].name
+    incoming, context, reader = await asked(body)
+    assert (await count_message_tokens(incoming, context)).input_tokens == plan.prompt_tokens
+    reader.refused = "QUFB"
+    with pytest.raises(RequestError, match=r"^messages\.0\.content\.0\.image: Could not process image: .*broken") as refused:
+        await parse_messages(incoming, context)
+    assert (refused.value.param, refused.value.code) == ("messages[0].content[0].image", "invalid_image")
+    with pytest.raises(RequestError, match="Could not process image"):
+        await count_message_tokens(incoming, context)
+    incoming, context, _ = await asked(body, MODEL)
+    with pytest.raises(RequestError, match=r"^messages\.0\.content\.0\.image: Could not process image: .*not supported by this model"):
+        await parse_messages(incoming, context)
+
+
+@contextlib.asynccontextmanager
+async def stored(reader: Reader, directory: Path) -> AsyncIterator[FrontEnd]:
+    async with SqliteStore(directory / "r.db") as store:
+        yield FrontEnd(says("ok"), images=SEEING.images, media=reader, responses=store)
+
+
+def given(*urls: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "input_image", "image_url": url} for url in urls]}
+
+
+async def test_truncation_drops_messages_with_their_images_and_reads_each_once() -> None:
+    turns = [item for turn in range(40) for item in (given(f"data:{turn}"), {"role": "assistant", "content": "x" * 20})]
+    incoming, context, reader = await asked({"input": [*turns, given("data:last")], "truncation": "auto", "max_output_tokens": 10})
+    parsed: Any = await ResponseParser(context, None).parse(incoming)
+    assert len(reader.read_refs) == 41
+    kept = parsed.plan.submits[0].images
+    assert 0 < len(kept) < 41
+    assert wrong_images(parsed.plan.submits[0].token_ids, kept) is None
+    assert len(parsed.plan.pictures) == len(kept)
+    assert parsed.plan.prompt_tokens <= SEEING.context_length - 10
+
+
+async def test_an_image_on_another_server_is_stored_with_its_file(tmp_path: Path) -> None:
+    """The next turn reads the file, whatever the other server has by then. Clients see the URL that they sent."""
+    url = "https://example.com/a.png"
+    reader = Reader()
+    async with stored(reader, tmp_path) as front_end:
+        await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url, "data:b")]}).encode())
+        assert front_end.status == 200, front_end.body
+        first = front_end.json["id"]
+        assert reader.fetched == [url]
+        assert [ref.url or ref.data for ref in reader.read_refs] == [reader.file, "data:b"]
+        await front_end.send("GET", f"/v1/responses/{first}/input_items")
+        parts = front_end.json["data"][0]["content"]
+        assert parts == [{"type": "input_image", "image_url": each, "detail": "auto"} for each in (url, "data:b")]
+        reader.read_refs.clear()
+        again = {"model": "m", "input": "And?", "previous_response_id": first, "stream": True}
+        await front_end.send("POST", "/v1/responses", json.dumps(again).encode())
+        assert front_end.events[-1]["type"] == "response.completed"
+        assert [ref.url or ref.data for ref in reader.read_refs] == [reader.file, "data:b"]
+        assert reader.fetched == [url]
+        await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url)], "store": False}).encode())
+        assert reader.fetched == [url]
+        reader.file = "A" * (MAX_FETCHED_BYTES // 3 * 4 + 4)
+        await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url)]}).encode())
+        assert (front_end.status, front_end.json["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_gets_the_images_of_its_responses(stream: bool, tmp_path: Path) -> None:
+    """Also of one whose input the store has had since its beginning."""
+    reader = Reader()
+    async with stored(reader, tmp_path) as front_end:
+        await front_end.send("POST", "/v1/conversations", json.dumps({"items": [given("data:a")]}).encode())
+        conversation = front_end.json["id"]
+        body = {"model": "m", "input": [given("https://example.com/b.png")], "conversation": conversation, "stream": stream}
+        await front_end.send("POST", "/v1/responses", json.dumps(body).encode())
+        assert front_end.status == 200
+        await front_end.send("GET", f"/v1/conversations/{conversation}/items?order=asc")
+        shown = [item["content"] for item in front_end.json["data"]]
+        assert [content[0].get("image_url") for content in shown] == ["data:a", "https://example.com/b.png", None]
+        assert all("file" not in key for content in shown for key in content[0])
+        reader.read_refs.clear()
+        body = {"model": "m", "input": "And?", "conversation": conversation}
+        await front_end.send("POST", "/v1/responses", json.dumps(body).encode())
+        assert [ref.url or ref.data for ref in reader.read_refs] == ["data:a", reader.file]
