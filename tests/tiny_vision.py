@@ -79,6 +79,8 @@ class Sizes:
 _SIZES: dict[tuple[Kind, str], Sizes] = {
     ("idefics3", ""): Sizes(128, 4, 2, 32, False, 64, 4, 2, patch=8, tile=64, table=64),
     ("idefics3", "other"): Sizes(96, 3, 3, 32, True, 48, 2, 3, patch=6, tile=72, table=81, scale=3),
+    # For benches: a second of one core for an image.
+    ("idefics3", "heavy"): Sizes(256, 4, 2, 64, False, 512, 8, 8, patch=16, tile=256, table=256, scale=4),
     ("qwen3_vl", ""): Sizes(128, 4, 2, 32, False, 64, 4, 3, patch=16, table=64, levels=(0, 1)),
     ("qwen3_vl", "other"): Sizes(96, 3, 3, 40, True, 48, 3, 4, patch=8, table=36, levels=(0, 2, 3), sections=(8, 6, 6)),
 }

@@ -57,6 +57,8 @@ except ImportError as missing:
 
 log = logging.getLogger(__name__)
 
+ENCODE_NICE = 10
+
 
 def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
     """Mistakes in the settings and the model's files raise ConfigError here, before anything heavy is loaded."""
@@ -143,6 +145,9 @@ def load_encoder(
     checkpoint: Checkpoint, context_length: int, settings: EmbeddedSettings, device: torch.device, on_progress: Callable[[], None]
 ) -> TowerMaker:
     """For a worker that does nothing else. Called in the thread that encodes."""
+    if device.type == "cpu":
+        # On Linux this is for this thread and those that it starts: the streams of other workers on this machine go first.
+        os.nice(ENCODE_NICE)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     maker = load_maker(checkpoint, context_length, settings, device)

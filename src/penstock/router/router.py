@@ -263,6 +263,11 @@ class Router:
         self._last_workers.add(worker)
         return False
 
+    @property
+    def workers(self) -> list[str]:
+        """Those that are known: encode workers are not."""
+        return list(self._workers)
+
     def load_of(self, worker: str) -> float:
         """The worker's load in blocks, for metrics; 0 for an unknown worker."""
         known = self._workers.get(worker)
