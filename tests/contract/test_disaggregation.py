@@ -548,6 +548,22 @@ async def test_idle_sessions_leave_a_worker_that_drains_with_their_kv(tmp_path: 
         assert both.transfers.counts == {("session", "done"): len(moved)}
 
 
+async def test_a_worker_that_drains_keeps_a_session_until_its_kv_has_moved(tmp_path: Path) -> None:
+    """Else it may end before the other one has begun to pull."""
+    async with cluster(tmp_path, "a b", RouterSettings()) as both:
+        turn, _ = await both.front_end.run(submit(1, 20, 3200), Hints(SessionWish("s")))
+        home = turn.worker or ""
+        other = {"a": "b", "b": "a"}[home]
+        assert turn.session is not None
+        both[other].simulator.is_held = True
+        both[home].runtime.drain()
+        await until(lambda: bool(both[other].submits))
+        # The answer comes after all that was sent to it before.
+        assert len(await both.member(home).link.describe_sessions([turn.session.key])) == 1
+        both[other].simulator.let_go()
+        await until(lambda: not both[home].runtime.has_sessions)
+
+
 @pytest.mark.parametrize("is_handed_over", [True, False])
 async def test_a_session_whose_turn_runs_leaves_a_worker_that_drains(tmp_path: Path, is_handed_over: bool) -> None:
     """With its turn, or after it."""

@@ -108,6 +108,7 @@ class Sessions:
         session = turn.session
         if session is None:
             return
+        turn.forget_left()
         session.active -= 1
         if not session.active:
             self._active.discard(session)

@@ -82,6 +82,8 @@ class Turn:
     affinity: Binding | None = None
     parent: Binding | None = None
     _has_followed: bool = False
+    # Where its session was before it moved.
+    _left: list[tuple[str, int]] = field(default_factory=list)
     _names: dict[int, tuple[int, Sequence[bytes]]] = field(default_factory=dict)
 
     async def name_blocks(
@@ -141,8 +143,7 @@ class Turn:
                 # The lease that it would close is gone with its worker.
                 return None
             session.move(decision.worker, epoch + 1)
-            # A worker that drains need not keep it any longer.
-            self.sessions.end_on_worker(worker, session.key, epoch)
+            self._left.append((worker, epoch))
             self.state = "moved"
             self.sessions.counts["moved"] += 1
         binding = session.binding
@@ -152,6 +153,7 @@ class Turn:
 
     def reported(self, worker: str, sent: SessionTurn | None, report: PromptReport) -> None:
         """A worker has computed the prompt. `sent` has the session fields that it got; the report says whether it granted a lease."""
+        self.forget_left()
         if self.worker is None:
             self.cached_tokens = report.cached_tokens
         self.worker, self.retained, self.tier = worker, report.retained, report.tier
@@ -164,6 +166,13 @@ class Turn:
         if self.affinity_key is not None and not self._has_followed:
             self._has_followed = True
             self.sessions.follow_affinity(self, self.affinity_key, worker)
+
+    def forget_left(self) -> None:
+        """The session's KV has moved, or will not. A worker that drains need not keep it any longer, and may end."""
+        session = self.session
+        while session is not None and self._left:
+            worker, epoch = self._left.pop()
+            self.sessions.end_on_worker(worker, session.key, epoch)
 
     def prefilled(self, worker: str, report: PromptReport) -> None:
         """A worker has computed the prompt for another one, which will have the session and all that follows."""
