@@ -29,6 +29,13 @@ def seed_with_images(seed: int, seals: Sequence[bytes]) -> int:
     return int.from_bytes(blake2b(key, digest_size=8, person=b"images' text").digest())
 
 
+def seal_pixels(size: tuple[int, int], pixels: bytes) -> bytes:
+    """What the text knows of an image: of its width and height, and its pixels in RGB, row by row."""
+    seal = seal_of(size)
+    seal.update(pixels)
+    return seal.digest()
+
+
 def promised_seals(images: Sequence[ImageSpan]) -> list[bytes]:
     return [span.name[-SEAL_BYTES:] for span in images]
 
@@ -97,14 +104,12 @@ class SimulatedEncoder:
         image = self.features.queued(name)
         if image is None:
             return
-        seal = seal_of(size)
-        seal.update(pixels)
         if image.span.size != size or len(pixels) != 3 * size[0] * size[1]:
             self.features.broken(name, f"it has {len(pixels):,} bytes for {size}: expected 3 for each pixel of {image.span.size}")
         elif self._is_lost():
             self.features.broken(name, "an injected fault: it was lost")
         else:
-            self._queue.append((name, seal.digest()))
+            self._queue.append((name, seal_pixels(size, pixels)))
             self._begin_next()
         self._on_done()
 

@@ -70,15 +70,16 @@ class Bodies:
 
 
 class Load:
-    """Runs a workload once. Afterwards `streams` has every request that was started, also after Ctrl-C."""
+    """Runs a workload once. Afterwards `streams` has every request that was started, also after Ctrl-C. `make_body` makes other bodies
+    than the workload's own, with the same seeds."""
 
-    def __init__(self, client: Client, workload: Workload) -> None:
+    def __init__(self, client: Client, workload: Workload, make_body: Callable[[int], bytes] | None = None) -> None:
         self.streams: list[Stream] = []
         self.began = self.ended = 0.0
         self.interrupted = False
         self._client = client
         self._workload = workload
-        self._bodies = Bodies(workload)
+        self._make_body = make_body or Bodies(workload).body
         self._numbers: Iterator[int] = iter(range(workload.requests))
         self._running: set[Stream] = set()
         self._failed = 0
@@ -117,7 +118,7 @@ class Load:
             self.streams.append(stream)
             self._running.add(stream)
             try:
-                await self._client.run(self._bodies.body(number), stream)
+                await self._client.run(self._make_body(number), stream)
             finally:
                 self._running.discard(stream)
                 self._events += stream.events

@@ -1,7 +1,7 @@
 """Compares streams of the simulator with their expected text.
 
-The simulator's token is a function of (seed, position), so the text is known in advance. If the received text differs, both are compared
-as tokens:
+The simulator's token is a function of (seed, position, images), so the text is known in advance. If the received text differs, both are
+compared as tokens:
 
     lost        tokens that were received less often than expected
     repeated    tokens that were received more often than expected
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.backends.simulated_images import seed_with_images
 from penstock.backends.simulator import tokens_between
 from penstock.bench.stream import Stream
 from penstock.text.tokenizers.cache import TokenizerCache, default_directory
@@ -68,7 +69,9 @@ class Verifier:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def expected_text(self, seed: int, tokens: int) -> str:
+    def expected_text(self, seed: int, tokens: int, seals: Sequence[bytes] = ()) -> str:
+        """`seals` are those of the pixels of the prompt's images, in order."""
+        seed = seed_with_images(seed, seals)
         detokenizer = self._tokenizer.detokenizer()
         return detokenizer.feed(tokens_between(seed, 0, tokens, self._tokenizer.ordinary_ids)) + detokenizer.finish()
 
@@ -82,11 +85,11 @@ class Verifier:
             return Verdict()
         return classify(self._tokenizer.encode(expected), self._tokenizer.encode(received), complete)
 
-    def verify(self, streams: Iterable[Stream], max_tokens: int) -> Verification:
-        """Checks every stream. Each has its own seed and ran with `ignore_eos`."""
+    def verify(self, streams: Iterable[Stream], max_tokens: int, seals_of: Callable[[int], Sequence[bytes]] = lambda _: ()) -> Verification:
+        """Checks every stream. Each has its own seed and ran with `ignore_eos`. `seals_of` gives the images of each number."""
         verification = Verification()
         for stream in streams:
-            expected = self.expected_text(stream.seed, max_tokens)
+            expected = self.expected_text(stream.seed, max_tokens, seals_of(stream.number))
             verdict = self.compare(expected, stream.text, stream.is_complete)
             usage_is_right = not stream.is_complete or stream.completion_tokens == max_tokens
             verification.add(verdict, stream.is_complete, usage_is_right)
