@@ -120,7 +120,10 @@ class ChatTemplate:
 
     def _check_images(self, prompt: ChatPrompt, rendered: str) -> None:
         """Raises MessageError for the first message with an image that is not in the prompt."""
-        if count_marks([rendered]) == count_marks([message["content"] for message in prompt.messages]):
+        given = [message for message in prompt.messages if EDGE in message["content"]]
+        if count_marks([rendered]) == count_marks([message["content"] for message in given]):
+            if len({message["role"] for message in given}) > 1:
+                self._check_order(prompt, rendered)
             return
         for place, message in enumerate(prompt.messages):
             if EDGE in message["content"]:
@@ -129,6 +132,12 @@ class ChatTemplate:
                 if count_marks([again]) != count_marks([message["content"]]):
                     raise MessageError(place, f"the model's chat template leaves out an image of this {message['role']} message")
         raise RequestError("the model's chat template leaves out an image", param="messages", code="unsupported_message")
+
+    def _check_order(self, prompt: ChatPrompt, rendered: str) -> None:
+        """Placeholders do not tell which image they are. If the template moves messages of a role, marks as text show it."""
+        as_text = self._render(prompt, self._rewrites, roles=())
+        if IMAGE_MARK.findall(as_text) != IMAGE_MARK.findall(rendered):
+            raise RequestError("the model's chat template changes the order of images", param="messages", code="unsupported_message")
 
     def _fitted(self) -> tuple[Sequence[Rewrite], Sequence[str]]:
         rewrites, losses = self._fitted_to_tools()

@@ -237,7 +237,7 @@ class Transcripts:
         path = [] if session is None else await session.find(tokenizer, text)
         known = [_Piece(part.text, part.packed) for part in path]
         rest = text[sum(len(piece.text) for piece in known) :]
-        reused = sum([piece.tokens for piece in known])
+        reused = _count(known, prompt.images)
         steps = _encode(tokenizer, known, rest, memo, check, prompt.images)
         positions = sum([layout.positions for layout in prompt.images.values()])
         is_short = len(rest) + positions + reused * TOKEN_BYTES // BYTES_UNPACKED <= SHORT
@@ -374,8 +374,9 @@ def _encode(
             memo[part] = pieces[-1].packed
     together = (*known, *pieces)
     if check is not None:
-        check(sum([piece.tokens for piece in together]))
-    runs = [(is_image, b"".join([piece.packed for piece in run])) for is_image, run in groupby(together, lambda piece: piece.is_image)]
+        check(_count(together, images))
+    alike = groupby(together, lambda piece: piece.is_image) if images else [(False, iter(together))]
+    runs = [(is_image, b"".join([piece.packed for piece in run])) for is_image, run in alike]
     if len(runs) == 1 and len(runs[0][1]) <= STEP_BYTES:
         return pieces, _unpack(*runs[0]), encoded
     unpacked: list[int] = []
@@ -405,6 +406,11 @@ def _spans(pieces: Sequence[_Piece], images: Mapping[bytes, ImageLayout]) -> tup
             layout = images[marked_name(piece.text)]
             found.append(ImageSpan(layout.name, start, end, layout.grid, layout.size))
     return tuple(found)
+
+
+def _count(pieces: Sequence[_Piece], images: Mapping[bytes, ImageLayout]) -> int:
+    """Their tokens. There may be thousands of pieces: those of text are counted together."""
+    return sum([piece.tokens for piece in pieces]) if images else sum([len(piece.packed) for piece in pieces]) // TOKEN_BYTES
 
 
 def _counts(tokenizer: Tokenizer, pieces: Sequence[_Piece], marks: Sequence[int]) -> tuple[int, ...]:

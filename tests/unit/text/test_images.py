@@ -196,6 +196,21 @@ def test_a_message_whose_image_is_left_out_is_named() -> None:
     assert caught.value.place == 2
 
 
+SYSTEM_LAST = (
+    "{% for m in messages if m.role != 'system' %}"
+    + USERS_ONLY.partition("%}")[2].replace("m.role == 'user' and ", "")
+    + USERS_ONLY.replace("in messages", "in messages if m.role == 'system'").replace("m.role == 'user' and ", "")
+)
+
+
+def test_a_template_that_moves_messages_does_not_mix_images_up() -> None:
+    used = make_tokenizer("idefics3", SYSTEM_LAST)
+    rendered = used.render_chat(prompt_of("idefics3", ("system", ["a"]), ("user", [1, "b", 2])))
+    assert rendered == "[user] {}b{}[system] a".format(*[named_mark(name_of(each)) for each in (1, 2)])
+    with pytest.raises(RequestError, match="changes the order of images"):
+        used.render_chat(prompt_of("idefics3", ("system", ["a", 0]), ("user", [1, "b"])))
+
+
 def test_tool_results_with_images_reach_the_prompt() -> None:
     call = {"id": "call_one", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
     for kind in KINDS:
