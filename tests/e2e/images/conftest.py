@@ -15,6 +15,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeing" in metafunc.fixturenames:
         wanted = metafunc.config.getoption("engine") or ["simulator", "embedded"]
         setups = [setup for setup in SETUPS.values() if setup.engine in wanted]
+        if "source" in metafunc.fixturenames:
+            # The examples of the guide do not depend on the engine.
+            setups = setups[:1]
         metafunc.parametrize("seeing", setups, indirect=True, scope="session", ids=[setup.name for setup in setups])
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from e2e.engines.setups import OFFLINE
@@ -48,4 +48,15 @@ def vision_model(kind: str) -> tuple[str, ...]:
     return ("--model", str(directory))
 
 
-SETUPS = {setup.name: setup for setup in (Seeing("simulator", "simulator", lambda: ("--images", "--step-ms", "1")),)}
+def _embedded(kind: str) -> tuple[str, ...]:
+    return (*vision_model(kind), "--max-batch", "8", "--kv-blocks", "2048", "--threads", "1")
+
+
+SETUPS = {
+    setup.name: setup
+    for setup in (
+        Seeing("simulator", "simulator", lambda: ("--images", "--step-ms", "1")),
+        Seeing("embedded-idefics3", "embedded", partial(_embedded, "idefics3")),
+        Seeing("embedded-qwen3_vl", "embedded", partial(_embedded, "qwen3_vl")),
+    )
+}

@@ -26,8 +26,8 @@ def test_an_image_counts_its_positions_once_each(server: Server) -> None:
     none, one, two = (chat(server, user(*[11] * count, "What is this?")).prompt for count in range(3))
     assert one > none
     assert two - one == one - none
-    larger = chat(server, {"role": "user", "content": [{"type": "image_url", "image_url": url(11, (320, 192))}, *shown("What is this?")]})
-    assert larger.prompt > one
+    wider = chat(server, {"role": "user", "content": [{"type": "image_url", "image_url": url(11, (320, 64))}, *shown("What is this?")]})
+    assert wider.prompt != one
 
 
 @pytest.mark.parametrize("stream", [False, True])
