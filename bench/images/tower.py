@@ -1,6 +1,6 @@
 """Measures vision towers with random weights on this machine's CPU, by turns with transformers, and says what takes their time.
 
-    PYTHONPATH=src python bench/images/tower.py [--tiles 2] [--rounds 3] [--threads 2]
+    PYTHONPATH=src python bench/images/tower.py [--rounds 3] [--threads 2]
 
 idefics3   SmolVLM-256M's tower: 12 layers of 768, tiles of 512 pixels in patches of 16, 64 positions to a tile
 qwen3_vl   Qwen3-VL-2B's tower: 24 layers of 1,024, one picture of 512 pixels in patches of 16, 256 positions
@@ -39,20 +39,19 @@ def weights(model: Any, prefixes: tuple[str, ...]) -> Iterator[tuple[str, Tensor
             yield name.removeprefix("model."), tensor
 
 
-def idefics3(tiles: int) -> tuple[Tower, tuple[bytes, tuple[int, int]], Callable[[], Any]]:
+def idefics3() -> tuple[Tower, tuple[bytes, tuple[int, int]], Callable[[], Any]]:
     vision = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
     sizes = {"image_size": SIDE, "patch_size": PATCH}
     config = Idefics3Config(vision_config={**vision, **sizes}, text_config={"model_type": "llama", **TEXT}, scale_factor=4)
     model: Any = Idefics3ForConditionalGeneration(config).eval()  # type: ignore[no-untyped-call]
     shape = Idefics3Shape(Encoder(768, 12, 12, 3072, PATCH), SCALE, WIDTH, 4, SIDE, SIDE // PATCH)
     tower = Idefics3Tower(shape, weights(model, shape.prefixes), torch.float32, CPU)
-    pixels = torch.randint(256, (tiles, SIDE, SIDE, 3), dtype=torch.uint8)
+    pixels = torch.randint(256, (1, SIDE, SIDE, 3), dtype=torch.uint8)
     normal = pixels.permute(0, 3, 1, 2)[None].float() / 127.5 - 1
-    grid = (1, tiles - 1) if tiles > 1 else (1, 1)
-    return tower, (pixels.numpy().tobytes(), grid), lambda: model.model.get_image_features(normal)
+    return tower, (pixels.numpy().tobytes(), (0, 0)), lambda: model.model.get_image_features(normal)
 
 
-def qwen3_vl(_: int) -> tuple[Tower, tuple[bytes, tuple[int, int]], Callable[[], Any]]:
+def qwen3_vl() -> tuple[Tower, tuple[bytes, tuple[int, int]], Callable[[], Any]]:
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "depth": 24, "num_heads": 16, "out_hidden_size": WIDTH}
     levels = (5, 11, 17)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
@@ -89,16 +88,14 @@ def shares(run: Callable[[], Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiles", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     settings = parser.parse_args()
     torch.set_num_threads(settings.threads)
     for name, make in (("idefics3", idefics3), ("qwen3_vl", qwen3_vl)):
-        tower, image, other = make(settings.tiles)
-        parts = settings.tiles if name == "idefics3" else 1
+        tower, image, other = make()
         times = [(seconds(lambda: tower.encode([image])), seconds(other)) for _ in range(settings.rounds)]  # noqa: B023
-        ours, theirs = (min(column) / parts * 1000 for column in zip(*times, strict=True))
+        ours, theirs = (min(column) * 1000 for column in zip(*times, strict=True))
         print(f"{name}: {ours:.0f} ms for 1,024 patches, transformers {theirs:.0f} ms; {shares(lambda: tower.encode([image]))}")  # noqa: B023
 
 
