@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-Kind = Literal["idefics3", "qwen3_vl"]
+Kind = Literal["idefics3", "qwen2_5_vl", "qwen3_vl"]
 KINDS: tuple[Kind, ...] = ("idefics3", "qwen3_vl")
 VARIANTS = ("", "other")
 """The second has other sizes of everything, tied embeddings, a head of its own for each query, and, by family: tiles with more patches than
@@ -31,12 +31,15 @@ the tower has positions; three levels of features."""
 CONTEXT = 4096
 
 # What the chat template writes for one image.
-PLACEHOLDERS: dict[Kind, str] = {"idefics3": "<image>", "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+_QWEN_PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
+PLACEHOLDERS: dict[Kind, str] = {"idefics3": "<image>", "qwen2_5_vl": _QWEN_PLACEHOLDER, "qwen3_vl": _QWEN_PLACEHOLDER}
 
 _IDEFICS_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+_QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 _SPECIAL: dict[Kind, tuple[str, ...]] = {
     "idefics3": (*_IDEFICS_TOKENS, *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))),
-    "qwen3_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
+    "qwen2_5_vl": _QWEN_TOKENS,
+    "qwen3_vl": _QWEN_TOKENS,
 }
 IMAGE_TOKEN_ID = SPECIAL_IDS.stop
 """What transformers has at each position of an image."""
@@ -81,6 +84,7 @@ _SIZES: dict[tuple[Kind, str], Sizes] = {
     ("idefics3", "other"): Sizes(96, 3, 3, 32, True, 48, 2, 3, patch=6, tile=72, table=81, scale=3),
     # For benches: a second of one core for an image.
     ("idefics3", "heavy"): Sizes(256, 4, 2, 64, False, 512, 8, 8, patch=16, tile=256, table=256, scale=4),
+    ("qwen2_5_vl", ""): Sizes(128, 4, 2, 32, False, 64, 4, 3, patch=14, levels=(1,)),
     ("qwen3_vl", ""): Sizes(128, 4, 2, 32, False, 64, 4, 3, patch=16, table=64, levels=(0, 1)),
     ("qwen3_vl", "other"): Sizes(96, 3, 3, 40, True, 48, 3, 4, patch=8, table=36, levels=(0, 2, 3), sections=(8, 6, 6)),
 }
@@ -93,7 +97,7 @@ def make_vision_model(kind: Kind, directory: Path, variant: str = "", dtype: tor
     make_tokenizer(directory, _TEMPLATE.replace("PLACEHOLDER", PLACEHOLDERS[kind]), _SPECIAL[kind])
     sizes = _SIZES[kind, variant]
     # No draw of transformers' own is kept.
-    model = _make_idefics3(sizes) if kind == "idefics3" else _make_qwen3_vl(sizes)
+    model = {"idefics3": _make_idefics3, "qwen2_5_vl": _make_qwen2_5_vl, "qwen3_vl": _make_qwen3_vl}[kind](sizes)
     _draw(model, sizes)
     model.to(dtype or torch.float32).save_pretrained(directory)
     _write_processor(kind, directory, sizes)
@@ -157,7 +161,7 @@ def make_prompt(directory: Path, text: str, pictures: Sequence[Image] = ()) -> V
     if pictures:
         made = processor(directory)([list(pictures)], return_tensors="pt")
         inputs |= {key: made[key] for key in ("pixel_values", "pixel_attention_mask", "image_grid_thw") if key in made}
-        if kind == "qwen3_vl":
+        if kind != "idefics3":
             inputs["mm_token_type_ids"] = (tokens == IMAGE_TOKEN_ID).long()
     images = tuple(prepare(directory, picture) for picture in pictures)
     return VisionPrompt(inputs, *_house_ids(directory, kind, ids, images), images)
@@ -230,6 +234,8 @@ def reference_features(directory: Path, prompt: VisionPrompt) -> list[torch.Tens
     keys = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
     with torch.inference_mode():
         made = reference(directory).get_image_features(**{key: prompt.inputs[key] for key in keys if key in prompt.inputs})
+    if _kind(directory) == "qwen2_5_vl":
+        return list(made.pooler_output)
     if _kind(directory) == "qwen3_vl":
         return [torch.cat(levels, -1) for levels in zip(made.pooler_output, *made.deepstack_features, strict=True)]
     tiles = torch.cat(made.pooler_output) if isinstance(made.pooler_output, (list, tuple)) else made.pooler_output
@@ -256,7 +262,8 @@ def processor(directory: Path) -> Any:
 
 
 def _kind(directory: Path) -> Kind:
-    return "idefics3" if json.loads((directory / "config.json").read_text())["model_type"] in ("idefics3", "smolvlm") else "qwen3_vl"
+    named = json.loads((directory / "config.json").read_text())["model_type"]
+    return named if named in PLACEHOLDERS else "idefics3"
 
 
 def _colour(numbers: random.Random) -> tuple[int, int, int]:
@@ -273,7 +280,7 @@ def _with_positions(directory: Path, kind: Kind, text: str, pictures: Sequence[I
 
 def _layout(directory: Path, kind: Kind, grid: tuple[int, int]) -> str:
     rows, columns = grid
-    if kind == "qwen3_vl":
+    if kind != "idefics3":
         return f"<|vision_start|>{'<|image_pad|>' * (rows * columns)}<|vision_end|>"
     fake, positions = "<fake_token_around_image>", "<image>" * positions_per_tile(directory)
     tiles = ["".join(f"{fake}<row_{row}_col_{column}>{positions}" for column in range(1, columns + 1)) + "\n" for row in range(1, rows + 1)]
@@ -366,6 +373,36 @@ def _make_qwen3_vl(sizes: Sizes) -> Any:
     return Qwen3VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
 
 
+def _make_qwen2_5_vl(sizes: Sizes) -> Any:
+    """Windows of 2 × 2 positions, so that images have whole ones and all kinds of parts. `levels` are the layers without windows."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tower = {
+        "depth": sizes.tower_layers,
+        "hidden_size": sizes.tower,
+        "intermediate_size": 2 * sizes.tower,
+        "num_heads": sizes.tower_heads,
+        "patch_size": sizes.patch,
+        "spatial_merge_size": sizes.scale,
+        "temporal_patch_size": 2,
+        "out_hidden_size": sizes.hidden,
+        "window_size": 2 * sizes.scale * sizes.patch,
+        "fullatt_block_indexes": list(sizes.levels),
+    }
+    text = {key: value for key, value in _text_sizes(sizes).items() if key != "head_dim"}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes.sections)}
+    config = Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=tower,
+        image_token_id=IMAGE_TOKEN_ID,
+        vision_start_token_id=IMAGE_TOKEN_ID + 1,
+        vision_end_token_id=IMAGE_TOKEN_ID + 2,
+        video_token_id=IMAGE_TOKEN_ID + 3,
+        tie_word_embeddings=sizes.tied,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+
+
 def _draw(model: Any, sizes: Sizes) -> None:
     """Weights that keep the size of what goes through them, and features as large as the embedding of a token."""
     import torch
@@ -410,7 +447,7 @@ def _write_processor(kind: Kind, directory: Path, sizes: Sizes) -> None:
             image_mean=mean,
             image_std=(0.5, 0.4, 0.3) if sizes.tied else (0.5, 0.5, 0.5),
         )
-        settings = {"processor_class": "Qwen3VLProcessor"}
+        settings = {"processor_class": "Qwen2_5_VLProcessor" if kind == "qwen2_5_vl" else "Qwen3VLProcessor"}
     made.save_pretrained(directory)
     _rewrite(directory / "preprocessor_config.json", {"processor_class": settings["processor_class"]})
     (directory / "processor_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from penstock.engine.checkpoints.vision import IDEFICS3, QWEN3_VL, SMOLVLM, read_tower, subsettings
+from penstock.engine.checkpoints.vision import IDEFICS3, QWEN3_VL, QWEN25_VL, SMOLVLM, read_tower, subsettings
 from penstock.engine.shape import ModelShape, RopeScaling, joined_axes, mixed_axes
 from penstock.engine.vision.shape import TowerShape
 from penstock.text.tokenizers.model_settings import CONFIG, ModelSettings, read_end_ids, read_settings
 from penstock.wire.errors import ConfigError
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-TEXT_MODELS = {IDEFICS3: LLAMA, SMOLVLM: LLAMA, QWEN3_VL: QWEN3}
+TEXT_MODELS = {IDEFICS3: LLAMA, SMOLVLM: LLAMA, QWEN25_VL: QWEN2, QWEN3_VL: QWEN3}
 """What the text model of each architecture for images is."""
 ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, *TEXT_MODELS)
 TEXT_PREFIXES = ("model.language_model.", "model.text_model.", "language_model.model.")
@@ -89,8 +89,11 @@ def _text_settings(config: ModelSettings, architecture: str) -> ModelSettings:
     """The text model's settings. Whether embeddings are tied is said outside of them, if it is said there."""
     if architecture not in TEXT_MODELS:
         return config
+    if architecture == QWEN25_VL and not config.has("text_config"):
+        # Older files have all settings together.
+        return config
     text = subsettings(config, "text_config")
-    expected = {LLAMA: "llama", QWEN3: "qwen3_vl_text"}[TEXT_MODELS[architecture]]
+    expected = {LLAMA: "llama", QWEN2: "qwen2_5_vl_text", QWEN3: "qwen3_vl_text"}[TEXT_MODELS[architecture]]
     if text.text("model_type", expected) != expected:
         raise text.wrong("model_type", repr(expected))
     return ModelSettings(text.source, {**text.values, **{key: config.values[key] for key in ("tie_word_embeddings",) if config.has(key)}})
@@ -188,7 +191,8 @@ def _scaling(config: ModelSettings, scaling: ModelSettings) -> RopeScaling:
     original_length = config.integer("original_max_position_embeddings", scaling.integer("original_max_position_embeddings", 0))
     key = "rope_type" if scaling.has("rope_type") else "type"
     match scaling.text(key, "default"):
-        case "default":
+        # Older files name what only says that positions have axes.
+        case "default" | "mrope":
             return RopeScaling()
         case "linear":
             return RopeScaling("linear", factor=scaling.positive("factor"), original_length=original_length)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.engine.shape import ModelShape
-from penstock.engine.vision.shape import Approximation, Encoder, Idefics3Shape, PixelScale, QwenVLShape, TowerShape
+from penstock.engine.vision.shape import Approximation, Encoder, Idefics3Shape, PixelScale, Qwen25VLShape, QwenVLShape, TowerShape
 from penstock.text.tokenizers.model_settings import ModelSettings, read_settings
 from penstock.wire.errors import ConfigError
 
-IDEFICS3, SMOLVLM, QWEN3_VL = "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+IDEFICS3, SMOLVLM = "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"
+QWEN25_VL, QWEN3_VL = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 GELUS: dict[str, Approximation] = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 CHANNELS = 3
@@ -22,6 +23,8 @@ def read_tower(directory: Path, config: ModelSettings, architecture: str, text: 
     vision, processor = subsettings(config, "vision_config"), read_processor(directory)
     if architecture == QWEN3_VL:
         return _qwen3_vl(vision, processor, text)
+    if architecture == QWEN25_VL:
+        return _qwen25_vl(vision, processor, text)
     return _idefics3(config, vision, processor, text)
 
 
@@ -57,42 +60,52 @@ def _idefics3(config: ModelSettings, vision: ModelSettings, processor: ModelSett
 
 def _qwen3_vl(vision: ModelSettings, processor: ModelSettings, text: ModelShape) -> QwenVLShape:
     encoder = _encoder(vision, "depth", "num_heads", patch=16, eps=1e-6)
+    merge, frames, theta = _qwen_settings(vision, processor, encoder, text)
+    table = vision.size("num_position_embeddings", 2304)
+    if math.isqrt(table) ** 2 != table:
+        raise vision.wrong("num_position_embeddings", "a square number")
+    levels = _level_layers(vision, encoder, text)
+    return QwenVLShape(encoder, _pixels(processor), text.hidden_size, merge, math.isqrt(table), frames, levels, theta)
+
+
+def _qwen25_vl(vision: ModelSettings, processor: ModelSettings, text: ModelShape) -> Qwen25VLShape:
+    encoder = _encoder(vision, "depth", "num_heads", patch=14, eps=1e-6, activations={"silu": "none"})
+    merge, _, theta = _qwen_settings(vision, processor, encoder, text)
+    window = vision.size("window_size", 112) // (merge * encoder.patch)
+    if not window:
+        raise vision.wrong("window_size", f"at least {merge * encoder.patch}, the pixels of a position")
+    full = frozenset(vision.integers("fullatt_block_indexes")) if vision.has("fullatt_block_indexes") else frozenset({7, 15, 23, 31})
+    return Qwen25VLShape(encoder, _pixels(processor), text.hidden_size, merge, window, full, theta)
+
+
+def _qwen_settings(vision: ModelSettings, processor: ModelSettings, encoder: Encoder, text: ModelShape) -> tuple[int, int, float]:
+    """How many patches of a side are merged, the frames of a patch, and the base of positions."""
     frames, merge = vision.size("temporal_patch_size", 2), vision.size("spatial_merge_size", 2)
     for key, expected in (("patch_size", encoder.patch), ("merge_size", merge), ("temporal_patch_size", frames)):
         if processor.has(key) and processor.size(key) != expected:
             raise processor.wrong(key, f"{expected}, as in the tower's settings")
     if encoder.head_dim % 4:
         raise vision.wrong("num_heads", "heads whose size is a multiple of 4: rows and columns turn a half of each")
-    table = vision.size("num_position_embeddings", 2304)
-    if math.isqrt(table) ** 2 != table:
-        raise vision.wrong("num_position_embeddings", "a square number")
     if vision.size("out_hidden_size", text.hidden_size) != text.hidden_size:
         raise vision.wrong("out_hidden_size", f"{text.hidden_size}, the hidden size of the text model")
     rope = subsettings(vision, "rope_parameters") if vision.has("rope_parameters") else vision
-    return QwenVLShape(
-        encoder,
-        _pixels(processor),
-        text.hidden_size,
-        merge,
-        math.isqrt(table),
-        frames,
-        _level_layers(vision, encoder, text),
-        rope.positive("rope_theta", 10_000.0),
-    )
+    return merge, frames, rope.positive("rope_theta", 10_000.0)
 
 
-def _encoder(vision: ModelSettings, layers: str, heads: str, patch: int, eps: float) -> Encoder:
+def _encoder(
+    vision: ModelSettings, layers: str, heads: str, patch: int, eps: float, activations: Mapping[str, Approximation] = GELUS
+) -> Encoder:
     hidden_size, head_count = vision.size("hidden_size"), vision.size(heads)
     if hidden_size % head_count:
         raise vision.wrong(heads, f"a divisor of hidden_size, {hidden_size}")
-    activation = vision.text("hidden_act", "gelu_pytorch_tanh")
-    if activation not in GELUS:
-        raise vision.wrong("hidden_act", f"one of {', '.join(GELUS)}")
-    for key in ("num_channels", "in_channels"):
+    activation = vision.text("hidden_act", list(activations)[-1])
+    if activation not in activations:
+        raise vision.wrong("hidden_act", f"one of {', '.join(activations)}")
+    for key in ("num_channels", "in_channels", "in_chans"):
         if vision.integer(key, CHANNELS) != CHANNELS:
             raise vision.wrong(key, str(CHANNELS))
     sizes = hidden_size, vision.size(layers), head_count, vision.size("intermediate_size"), vision.size("patch_size", patch)
-    return Encoder(*sizes, eps, GELUS[activation])
+    return Encoder(*sizes, eps, activations[activation])
 
 
 def _level_layers(vision: ModelSettings, encoder: Encoder, text: ModelShape) -> tuple[int, ...]:

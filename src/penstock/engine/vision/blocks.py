@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm, rms_norm, scaled_dot_product_attention, silu
 
 from penstock.engine.checkpoints.places import Parts, Places
 from penstock.engine.vision.shape import Approximation, Encoder, PixelScale
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [patches, 1, head size]."""
+Groups = Sequence[tuple[int, int]]
+"""Patches in the order of rows: groups of windows of the same size, with the windows of each and the patches of a window. A patch sees all
+others of its window."""
 CHANNELS = 3
 # Rows whose widest numbers are in memory at once: with 4,304 of them to a row, 140 MB in float32.
 MAX_ROWS = 8192
@@ -33,11 +36,15 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
+    """Without a bias, it does not take the mean away, either."""
+
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     eps: float
 
     def __call__(self, rows: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(rows, self.weight.shape, self.weight, self.eps)
         return layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps)
 
 
@@ -52,38 +59,54 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class GatedMlp:
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        gate, up = self.gate_up(rows).chunk(2, -1)
+        return self.down(silu(gate).mul_(up))
+
+
+@dataclass(frozen=True)
 class Block:
-    """One layer: every patch sees all others of its image."""
+    """One layer."""
 
     attention_norm: Norm
     qkv: Linear
     output: Linear
     mlp_norm: Norm
-    mlp: Mlp
+    mlp: Mlp | GatedMlp
     heads: int
 
-    def __call__(self, hidden: Tensor, images: int, rotation: Rotation | None = None) -> Tensor:
-        """`hidden` is [images × patches, size]. It is changed."""
-        hidden += self.output(self._attend(self.qkv(self.attention_norm(hidden)), images, rotation))
+    def __call__(self, hidden: Tensor, groups: Groups, rotation: Rotation | None = None) -> Tensor:
+        """`hidden` is [patches, size]. It is changed."""
+        hidden += self.output(self._attend(self.qkv(self.attention_norm(hidden)), groups, rotation))
         for rows in hidden.split_with_sizes(_pieces(len(hidden))):
             rows += self.mlp(self.mlp_norm(rows))
         return hidden
 
-    def _attend(self, qkv: Tensor, images: int, rotation: Rotation | None) -> Tensor:
-        rows = qkv.shape[0]
-        queries, keys, values = qkv.view(images, rows // images, 3, self.heads, -1).unbind(2)
+    def _attend(self, qkv: Tensor, groups: Groups, rotation: Rotation | None) -> Tensor:
+        queries, keys, values = qkv.view(len(qkv), 3, self.heads, -1).unbind(1)
         if rotation is not None:
             queries, keys = _rotated(queries, rotation), _rotated(keys, rotation)
-        seen = scaled_dot_product_attention(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
-        return seen.transpose(1, 2).reshape(rows, -1)
+        parts = [each.split_with_sizes([windows * patches for windows, patches in groups]) for each in (queries, keys, values)]
+        seen = [_attend(windows, *part) for (windows, _), *part in zip(groups, *parts, strict=True)]
+        return seen[0] if len(seen) == 1 else torch.cat(seen)
+
+
+def _attend(windows: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention within each of these windows, of [patches, heads, head size]."""
+    query, key, value = (each.reshape(windows, -1, *each.shape[1:]).transpose(1, 2) for each in (queries, keys, values))
+    return scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(queries), -1)
 
 
 def linear(places: Places, parts: Parts, columns: int) -> Linear:
     return Linear(places.joined(parts, columns), places.bias(parts))
 
 
-def norm(places: Places, name: str, size: int, eps: float) -> Norm:
-    return Norm(places.vector(f"{name}.weight", size), places.vector(f"{name}.bias", size), eps)
+def norm(places: Places, name: str, size: int, eps: float, *, has_bias: bool = True) -> Norm:
+    return Norm(places.vector(f"{name}.weight", size), places.vector(f"{name}.bias", size) if has_bias else None, eps)
 
 
 def patch_embedding(places: Places, name: str, encoder: Encoder) -> Linear:

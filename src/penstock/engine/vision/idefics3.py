@@ -64,7 +64,7 @@ class Idefics3Tower:
         hidden = self._embedding(self._reader.patches(cut)).view(count, side**2, -1).add_(self._table).flatten(0, 1)
         for block in self._blocks:
             self.on_progress()
-            hidden = block(hidden, count)
+            hidden = block(hidden, [(count, side**2)])
         squares = self._norm(hidden).view(count, side // merge, merge, side // merge, merge, -1).transpose(2, 3)
         return torch.mm(squares.reshape(-1, self._projection.shape[0]), self._projection)
 

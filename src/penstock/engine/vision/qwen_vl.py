@@ -22,7 +22,7 @@ from penstock.engine.vision.blocks import (
     norm,
     patch_embedding,
 )
-from penstock.engine.vision.shape import Encoder, QwenVLShape
+from penstock.engine.vision.shape import Encoder, Qwen25VLShape, QwenVLShape
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class QwenVLTower:
         places.fill(flat_patches(weights))
         self._table = table.float().reshape(1, encoder.hidden_size, shape.table_side, shape.table_side)
         self._reader = PatchReader(shape.pixels, encoder.patch, dtype, device)
-        pairs = torch.arange(encoder.head_dim // 4, device=device)
-        self._frequencies = shape.rope_theta ** (-pairs / len(pairs))
+        self._rates = turn_rates(shape, device)
         self.on_progress: Callable[[], None] = lambda: None
 
     def positions(self, grid: tuple[int, int]) -> int:
@@ -66,16 +65,13 @@ class QwenVLTower:
         return [self._through(data, grid) for data, grid in images]
 
     def _through(self, data: bytes, grid: tuple[int, int]) -> Tensor:
-        merge, patch = self._shape.merge, self._shape.encoder.patch
-        rows, columns = grid
-        pixels = self._reader.pixels(data, (rows, merge, patch, columns, merge, patch, CHANNELS))
-        hidden = self._embedding(self._reader.patches(pixels.permute(0, 3, 1, 4, 2, 5, 6)))
+        hidden = self._embedding(patches_of(self._reader, self._shape, data, grid))
         hidden += self._learned_positions(grid)
-        rotation = self._rotation(grid)
+        rotation = rotation_of(self._rates, grid, self._shape.merge)
         levels: list[Tensor] = []
         for index, block in enumerate(self._blocks):
             self.on_progress()
-            hidden = block(hidden, 1, rotation)
+            hidden = block(hidden, [(1, len(hidden))], rotation)
             if index in self._mergers:
                 levels.append(self._mergers[index](hidden))
         return torch.cat((self._merger(hidden), *levels), -1)
@@ -87,14 +83,26 @@ class QwenVLTower:
         stretched = interpolate(self._table, (rows * merge, columns * merge), mode="bilinear", align_corners=True)[0]
         return _by_squares(stretched.permute(1, 2, 0), grid, merge).to(self._embedding.bias.dtype)
 
-    def _rotation(self, grid: tuple[int, int]) -> Rotation:
-        """The first half of a head's pairs turns by row, the other by column."""
-        merge, device = self._shape.merge, self._frequencies.device
-        rows, columns = torch.arange(grid[0] * merge, device=device), torch.arange(grid[1] * merge, device=device)
-        places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
-        angles = (_by_squares(places, grid, merge)[:, :, None] * self._frequencies).flatten(1)
-        angles = torch.cat((angles, angles), -1)[:, None]
-        return angles.cos(), angles.sin()
+
+def patches_of(reader: PatchReader, shape: QwenVLShape | Qwen25VLShape, data: bytes, grid: tuple[int, int]) -> Tensor:
+    rows, columns = grid
+    pixels = reader.pixels(data, (rows, shape.merge, shape.encoder.patch, columns, shape.merge, shape.encoder.patch, CHANNELS))
+    return reader.patches(pixels.permute(0, 3, 1, 4, 2, 5, 6))
+
+
+def turn_rates(shape: QwenVLShape | Qwen25VLShape, device: torch.device) -> Tensor:
+    """How far each pair of a head turns from one row or column to the next."""
+    pairs = torch.arange(shape.encoder.head_dim // 4, device=device)
+    return shape.rope_theta ** (-pairs / len(pairs))
+
+
+def rotation_of(rates: Tensor, grid: tuple[int, int], merge: int) -> Rotation:
+    """The first half of a head's pairs turns by row, the other by column."""
+    rows, columns = torch.arange(grid[0] * merge, device=rates.device), torch.arange(grid[1] * merge, device=rates.device)
+    places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
+    angles = (_by_squares(places, grid, merge)[:, :, None] * rates).flatten(1)
+    angles = torch.cat((angles, angles), -1)[:, None]
+    return angles.cos(), angles.sin()
 
 
 def _by_squares(patches: Tensor, grid: tuple[int, int], merge: int) -> Tensor:

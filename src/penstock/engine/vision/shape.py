@@ -89,4 +89,23 @@ class QwenVLShape:
         return grid[0] * grid[1]
 
 
-TowerShape = Idefics3Shape | QwenVLShape
+@dataclass(frozen=True)
+class Qwen25VLShape:
+    """The same names. Only `full_layers` see a whole image. In the others, a patch sees a window of `window` × `window` positions."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("visual.",)
+
+    encoder: Encoder
+    pixels: PixelScale
+    width: int
+    merge: int
+    window: int
+    full_layers: frozenset[int]
+    rope_theta: float = 10_000.0
+    levels: int = 1
+
+    def positions(self, grid: tuple[int, int]) -> int:
+        return grid[0] * grid[1]
+
+
+TowerShape = Idefics3Shape | QwenVLShape | Qwen25VLShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.engine.vision.shape import Idefics3Shape, QwenVLShape
+from penstock.engine.vision.shape import Idefics3Shape, Qwen25VLShape, QwenVLShape
 from penstock.wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def make_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
     import torch
 
     from penstock.engine.vision.idefics3 import Idefics3Tower
+    from penstock.engine.vision.qwen25_vl import Qwen25VLTower
     from penstock.engine.vision.qwen_vl import QwenVLTower
 
     if device.type == "cuda":
@@ -56,5 +57,7 @@ def make_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
             return Idefics3Tower(shape, checkpoint.tower_tensors(), dtype, device)
         case QwenVLShape() as shape:
             return QwenVLTower(shape, checkpoint.tower_tensors(), dtype, device)
+        case Qwen25VLShape() as shape:
+            return Qwen25VLTower(shape, checkpoint.tower_tensors(), dtype, device)
         case None:
             raise ConfigError("the model has no vision tower: expected one that reads images")

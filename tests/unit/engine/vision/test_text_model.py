@@ -37,7 +37,8 @@ from tiny_vision import (
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
-EVERY_MODEL = pytest.mark.parametrize(("kind", "variant"), [(kind, variant) for kind in KINDS for variant in VARIANTS])
+MODELS = [*((kind, variant) for kind in KINDS for variant in VARIANTS), ("qwen2_5_vl", "")]
+EVERY_MODEL = pytest.mark.parametrize(("kind", "variant"), MODELS)
 
 
 @functools.cache

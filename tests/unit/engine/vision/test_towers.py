@@ -14,7 +14,8 @@ from tiny_vision import KINDS, PLACEHOLDERS, VARIANTS, Kind, make_picture, make_
 
 CPU = torch.device("cpu")
 SIZES = [(40, 40), (200, 50), (64, 128), (33, 77), (300, 290)]
-EVERY_MODEL = pytest.mark.parametrize(("kind", "variant"), [(kind, variant) for kind in KINDS for variant in VARIANTS])
+MODELS = [*((kind, variant) for kind in KINDS for variant in VARIANTS), ("qwen2_5_vl", "")]
+EVERY_MODEL = pytest.mark.parametrize(("kind", "variant"), MODELS)
 
 
 @functools.cache

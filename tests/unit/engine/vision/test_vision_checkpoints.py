@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.checkpoints.checkpoint import open_checkpoint
 from penstock.engine.fingerprint import image_fingerprint, kv_fingerprint
 from penstock.engine.model import Model
-from penstock.engine.vision.shape import Encoder, Idefics3Shape, PixelScale, QwenVLShape
+from penstock.engine.vision.shape import Encoder, Idefics3Shape, PixelScale, Qwen25VLShape, QwenVLShape
 from penstock.engine.vision.tower import make_tower
 from penstock.wire.errors import ConfigError
 from tiny_models import make_model
@@ -81,6 +81,21 @@ def test_older_names_of_weights_are_known(kind: Kind, tmp_path: Path) -> None:
     assert same(parts(copy(kind, tmp_path, rename)), parts(vision_model(kind)))
 
 
+def test_older_files_of_qwen2_5_vl_have_no_text_config(tmp_path: Path) -> None:
+    def rename(name: str) -> str:
+        return re.sub(r"^model\.(visual)", r"\1", re.sub(r"^model\.language_model", "model", name))
+
+    directory = copy("qwen2_5_vl", tmp_path, rename)
+    text = json.loads((directory / "config.json").read_text())["text_config"]
+    rope = {"type": "mrope", "mrope_section": [6, 5, 5]}
+    change(directory, "", **{**text, "text_config": None, "rope_parameters": None, "rope_scaling": rope, "model_type": "qwen2_5_vl"})
+    assert same(parts(directory), parts(vision_model("qwen2_5_vl")))
+    found, expected = open_checkpoint(directory), open_checkpoint(vision_model("qwen2_5_vl"))
+    assert (found.shape, found.tower) == (expected.shape, expected.tower)
+    assert found.tower == Qwen25VLShape(Encoder(64, 3, 4, 128, 14, gelu="none"), HALVES, 128, 2, 2, frozenset({1}))
+    assert found.shape.rope_axes == (0,) * 6 + (1,) * 5 + (2,) * 5
+
+
 def test_smolvlm_is_the_same_model(tmp_path: Path) -> None:
     directory = copy("idefics3", tmp_path)
     change(directory, "", architectures=["SmolVLMForConditionalGeneration"], model_type="smolvlm")
@@ -122,6 +137,8 @@ PROCESSOR = "preprocessor_config.json"
         ("qwen3_vl", "vision_config", "config.json", {"num_position_embeddings": 60}, "num_position_embeddings is 60: expected a square"),
         ("qwen3_vl", "vision_config", "config.json", {"out_hidden_size": 64}, "out_hidden_size is 64: expected 128"),
         ("qwen3_vl", "vision_config", "config.json", {"deepstack_visual_indexes": [1, 3]}, "deepstack_visual_indexes is .*: expected some"),
+        ("qwen2_5_vl", "vision_config", "config.json", {"window_size": 20}, "window_size is 20: expected at least 28"),
+        ("qwen2_5_vl", "vision_config", "config.json", {"hidden_act": "gelu"}, "hidden_act is 'gelu': expected one of silu"),
         ("qwen3_vl", "text_config", "config.json", {"head_dim": 64}, "mrope_section is .*: expected three numbers whose sum is 32"),
     ],
 )
