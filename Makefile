@@ -12,7 +12,7 @@ JOBS ?= 2
 # Test processes share the cores, so a thread that waits must not spin: it would take the core from the thread it waits for.
 QUIET_THREADS := OMP_WAIT_POLICY=PASSIVE
 # vLLM and SGLang run in environments that tests/engines/setup.py makes outside the checkout. They download no models and report no usage.
-ENGINE_TESTS := tests/contract/backends tests/contract/test_http_route.py tests/contract/test_streaming_sessions.py tests/e2e/engines
+ENGINE_TESTS := tests/contract/backends tests/contract/images tests/contract/test_http_route.py tests/contract/test_streaming_sessions.py tests/e2e/engines
 ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 # vLLM leaves a ZMQ context open at the end of the process.

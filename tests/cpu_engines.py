@@ -6,6 +6,10 @@ BLOCK_SIZE = 32
 """On a CPU, vLLM takes no other than multiples of it."""
 
 
+SGLANG_IMAGES = ("--mm-attention-backend", "sdpa")
+"""What SGLang needs besides for a model that reads images."""
+
+
 def vllm_flags(kv_bytes: int, max_batch: int) -> tuple[str, ...]:
     return (
         *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),

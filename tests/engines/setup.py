@@ -27,6 +27,8 @@ REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 LOCKS = {"vllm": REQUIREMENTS / "vllm-cpu.lock", "sglang": REQUIREMENTS / "sglang-cpu.lock"}
 # Not in a lock, because its build is the machine's affair. The Makefile's.
 DEFAULT_TORCH = "torch==2.13.0"
+# The processors of some models use it to resize images. It belongs to that torch.
+TORCHVISION = "torchvision==0.28.0"
 UNUSED_SECONDS = 30 * 24 * 3600.0
 
 
@@ -123,6 +125,8 @@ def make(environment: Environment, recipe: Recipe) -> None:
     environment.pip_install("--no-deps", "--require-hashes", "-r", str(recipe.lock))
     if recipe.torch:
         environment.pip_install(recipe.torch)
+        environment.pip_install("--no-deps", TORCHVISION)
+        declare_operators(environment)
     if recipe.engine == "vllm":
         name_vllm(environment)
     environment.compile()
@@ -138,6 +142,21 @@ def name_vllm(environment: Environment) -> None:
         alias = environment.site_packages / f"vllm-{version}.dist-info"
         alias.mkdir()
         (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="utf-8")
+
+
+def declare_operators(environment: Environment) -> None:
+    """The library in torchvision's wheel is built for CUDA and does not load beside a torch for CPUs. Importing it then fails, because it
+    describes operators that nobody has declared. Nothing here calls them: resizing is torch's own."""
+    described = environment.site_packages / "torchvision" / "_meta_registrations.py"
+    text = described.read_text(encoding="utf-8")
+    place = text.index('@torch.library.register_fake("torchvision::nms")')
+    declared = """if not torchvision.extension._has_ops():
+    for _operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+"""
+    described.write_text(text[:place] + declared + text[place:], encoding="utf-8")
 
 
 def remove_unused(engine: str, cache: Path) -> None:

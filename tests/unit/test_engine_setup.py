@@ -15,7 +15,19 @@ from typing import Any
 
 import pytest
 
-from engines.setup import DEFAULT_TORCH, LOCKS, UNUSED_SECONDS, Environment, Recipe, cache_folder, locked, name_vllm, remove_unused, set_up
+from engines.setup import (
+    DEFAULT_TORCH,
+    LOCKS,
+    UNUSED_SECONDS,
+    Environment,
+    Recipe,
+    cache_folder,
+    declare_operators,
+    locked,
+    name_vllm,
+    remove_unused,
+    set_up,
+)
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
@@ -165,10 +177,13 @@ def test_no_kernel_of_the_stand_in_computes() -> None:
     assert not hasattr(stand_in, "rmsnorm"), "SGLang takes its own path where a kernel is not found"
 
 
-def test_images_are_refused_by_the_stand_in() -> None:
-    stand_in: Any = importlib.import_module("engines.sglang_cpu.torchvision")
-    functional: Any = importlib.import_module("engines.sglang_cpu.torchvision.transforms.v2.functional")
-    assert stand_in.transforms.v2.functional is functional
-    with pytest.raises(NotImplementedError, match=r"transforms\.v2\.functional\.resize"):
-        functional.resize("image", 8)
-    assert stand_in.transforms.InterpolationMode.BICUBIC.value == "bicubic"
+def test_operators_of_torchvision_are_declared_before_they_are_described(cache: Path) -> None:
+    """The wheel's own library does not load beside a torch for CPUs."""
+    environment = Environment(cache)
+    described = environment.site_packages / "torchvision" / "_meta_registrations.py"
+    described.parent.mkdir(parents=True)
+    described.write_text('import torchvision.extension\n\n@torch.library.register_fake("torchvision::nms")\ndef nms(): ...\n')
+    declare_operators(environment)
+    declared = described.read_text()
+    compile(declared, "described", "exec")
+    assert declared.index("_has_ops()") < declared.index("torch.library.define") < declared.index("register_fake")

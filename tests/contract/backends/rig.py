@@ -24,6 +24,7 @@ from penstock.wire.messages import (
     Fault,
     Fetch,
     Finish,
+    ImagesWanted,
     KvEvents,
     KvSource,
     ModelInfo,
@@ -161,6 +162,10 @@ class Tap:
         self.of_the_runtime: set[bytes] = set()
         self.replay = Replay()
         self.broken: list[Exception] = []
+        self.pictures: dict[bytes, tuple[tuple[int, int], bytes]] = {}
+        """The size and pixels of images, by name: what generations of the rig are answered with."""
+        self.asked: list[ImagesWanted] = []
+        self.answers_images = True
 
     @property
     def model(self) -> ModelInfo:
@@ -175,8 +180,20 @@ class Tap:
                 self.broken.append(error)
             emit([segment for segment in segments if segment.id not in self.generations], events, transfers)
 
-        await self.backend.start(tapped, want)
+        def tapped_want(wanted: ImagesWanted) -> None:
+            if wanted.generation in self.generations:
+                self.asked.append(wanted)
+                if self.answers_images:
+                    asyncio.get_running_loop().call_soon(self.answer, wanted)
+            else:
+                want(wanted)
+
+        await self.backend.start(tapped, tapped_want)
         self.replay.begin(await self.backend.snapshot())
+
+    def answer(self, wanted: ImagesWanted) -> None:
+        for name in wanted.names:
+            self.backend.image(name, *self.pictures[name])
 
     def _note(self, segments: Sequence[Segment], events: KvEvents | None) -> None:
         if events is not None:
@@ -236,10 +253,11 @@ class Rig:
     Every test leaves it as it found it: `check_settled`.
     """
 
-    def __init__(self, setup: Setup, *flags: str) -> None:
+    def __init__(self, setup: Setup, *flags: str, model: Path | None = None) -> None:
+        """The model of these tests, or another with the same vocabulary."""
         setup.prepare()
         self.setup = setup
-        self.directory = chat_model()
+        self.directory = model or chat_model()
         self.judge: Judge = SimulatorJudge(self.directory) if setup.engine == "simulator" else ModelJudge(self.directory)
         self.failures = 0
         self._folder = tempfile.TemporaryDirectory(prefix="contract-")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from anthropic import Anthropic
 
 from e2e.harness import Server
 from e2e.images.setups import SETUPS, Seeing
+
+HERE = Path(__file__).parent
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -19,6 +22,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             # The examples of the guide do not depend on the engine.
             setups = setups[:1]
         metafunc.parametrize("seeing", setups, indirect=True, scope="session", ids=[setup.name for setup in setups])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The first test waits for the engine's start, which may take minutes."""
+    wanted = config.getoption("engine") or []
+    longest = max([setup.start_seconds for setup in SETUPS.values() if setup.engine in wanted], default=0)
+    for item in items:
+        if longest and HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(2 * longest))
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from e2e.engines.setups import OFFLINE
+from cpu_engines import BLOCK_SIZE, SGLANG_IMAGES, sglang_flags, vllm_flags
+from e2e.engines.setups import MAX_BATCH, OFFLINE
+from e2e.engines.setups import SETUPS as ENGINE_SETUPS
 from e2e.harness import Server
 
 MODEL = "seeing"
@@ -25,12 +27,17 @@ class Seeing:
     arguments: Callable[[], tuple[str, ...]]
     block_size: int = 16
     start_seconds: float = 60
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def all_environment(self) -> dict[str, str]:
+        return {**os.environ, **OFFLINE, **self.environment}
 
     def start(self, *arguments: str) -> Server:
         """A server that is ready."""
         store = Path(tempfile.mkdtemp()) / "responses.db"
         named = ("--served-name", MODEL, "--context-length", str(CONTEXT_LENGTH), "--response-store", str(store))
-        server = Server(*named, *self.arguments(), *arguments, engine=self.engine, model=MODEL, environment={**os.environ, **OFFLINE})
+        server = Server(*named, *self.arguments(), *arguments, engine=self.engine, model=MODEL, environment=self.all_environment)
         try:
             return server.wait_ready(self.start_seconds)
         except AssertionError:
@@ -52,11 +59,29 @@ def _embedded(kind: str) -> tuple[str, ...]:
     return (*vision_model(kind), "--max-batch", "8", "--kv-blocks", "2048", "--threads", "1")
 
 
+def _of_others(kind: str, *flags: str) -> tuple[str, ...]:
+    return (*vision_model(kind), "--engine-args", " ".join(flags))
+
+
+_VLLM, _SGLANG = ENGINE_SETUPS["vllm"], ENGINE_SETUPS["sglang"]
+
 SETUPS = {
     setup.name: setup
     for setup in (
         Seeing("simulator", "simulator", lambda: ("--images", "--step-ms", "1")),
         Seeing("embedded-idefics3", "embedded", partial(_embedded, "idefics3")),
         Seeing("embedded-qwen3_vl", "embedded", partial(_embedded, "qwen3_vl")),
+        *(
+            Seeing(f"vllm-{kind}", "vllm", partial(_of_others, kind, *vllm_flags(2**26, MAX_BATCH)), BLOCK_SIZE, _VLLM.start_seconds)
+            for kind in ("idefics3", "qwen3_vl")
+        ),
+        Seeing(
+            "sglang-qwen3_vl",
+            "sglang",
+            partial(_of_others, "qwen3_vl", *sglang_flags(2**16, MAX_BATCH), *SGLANG_IMAGES),
+            BLOCK_SIZE,
+            _SGLANG.start_seconds,
+            _SGLANG.environment,
+        ),
     )
 }

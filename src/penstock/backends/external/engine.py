@@ -12,7 +12,7 @@ from penstock.wire.errors import PenstockError
 from penstock.wire.messages import Capability, Export, Fault, FinishReason, KvHandover, KvSource, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
-    from penstock.backends.external.image_events import EventImages
+    from penstock.backends.external.image_events import KeyedImages
 
 
 class EngineRefused(PenstockError):
@@ -111,7 +111,7 @@ class EventEndpoints:
     publisher: str
     replay: str | None = None
     topic: str = ""
-    images: EventImages | None = None
+    images: KeyedImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

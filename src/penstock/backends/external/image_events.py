@@ -1,11 +1,11 @@
-"""Images in the KV events of vLLM and SGLang: from the engines' tokens to the ids that stand for images in our prompts. Pure: no I/O."""
+"""Images in the KV events of vLLM: from its tokens to the ids that stand for images in our prompts. Pure: no I/O."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.wire.images import IMAGE_NAME_BYTES, image_ids
 
@@ -14,25 +14,11 @@ Cut = tuple[bytes, int]
 
 UUID_PREFIX = "image-"
 _UUID = re.compile(f"{UUID_PREFIX}([0-9a-f]{{{2 * IMAGE_NAME_BYTES}}})")
-# Images that SGLang may still have in its cache, and that its events can be read for.
-MAX_KNOWN = 65_536
-# SGLang's own: pads begin here. It refuses models with more tokens.
-FIRST_PAD = 1_000_000
 
 
 def image_uuid(name: bytes) -> str:
     """vLLM's name of the image. It is also in its KV events, where a plain hash could be taken for a salt."""
     return UUID_PREFIX + name.hex()
-
-
-class EventImages(Protocol):
-    """How the events of an engine name images."""
-
-    def has_images(self, token_ids: Sequence[int], keys: Sequence[Any]) -> bool:
-        """Whether some block of an event has positions of an image. `keys`: what each block depends on besides tokens and salt."""
-
-    def read(self, token_ids: Sequence[int], keys: Any, before: Cut | None) -> tuple[Sequence[int], Cut | None] | None:
-        """A block's ids, and where it ends. `before` is where the block before it ended. None: it has an image that is not ours."""
 
 
 @lru_cache(maxsize=16)
@@ -52,10 +38,9 @@ class KeyedImages:
     def __init__(self, position: int) -> None:
         self._position = position
 
-    def has_images(self, token_ids: Sequence[int], keys: Sequence[Any]) -> bool:  # noqa: ARG002
-        return any(keys)
-
     def read(self, token_ids: Sequence[int], keys: Any, before: Cut | None) -> tuple[Sequence[int], Cut | None] | None:
+        """A block's ids, and where it ends. `keys`: what it depends on besides tokens and salt. `before` is where the block before it
+        ended. None: it has an image that is not ours."""
         if not keys:
             return token_ids, None
         ids, cut = list(token_ids), before
@@ -81,49 +66,3 @@ def _start_of(key: Any) -> tuple[bytes, int] | None:
         return None
     found = _UUID.fullmatch(key[0])
     return None if found is None else (bytes.fromhex(found[1]), key[1])
-
-
-class PaddedImages:
-    """SGLang: an image's positions have pads in turn, ids outside of the vocabulary that are made from the image's hash. `pads_of` is
-    SGLang's own function. Only images that were in a request are known."""
-
-    def __init__(self, pads_of: Callable[[bytes], Sequence[int]], max_known: int = MAX_KNOWN) -> None:
-        self._pads_of = pads_of
-        self._max_known = max_known
-        self._pads: dict[bytes, Sequence[int]] = {}
-        """The oldest first."""
-        self._names: dict[int, bytes] = {}
-
-    def know(self, name: bytes) -> None:
-        """A request has this image."""
-        pads = self._pads.pop(name, None) or tuple(self._pads_of(name))
-        self._pads[name] = pads
-        self._names.update(dict.fromkeys(pads, name))
-        if len(self._pads) > self._max_known:
-            oldest = next(iter(self._pads))
-            for pad in self._pads.pop(oldest):
-                self._names.pop(pad, None)
-
-    def has_images(self, token_ids: Sequence[int], keys: Sequence[Any]) -> bool:  # noqa: ARG002
-        return max(token_ids, default=0) >= FIRST_PAD
-
-    def read(self, token_ids: Sequence[int], keys: Any, before: Cut | None) -> tuple[Sequence[int], Cut | None] | None:
-        if keys:
-            return None
-        ids: list[int] = []
-        cut = before
-        for token in token_ids:
-            if token < FIRST_PAD:
-                cut = None
-                ids.append(token)
-                continue
-            name = self._names.get(token)
-            if name is None:
-                return None
-            count = cut[1] if cut is not None and cut[0] == name else 0
-            pads = self._pads[name]
-            if pads[count % len(pads)] != token:
-                return None
-            ids += _ids(name, count, 1)
-            cut = name, count + 1
-        return ids, cut

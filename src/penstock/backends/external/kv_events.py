@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct
 
-from penstock.backends.external.image_events import Cut, EventImages
+from penstock.backends.external.image_events import Cut, KeyedImages
 from penstock.kv.blocks import NAME_BYTES, ROOT, block_hashes
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot, Tier
 
@@ -176,10 +176,10 @@ class BlockMirror:
     """The blocks that an engine has cached, with the engine's hashes translated to the names that routers know.
 
     A name depends only on the root, which is the engine's salt, and on tokens, among them those that stand for images: `images` finds
-    these. A block gets no name if its KV depends on more (an adapter, an image that is not ours, a salt of others), if it is in none of
-    our tiers, if it does not have `block_size` tokens, or if its parent is unknown. Such blocks and those after them are ignored;
-    `unnamed` counts them. vLLM may report a block of its host tier without tokens: then it is known from its time on the device, or not
-    at all.
+    these in the events of vLLM. SGLang's are made from hashes of its own, so there names end before the first image. A block gets no name
+    if its KV depends on more (an adapter, an image that is not ours, a salt of others), if it is in none of our tiers, if it does not have
+    `block_size` tokens, or if its parent is unknown. Such blocks and those after them are ignored; `unnamed` counts them. vLLM may report
+    a block of its host tier without tokens: then it is known from its time on the device, or not at all.
 
     The engine may have more blocks than are published, never fewer, except for events on their way. vLLM can have several copies of a
     block and reports each as stored and removed, but it may report one copy twice as stored. So the first removal counts. Blocks after a
@@ -187,7 +187,7 @@ class BlockMirror:
     published again if the block returns. `removed` counts those that left the device.
     """
 
-    def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS, images: EventImages | None = None) -> None:
+    def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS, images: KeyedImages | None = None) -> None:
         self.removed = 0
         self.unnamed = 0
         self._block_size = block_size
@@ -318,7 +318,7 @@ class BlockMirror:
         """The tokens of those blocks that have names, with our ids for images. Raises TypeError or OverflowError for what is no token."""
         images, size = self._images, self._block_size
         token_ids: list[int] = event.token_ids  # type: ignore[assignment]
-        if images is None or not images.has_images(token_ids, extra_keys):
+        if images is None or not any(extra_keys):
             named = next((index for index, keys in enumerate(extra_keys) if keys), len(event.block_hashes))
             if max(token_ids, default=0) > MAX_TOKEN:
                 self._log_once("images")

@@ -18,17 +18,15 @@ import multiprocessing
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from penstock.backends.external.engine import Chunk, EngineFacts, EngineRefused, EngineRequest, EventEndpoints, KvMoves, PromptImages
-from penstock.backends.external.image_events import PaddedImages
+from penstock.backends.external.engine import Chunk, EngineFacts, EngineImage, EngineRefused, EngineRequest, EventEndpoints, KvMoves
 from penstock.backends.external.images import Placeholder, pil_image
 from penstock.backends.external.in_process import InProcessEngine
 from penstock.backends.sglang.arguments import PACKAGE, make_arguments
-from penstock.backends.sglang.requests import ChunkReader, as_parameters, image_hash, image_parameters, meeting_parameters
+from penstock.backends.sglang.requests import ChunkReader, as_parameters, image_parameters, meeting_parameters
 from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.config.engines import EngineSettings
 from penstock.wire.address import TcpAddress
@@ -62,7 +60,6 @@ class SglangEngine(InProcessEngine):
         self._has_priority = False
         self._manager: Any = None
         self._endpoints: EventEndpoints | None = None
-        self._event_images: PaddedImages | None = None
         self._streaming: StreamingSessions | None = None
         self._other_children: frozenset[int | None] = frozenset()
         self._handling: asyncio.Task[None] | None = None
@@ -102,7 +99,8 @@ class SglangEngine(InProcessEngine):
         try:
             parameters = as_parameters(request, turn, tags_sessions=self._tags_sessions, has_priority=self._has_priority)
             if request.images is not None:
-                parameters |= await self._image_parameters(request.images)
+                # Converted in a thread. SGLang prepares them in one of its own, and puts them in place of the placeholders.
+                parameters |= image_parameters(request.images, await asyncio.to_thread(_pil_images, request.images.pictures))
             raw_chunks = await self._engine.async_generate(**parameters, **meeting_parameters(request, self._address))
             try:
                 async for raw in raw_chunks:
@@ -122,14 +120,6 @@ class SglangEngine(InProcessEngine):
         finally:
             if turn is not None:
                 turn.end()
-
-    async def _image_parameters(self, images: PromptImages) -> dict[str, Any]:
-        """Pictures are converted in a thread. SGLang prepares them in one of its own, and puts them in place of the placeholders."""
-        if self._event_images is not None:
-            for picture in images.pictures:
-                self._event_images.know(picture.name)
-        made = await asyncio.to_thread(lambda: [pil_image(picture) for picture in images.pictures])
-        return image_parameters(images, made)
 
     async def _end(self, request_id: str, raw_chunks: AsyncGenerator[dict[str, Any], None]) -> None:
         """Returns when SGLang's scheduler has ended the request. The scheduler reports the end of every request, also of an aborted
@@ -189,16 +179,10 @@ class SglangEngine(InProcessEngine):
             block_size=block_size,
             kv_blocks=scheduler["max_total_num_tokens"] // block_size,
             max_batch=arguments["effective_max_running_requests_per_dp"] or 0,
-            events=self._events(),
+            events=self._endpoints,
             capabilities=self._capabilities(),
             moves=self._moves(arguments),
         )
-
-    def _events(self) -> EventEndpoints | None:
-        if self._endpoints is None or self._placeholder is None:
-            return self._endpoints
-        self._event_images = PaddedImages(_pads_of)
-        return replace(self._endpoints, images=self._event_images)
 
     def _moves(self, arguments: dict[str, Any]) -> KvMoves | None:
         if self.disaggregation == "null":
@@ -284,13 +268,8 @@ def _make_engine(arguments: Any) -> Any:
     return engine
 
 
-def _pads_of(name: bytes) -> Sequence[int]:
-    """What SGLang has in the place of the positions of an image with this hash, in turn."""
-    batch = import_module("sglang.srt.managers.schedule_batch")
-    item = batch.MultimodalDataItem(modality=batch.Modality.IMAGE)
-    item.set_hash(int(image_hash(name), 16))
-    pads: Sequence[int] = item.padding_values()
-    return pads
+def _pil_images(pictures: Sequence[EngineImage]) -> list[Any]:
+    return [pil_image(picture) for picture in pictures]
 
 
 def _has_grammar(arguments: dict[str, Any]) -> bool:

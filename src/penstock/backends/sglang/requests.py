@@ -52,14 +52,12 @@ def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: b
 
 
 def image_parameters(images: PromptImages, pictures: Sequence[Any]) -> dict[str, Any]:
-    """The arguments that a prompt with images has besides, or instead. `pictures`: each of them as SGLang takes it here."""
-    hashes = [image_hash(picture.name) for picture in images.pictures]
-    return {"input_ids": list(images.token_ids), "image_data": list(pictures), "mm_hashes": hashes}
+    """The arguments that a prompt with images has besides, or instead. `pictures`: each of them as SGLang takes it here.
 
-
-def image_hash(name: bytes) -> str:
-    """SGLang keeps 64 bits of it."""
-    return name[:8].hex()
+    SGLang names them by a hash of mode, size and pixels. With hashes of ours in `mm_hashes`, 0.5.23 does not find Qwen's images in the
+    prompt, and its scheduler ends.
+    """
+    return {"input_ids": list(images.token_ids), "image_data": list(pictures)}
 
 
 def meeting_parameters(request: EngineRequest, own_address: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
+
 
 def _absent(name: str) -> Callable[..., NoReturn]:
     def kernel(*_: object, **__: object) -> NoReturn:
@@ -29,3 +31,14 @@ fill_accept_out_cache_loc_cpu = _absent("fill_accept_out_cache_loc_cpu")
 fill_bonus_tokens_cpu = _absent("fill_bonus_tokens_cpu")
 rotate_input_ids_cpu = _absent("rotate_input_ids_cpu")
 verify_tree_greedy_cpu = _absent("verify_tree_greedy_cpu")
+
+# Models that read images are imported together with others, which take these from torch at import. None of them is called.
+for _operator in (
+    "fused_gdn_gating_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+):
+    torch.library.define(f"sgl_kernel::{_operator}", "(Tensor given) -> Tensor")

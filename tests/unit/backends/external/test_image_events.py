@@ -1,4 +1,4 @@
-"""Blocks with images in the events of vLLM and SGLang get the names that our own prompts have, and no others."""
+"""Blocks with images in the events of vLLM get the names that our own prompts have. SGLang's have none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.backends.external.image_events import FIRST_PAD, EventImages, KeyedImages, PaddedImages, image_uuid
+from penstock.backends.external.image_events import KeyedImages, image_uuid
 from penstock.backends.external.kv_events import BlockMirror, EngineStored
 from penstock.kv.blocks import block_hashes, tenant_root
 from penstock.wire.images import FIRST_IMAGE_ID, ImageSpan, image_ids
@@ -23,10 +23,6 @@ PROMPT = (5, START, *image_ids(CAT, 9), END, 6, 7, START, *image_ids(DOG, 2), EN
 AT = {CAT: (2, 11), DOG: (15, 17)}
 
 
-def pads_of(name: bytes) -> tuple[int, ...]:
-    return tuple([FIRST_PAD + 1000 * name[0] + index for index in range(4)])
-
-
 def expanded(prompt: Sequence[int]) -> list[int]:
     return [PAD if each >= FIRST_IMAGE_ID else each for each in prompt]
 
@@ -39,15 +35,6 @@ def keys(places: Sequence[tuple[bytes, int, int]], length: int, salt: str | None
         pairs += [salt] if salt is not None and start == 0 else []
         made.append(pairs or None)
     return made
-
-
-def padded(prompt: Sequence[int], images: dict[bytes, tuple[int, int]]) -> list[int]:
-    """The prompt as SGLang has it."""
-    ids = list(prompt)
-    for name, (start, end) in images.items():
-        pads = pads_of(name)
-        ids[start:end] = [pads[index % len(pads)] for index in range(end - start)]
-    return ids
 
 
 def stored(first: int, count: int, tokens: Sequence[int], block_keys: Sequence[Any] | None) -> EngineStored:
@@ -65,7 +52,7 @@ def of_vllm(prompt: Sequence[int], places: Sequence[tuple[bytes, int, int]], pie
     return _heard(KeyedImages(PAD), expanded(prompt), keys(places, len(prompt), salt), pieces)
 
 
-def _heard(images: EventImages, tokens: Sequence[int], block_keys: Sequence[Any] | None, pieces: Sequence[int]) -> BlockMirror:
+def _heard(images: KeyedImages, tokens: Sequence[int], block_keys: Sequence[Any] | None, pieces: Sequence[int]) -> BlockMirror:
     mirror = BlockMirror(SIZE, images=images)
     first = 0
     for count in pieces:
@@ -157,35 +144,6 @@ def test_without_images_a_block_with_keys_is_ignored() -> None:
     pads = BlockMirror(SIZE)
     pads.apply([stored(0, 3, [1, 2, 3, 4, 5, 2**62, 7, 8, 9, 10, 11, 12], None)])
     assert names_in(pads) == block_hashes([1, 2, 3, 4], SIZE)
-
-
-@pytest.mark.parametrize("pieces", [[BLOCKS], [1] * BLOCKS, [2, 1, BLOCKS - 3]])
-def test_blocks_of_sglang_have_our_names(pieces: list[int]) -> None:
-    images = PaddedImages(pads_of)
-    images.know(CAT)
-    images.know(DOG)
-    assert names_in(_heard(images, padded(PROMPT, AT), None, pieces)) == block_hashes(PROMPT, SIZE)
-
-
-def test_pads_of_an_image_that_nobody_asked_with_end_the_names() -> None:
-    images = PaddedImages(pads_of)
-    images.know(CAT)
-    assert names_in(_heard(images, padded(PROMPT, AT), None, [BLOCKS])) == block_hashes(PROMPT, SIZE)[:3]
-
-
-def test_the_oldest_image_is_forgotten_but_one_that_is_used_again_stays() -> None:
-    images = PaddedImages(pads_of, max_known=2)
-    for name in (CAT, DOG, CAT, bytes([3] * 16)):
-        images.know(name)
-    assert images.read([pads_of(CAT)[0]], None, None) == (list(image_ids(CAT, 1)), (CAT, 1))
-    assert images.read([pads_of(DOG)[0]], None, None) is None
-
-
-def test_pads_out_of_their_turn_are_not_ours() -> None:
-    images = PaddedImages(pads_of)
-    images.know(CAT)
-    assert images.read([pads_of(CAT)[1]], None, None) is None
-    assert images.read([pads_of(CAT)[1]], None, (CAT, 1)) == (list(image_ids(CAT, 2)[1:]), (CAT, 2))
 
 
 def test_spans_of_the_prompt_are_as_this_test_says() -> None:

@@ -301,7 +301,7 @@ def test_images_are_content_parts_for_vllm_and_image_data_for_sglang() -> None:
     part = {"type": "image_url", "url": "data:x", "uuid": image_uuid(NAME)}
     assert VLLM.image_fields(IMAGES, ["data:x"]) == {"token_ids": (5, 9, 7), "content_parts": [part], "return_token_ids": True}
     sglang_fields = SglangDialect(ALL_ON).image_fields(IMAGES, ["data:x"])
-    assert sglang_fields == {"input_ids": [5, 9, 7], "image_data": ["data:x"], "mm_hashes": [NAME[:8].hex()]}
+    assert sglang_fields == {"input_ids": [5, 9, 7], "image_data": ["data:x"]}
 
 
 @pytest.mark.parametrize("dialect", [COMPLETIONS, TEXT], ids=["completions", "text"])

@@ -573,8 +573,8 @@ def test_the_file_of_errors_has_only_failures(tmp_path: Path) -> None:
 IMAGES = PromptImages((5, 9, 7), [EngineImage(bytes(range(16)), (1, 1), b"rgb")])
 
 
-def test_an_image_is_one_placeholder_a_picture_and_a_hash_of_its_name() -> None:
-    expected = {"input_ids": [5, 9, 7], "image_data": ["a picture"], "mm_hashes": ["0001020304050607"]}
+def test_an_image_is_one_placeholder_and_a_picture() -> None:
+    expected = {"input_ids": [5, 9, 7], "image_data": ["a picture"]}
     assert image_parameters(IMAGES, ["a picture"]) == expected
 
 
