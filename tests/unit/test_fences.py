@@ -108,7 +108,7 @@ def test_redis_is_in_one_file() -> None:
 def test_the_base_imports_no_extra() -> None:
     extras = (
         "torch ray redis tokenizers jinja2 aiohttp matplotlib rich psutil numpy gguf safetensors llguidance transformers vllm sglang zmq"
-        " huggingface_hub"
+        " huggingface_hub PIL"
     )
     program = f"""
 import sys
