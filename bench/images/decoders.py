@@ -2,10 +2,10 @@
 
     python bench/images/decoders.py [--rounds N]
 
-Each library that is installed decodes the same files to 8-bit RGB. Two figures for each: the CPU time, and for how long the GIL was held in one
-go, which is how long an event loop in the same process would stand still. The files are a photograph-like picture of 12 million pixels, a
-screenshot, and small ones. Libraries other than Pillow are not needed by Penstock: install them somewhere else and run this there, with
-`src` in PYTHONPATH: pip install opencv-python-headless imagecodecs 'pyvips[binary]' simplejpeg.
+Each library that is installed decodes the same files to 8-bit RGB. Two figures for each: the CPU time, and for how long the GIL was held in
+one go, which is how long an event loop in the same process would stand still. The files are a photograph-like picture of 12 million pixels,
+a screenshot, and a small picture. Libraries other than Pillow are not needed by Penstock: install them somewhere else, and run this there:
+pip install pillow opencv-python-headless imagecodecs 'pyvips[binary]' simplejpeg.
 """
 
 from __future__ import annotations
