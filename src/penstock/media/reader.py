@@ -287,6 +287,8 @@ class MediaReader:
         """Takes memory: what is free, then that of the cache; then it waits."""
         while self.memory.used + amount > self.memory.total and self.cache.evict():
             self._forget_dropped()
+            # Freeing the largest pictures takes 10 ms each.
+            await asyncio.sleep(0)
         if not self.memory.take(share, amount):
             await self.memory.wait(share, amount)
 
