@@ -92,7 +92,8 @@ class EncodeWorker:
     @property
     def is_settled(self) -> bool:
         stats = self.backend.stats()
-        held = stats.running or stats.queued or stats.exports or self.runtime.wanted_images or self.runtime.open_transfers
+        held = stats.running or stats.queued or stats.exports or (stats.kv_blocks_used and not self.failures)
+        held = held or self.runtime.wanted_images or self.runtime.open_transfers
         return not held and self.runtime.is_idle
 
     async def __aenter__(self) -> Self:

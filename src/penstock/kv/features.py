@@ -127,6 +127,11 @@ class Features:
         return self.slots - len(self._free)
 
     @property
+    def cached(self) -> int:
+        """Those of them that nobody holds."""
+        return self._unheld_slots
+
+    @property
     def positions_to_encode(self) -> int:
         return sum([image.positions for image in self._images.values() if image.state != "here" and not image.is_pulled])
 
