@@ -31,6 +31,15 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DEFAULT_SLIDING_WINDOW = 4096
 DEFAULT_FULL_LAYERS = 28
 QWEN3_HEAD_DIM = 128
+# The text model inside of another: its files leave out what is as in Llama's own code.
+LLAMA_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 2048,
+}
 # Of a position in a model with M-RoPE: time, row and column.
 AXES = 3
 
@@ -96,7 +105,9 @@ def _text_settings(config: ModelSettings, architecture: str) -> ModelSettings:
     expected = {LLAMA: "llama", QWEN2: "qwen2_5_vl_text", QWEN3: "qwen3_vl_text"}[TEXT_MODELS[architecture]]
     if text.text("model_type", expected) != expected:
         raise text.wrong("model_type", repr(expected))
-    return ModelSettings(text.source, {**text.values, **{key: config.values[key] for key in ("tie_word_embeddings",) if config.has(key)}})
+    defaults = LLAMA_DEFAULTS if expected == "llama" else {}
+    tied = {key: config.values[key] for key in ("tie_word_embeddings",) if config.has(key)}
+    return ModelSettings(text.source, {**defaults, **text.values, **tied})
 
 
 def _shape(config: ModelSettings, architecture: str) -> ModelShape:

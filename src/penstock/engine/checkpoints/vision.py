@@ -14,6 +14,24 @@ from penstock.wire.errors import ConfigError
 IDEFICS3, SMOLVLM = "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"
 QWEN25_VL, QWEN3_VL = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+# Files leave out what is as in the architectures' own code.
+SIGLIP = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "patch_size": 32,
+    "image_size": 224,
+}
+QWEN3_VIT = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "depth": 27,
+    "num_heads": 16,
+    "patch_size": 16,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+QWEN25_VIT = {"hidden_size": 3584, "intermediate_size": 3420, "depth": 32, "num_heads": 16, "patch_size": 14}
 GELUS: dict[str, Approximation] = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 CHANNELS = 3
 
@@ -48,18 +66,19 @@ def read_processor(directory: Path) -> ModelSettings:
 
 
 def _idefics3(config: ModelSettings, vision: ModelSettings, processor: ModelSettings, text: ModelShape) -> Idefics3Shape:
-    # Defaults in the architecture's own code.
-    encoder = _encoder(vision, "num_hidden_layers", "num_attention_heads", patch=32, eps=vision.positive("layer_norm_eps", 1e-6))
+    vision = ModelSettings(vision.source, {**SIGLIP, **vision.values})
+    encoder = _encoder(vision, "num_hidden_layers", "num_attention_heads", vision.positive("layer_norm_eps", 1e-6))
     tile = subsettings(processor, "max_image_size").size("longest_edge")
     merge = config.size("scale_factor", 2)
     if tile % (encoder.patch * merge):
         raise processor.wrong("max_image_size", f"a multiple of {merge} patches of {encoder.patch} pixels")
-    table_side = vision.size("image_size", 224) // encoder.patch
+    table_side = vision.size("image_size") // encoder.patch
     return Idefics3Shape(encoder, _pixels(processor), text.hidden_size, merge, tile, table_side)
 
 
 def _qwen3_vl(vision: ModelSettings, processor: ModelSettings, text: ModelShape) -> QwenVLShape:
-    encoder = _encoder(vision, "depth", "num_heads", patch=16, eps=1e-6)
+    vision = ModelSettings(vision.source, {**QWEN3_VIT, **vision.values})
+    encoder = _encoder(vision, "depth", "num_heads", 1e-6)
     merge, frames, theta = _qwen_settings(vision, processor, encoder, text)
     table = vision.size("num_position_embeddings", 2304)
     if math.isqrt(table) ** 2 != table:
@@ -69,7 +88,8 @@ def _qwen3_vl(vision: ModelSettings, processor: ModelSettings, text: ModelShape)
 
 
 def _qwen25_vl(vision: ModelSettings, processor: ModelSettings, text: ModelShape) -> Qwen25VLShape:
-    encoder = _encoder(vision, "depth", "num_heads", patch=14, eps=1e-6, activations={"silu": "none"})
+    vision = ModelSettings(vision.source, {**QWEN25_VIT, **vision.values})
+    encoder = _encoder(vision, "depth", "num_heads", 1e-6, {"silu": "none"})
     merge, _, theta = _qwen_settings(vision, processor, encoder, text)
     window = vision.size("window_size", 112) // (merge * encoder.patch)
     if not window:
@@ -92,9 +112,7 @@ def _qwen_settings(vision: ModelSettings, processor: ModelSettings, encoder: Enc
     return merge, frames, rope.positive("rope_theta", 10_000.0)
 
 
-def _encoder(
-    vision: ModelSettings, layers: str, heads: str, patch: int, eps: float, activations: Mapping[str, Approximation] = GELUS
-) -> Encoder:
+def _encoder(vision: ModelSettings, layers: str, heads: str, eps: float, activations: Mapping[str, Approximation] = GELUS) -> Encoder:
     hidden_size, head_count = vision.size("hidden_size"), vision.size(heads)
     if hidden_size % head_count:
         raise vision.wrong(heads, f"a divisor of hidden_size, {hidden_size}")
@@ -104,7 +122,7 @@ def _encoder(
     for key in ("num_channels", "in_channels", "in_chans"):
         if vision.integer(key, CHANNELS) != CHANNELS:
             raise vision.wrong(key, str(CHANNELS))
-    sizes = hidden_size, vision.size(layers), head_count, vision.size("intermediate_size"), vision.size("patch_size", patch)
+    sizes = hidden_size, vision.size(layers), head_count, vision.size("intermediate_size"), vision.size("patch_size")
     return Encoder(*sizes, eps, activations[activation])
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from penstock.engine.checkpoints.checkpoint import open_checkpoint
+from penstock.engine.vision.blocks import MAX_ROWS, Block, Linear, Mlp, Norm
+from penstock.engine.vision.idefics3 import CPU_PATCHES
 from penstock.engine.vision.tower import Tower, make_tower
 from tiny_vision import KINDS, PLACEHOLDERS, VARIANTS, Kind, make_picture, make_prompt, prepare, reference_features, vision_model
 
@@ -42,6 +44,45 @@ def test_an_image_does_not_depend_on_the_others(kind: Kind, variant: str) -> Non
     for image, features in zip(images, together, strict=True):
         assert tower(directory).encode([(image.pixels, image.grid)])[0].equal(features)
     assert tower(directory).encode([]) == []
+
+
+@EVERY_MODEL
+def test_in_bfloat16_features_point_the_same_way(kind: Kind, variant: str) -> None:
+    """As on a GPU: what is computed in which type fits together."""
+    directory = vision_model(kind, variant)
+    image = prepare(directory, make_picture(3, 200, 90))
+    exact = tower(directory).encode([(image.pixels, image.grid)])[0]
+    rough = make_tower(open_checkpoint(directory), torch.bfloat16, CPU).encode([(image.pixels, image.grid)])[0]
+    assert rough.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(rough.float(), exact).min() > 0.99
+
+
+def test_an_image_of_many_tiles_goes_through_in_pieces() -> None:
+    """Its features are those of its tiles, each as an image of its own."""
+    directory = vision_model("idefics3")
+    tiles = [torch.randint(256, (64 * 64 * 3,), dtype=torch.uint8).numpy().tobytes() for _ in range(21)]
+    assert len(tiles) > CPU_PATCHES // (64 // 8) ** 2
+    whole = tower(directory).encode([(b"".join(tiles), (4, 5))])[0]
+    alone = torch.cat(tower(directory).encode([(tile, (0, 0)) for tile in tiles]))
+    torch.testing.assert_close(whole, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_takes_many_patches_in_pieces() -> None:
+    numbers = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=numbers)
+
+    def linear(rows: int, columns: int) -> Linear:
+        return Linear(drawn(rows, columns) / rows**0.5, drawn(columns))
+
+    ones = Norm(torch.ones(16), torch.zeros(16), 1e-6)
+    block = Block(ones, linear(16, 48), linear(16, 16), ones, Mlp(linear(16, 32), linear(32, 16), "tanh"), heads=2)
+    hidden = drawn(MAX_ROWS + 200, 16)
+    windows = len(hidden) // 4
+    parts = [block(some.clone(), [(len(some) // 4, 4)]) for some in hidden.split_with_sizes([4000, len(hidden) - 4000])]
+    torch.testing.assert_close(block(hidden.clone(), [(windows, 4)]), torch.cat(parts), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(block(hidden.clone(), [(100, 4), (windows - 100, 4)]), torch.cat(parts), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

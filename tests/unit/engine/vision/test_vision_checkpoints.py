@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 
 from penstock.engine.checkpoints.checkpoint import open_checkpoint
 from penstock.engine.fingerprint import image_fingerprint, kv_fingerprint
@@ -101,6 +103,20 @@ def test_smolvlm_is_the_same_model(tmp_path: Path) -> None:
     directory = copy("idefics3", tmp_path)
     change(directory, "", architectures=["SmolVLMForConditionalGeneration"], model_type="smolvlm")
     assert open_checkpoint(directory).tower == open_checkpoint(vision_model("idefics3")).tower
+
+
+def test_what_files_leave_out_is_as_in_transformers(tmp_path: Path) -> None:
+    """SmolVLM's files do not say how many layers its tower has, Idefics3's not what is as in Llama's own code."""
+    directory = copy("idefics3", tmp_path)
+    change(directory, "vision_config", num_hidden_layers=None, intermediate_size=None, hidden_act=None, layer_norm_eps=None)
+    change(directory, "text_config", hidden_size=None, num_hidden_layers=None, intermediate_size=None, max_position_embeddings=None)
+    checkpoint = open_checkpoint(directory)
+    vision, text = Idefics3VisionConfig(), LlamaConfig()
+    assert checkpoint.tower is not None
+    assert checkpoint.tower.encoder == Encoder(64, vision.num_hidden_layers, 4, vision.intermediate_size, 8)
+    found = checkpoint.shape
+    assert (found.hidden_size, found.layers, found.intermediate_size) == (text.hidden_size, text.num_hidden_layers, text.intermediate_size)
+    assert found.trained_length == text.max_position_embeddings
 
 
 def test_settings_of_the_processor_may_be_inside_of_others(tmp_path: Path) -> None:
