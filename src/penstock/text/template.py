@@ -130,8 +130,8 @@ class ChatTemplate:
                 alone = [each if each is message else without_marks(each) for each in prompt.messages]
                 again = self._render(structs.replace(prompt, messages=alone), self._rewrites)
                 if count_marks([again]) != count_marks([message["content"]]):
-                    raise MessageError(place, f"the model's chat template leaves out an image of this {message['role']} message")
-        raise RequestError("the model's chat template leaves out an image", param="messages", code="unsupported_message")
+                    raise MessageError(place, f"the model's chat template leaves out or repeats an image of this {message['role']} message")
+        raise RequestError("the model's chat template leaves out or repeats an image", param="messages", code="unsupported_message")
 
     def _check_order(self, prompt: ChatPrompt, rendered: str) -> None:
         """Placeholders do not tell which image they are. If the template moves messages of a role, marks as text show it."""

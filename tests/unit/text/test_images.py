@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 from tokenizers import Tokenizer as Library
 
 from chat_templates import PUBLISHED
@@ -191,9 +192,15 @@ def test_a_template_that_takes_texts_keeps_marks_as_texts(template: str) -> None
 def test_a_message_whose_image_is_left_out_is_named() -> None:
     used = make_tokenizer("idefics3", THREE_PARTS)
     assert used.render_chat(prompt_of("idefics3", ("user", [0, "b"]))) == named_mark(name_of(0)) + "b"
-    with pytest.raises(MessageError, match="leaves out an image of this user message") as caught:
+    with pytest.raises(MessageError, match="leaves out or repeats an image of this user message") as caught:
         used.render_chat(prompt_of("idefics3", ("user", ["a", 0]), ("assistant", ["b"]), ("user", ["a", 0, "<image>", 1])))
     assert caught.value.place == 2
+
+
+def test_a_template_that_repeats_a_message_is_refused() -> None:
+    used = make_tokenizer("idefics3", PLAIN + "{{ messages[-1].content }}")
+    with pytest.raises(MessageError, match="leaves out or repeats an image"):
+        used.render_chat(prompt_of("idefics3", ("user", ["a", 0])))
 
 
 SYSTEM_LAST = (
@@ -295,7 +302,7 @@ def test_a_session_whose_prompt_ends_with_an_image() -> None:
     first = encode(used, prompt, transcripts, key="s")
     assert is_image_id(first.token_ids[-2])
     transcripts.record(first, [used.end_id])
-    answer = used.encode_part("see")
+    answer = [*used.encode_part("s"), *used.encode_part("ee")]
     transcripts.record(first, [*answer, used.end_id])
     second = encode(used, prompt_of("idefics3", ("user", ["a", 0, "see"])), transcripts, key="s")
     assert second.token_ids == (*first.token_ids, *answer, used.end_id)
@@ -340,6 +347,8 @@ def test_the_simulator_reads_images() -> None:
         ]
         text = [each for each in encoded.token_ids if not is_image_id(each)]
         assert used.decode(text) == "userlook at  and assistant"
+    tight = structs.replace(prompt, messages=[message_of("user", ["look", 0])])
+    assert encode(used, tight, places=[Place(0, 4)]).marks == (encode(used, tight).images[0].start,)
 
 
 def test_text_takes_four_bytes_a_token_in_a_session_with_images() -> None:

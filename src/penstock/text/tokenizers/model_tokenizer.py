@@ -83,12 +83,11 @@ class ModelTokenizer:
 
     def render_chat(self, prompt: ChatPrompt) -> str:
         rendered = self._templates.render(prompt)
-        if (placeholder := prompt.image_placeholder) and (found := self._special_texts.findall(placeholder)):
-            # They are no images: those are marks by now.
-            literals = any_of(found)
-            if literals.search(rendered):
-                return break_all(rendered, literals)
-        return rendered
+        if not prompt.image_placeholder:
+            return rendered
+        # These are no images: images are marks by now.
+        literals = self._special_texts.findall(prompt.image_placeholder)
+        return break_all(rendered, any_of(literals)) if any(literal in rendered for literal in literals) else rendered
 
     def parts(self, rendered: str) -> list[str]:
         # A separator at the very start does not count.
