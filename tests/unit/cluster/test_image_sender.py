@@ -81,9 +81,11 @@ async def test_an_image_is_sent_in_pieces_and_a_slow_worker_holds_them_up() -> N
     link.sender.want(ImagesWanted(FIRST, (CAT.name,)))
     await turns()
     assert len(link.sent) == ON_THE_WAY
+    link.silent_ticks = 3
     link.pong()
     await turns()
     assert len(link.sent) == ON_THE_WAY + PIECES_PER_PING
+    assert link.silent_ticks == 0, "a worker that reads an image is not silent"
     await link.read_all()
     pieces = [piece for piece in link.sent if isinstance(piece, ImagePiece)]
     assert len(pieces) == len(link.sent) == PIECES

@@ -457,6 +457,8 @@ class WorkerLink(LinkProtocol):
         if segment.terminal is not None:
             self._generations.pop(segment.id, None)
         self.cancel(segment.id)
+        if segment.id in self.with_images:
+            self._forget_images(segment.id)
 
     def _want_images(self, message: ImagesWanted) -> None:
         if self._images is None:
