@@ -36,7 +36,7 @@ def answer(job: Job, shared: int) -> Done | Refused:
         data = _read(shared, job.length)
         decoded = decode(decode_base64(data) if job.is_base64 else data, job.kind, job.most_pixels, job.is_low, job.rules)
     except ModuleNotFoundError as error:
-        return Refused("missing", f"the package {error.name!r} is missing")
+        return Refused("missing", f"the server lacks the package {error.name!r}: pip install 'penstock[model]'")
     except RequestError as error:
         return Refused("broken", error.message)
     except Base64Error as error:

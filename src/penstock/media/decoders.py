@@ -31,6 +31,7 @@ BASE_BYTES = 512 * 2**20
 BYTES_PER_BYTE, BYTES_PER_PIXEL = 4, 32
 
 _MAX_LINE_BYTES = 4096
+_KILLED = "the process that decoded it was killed"
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 
 Answer = tuple[Done, bytes] | Refused
@@ -43,10 +44,18 @@ class Decoders:
     """
 
     def __init__(
-        self, processes: int, max_bytes: int, max_pixels: int, cpu_seconds: float = CPU_SECONDS, base_bytes: int = BASE_BYTES
+        self,
+        processes: int,
+        max_bytes: int,
+        max_pixels: int,
+        *,
+        cpu_seconds: float = CPU_SECONDS,
+        stuck_seconds: float = STUCK_SECONDS,
+        base_bytes: int = BASE_BYTES,
     ) -> None:
         self._memory = base_bytes + BYTES_PER_BYTE * max_bytes + BYTES_PER_PIXEL * max_pixels
         self._cpu_seconds = cpu_seconds
+        self._stuck_seconds = stuck_seconds
         self._executor = ThreadPoolExecutor(processes, thread_name_prefix="pictures")
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
@@ -98,9 +107,17 @@ class Decoders:
         return found
 
     def _try(self, file: ImageFile, job: Job) -> Answer:
-        process = self._idle.pop() if self._idle else _Process(self._memory)
+        try:
+            process = self._idle.pop() if self._idle else _Process(self._memory, self._stuck_seconds)
+        except OSError as error:
+            return Refused("overloaded", f"no process can be started: {error.strerror}")
         self._all.add(process)
-        found = process.decode(file, job)
+        try:
+            found = process.decode(file, job)
+        except (OSError, msgspec.DecodeError) as error:
+            # There is no memory to share, or it answers nonsense.
+            process.kill()
+            found = Refused("overloaded", f"the process that decodes it failed: {error}")
         if process.is_alive and not self._is_closed:
             self._idle.append(process)
         else:
@@ -112,7 +129,8 @@ class Decoders:
 class _Process:
     """One process and the memory that it shares with us. Its methods block; only one thread uses it at a time."""
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, stuck_seconds: float) -> None:
+        self._stuck_seconds = stuck_seconds
         self._shared = os.memfd_create("penstock-picture")
         command = [sys.executable, "-m", "penstock.media.child", str(self._shared), str(memory)]
         # No secret of ours is there.
@@ -121,7 +139,6 @@ class _Process:
         self._process = subprocess.Popen(  # noqa: S603
             command, stdin=pipe, stdout=pipe, bufsize=0, pass_fds=(self._shared,), env=environment, start_new_session=True
         )
-
         self.pid = self._process.pid
 
     @property
@@ -134,12 +151,13 @@ class _Process:
             os.lseek(self._shared, 0, os.SEEK_SET)
             file.write(self._shared)
             self._process.stdin.write(msgspec.json.encode(job) + b"\n")
-            line = self._read_line(time.monotonic() + STUCK_SECONDS)
+            line = self._read_line(time.monotonic() + self._stuck_seconds)
         except BrokenPipeError:
-            line = b""
+            # It had ended before.
+            return Refused("killed", _KILLED)
         except TimeoutError:
             self._process.kill()
-            return Refused("overloaded", f"it was not decoded within {STUCK_SECONDS:g} seconds")
+            return Refused("overloaded", f"it was not decoded within {self._stuck_seconds:g} seconds")
         if not line:
             return self._died(job)
         found = msgspec.json.decode(line, type=Done | Refused)
@@ -179,6 +197,6 @@ class _Process:
             case signal.SIGPROF:
                 return Refused("slow", f"decoding it takes more than {job.cpu_seconds:g} seconds")
             case signal.SIGKILL | signal.SIGTERM:
-                return Refused("killed", "the process that decoded it was killed")
+                return Refused("killed", _KILLED)
             case _:
                 return Refused("crashed", f"the decoder of {job.kind} crashed on it")

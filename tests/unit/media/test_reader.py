@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import fcntl
 import gc
 import os
 import random
+import signal
+import sys
+import termios
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from penstock.config.media import DEFAULTS
 from penstock.fairness import Share
+from penstock.media.child import answer
 from penstock.media.decoders import Decoders
 from penstock.media.families.simulator import make_rules
+from penstock.media.job import Job, Refused
 from penstock.media.picture import ImageRef, Picture
 from penstock.media.reader import BYTES_PER_PIXEL, MediaReader
 from penstock.wire.errors import RequestError
@@ -287,3 +294,75 @@ async def test_random_files_never_get_past_the_checks(reader: MediaReader) -> No
     await forget(reader)
     assert reader.memory.used == 0
     assert reader.decoders.lost.keys() <= {"slow"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "lost"), [(signal.SIGSEGV, 400, {"crashed": 1}), (signal.SIGABRT, 400, {"crashed": 1}), (signal.SIGKILL, 200, {})]
+)
+async def test_a_process_that_dies_of_a_picture_harms_nobody_else(number: signal.Signals, status: int, lost: dict[str, int]) -> None:
+    """It is stopped before it gets the picture, and then dies. If somebody else killed it, the picture is not to blame."""
+    reader = MediaReader(decoders=Decoders(1, DEFAULTS.max_bytes, DEFAULTS.max_pixels))
+    try:
+        reading, pid = await begin_stopped(reader)
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+        if status == 200:
+            assert len(await reading) == 1
+        else:
+            with pytest.raises(RequestError, match="the decoder of PNG crashed on it") as raised:
+                await reading
+            assert (raised.value.status, raised.value.param) == (status, FIELD)
+        assert reader.decoders.lost == lost
+        assert len(await read(reader, sent(noise(seed=3)))) == 1
+        assert reader.decoders.pids != [pid]
+    finally:
+        reader.close()
+
+
+async def test_a_process_that_does_not_answer_is_given_up() -> None:
+    reader = MediaReader(decoders=Decoders(1, DEFAULTS.max_bytes, DEFAULTS.max_pixels, stuck_seconds=2.0))
+    try:
+        reading, _ = await begin_stopped(reader)
+        with pytest.raises(RequestError, match="not decoded within 2 seconds") as raised:
+            await reading
+        assert raised.value.status == 503, "the picture is not to blame"
+        assert reader.decoders.lost == {"overloaded": 1}
+        assert reader.counts.images["data", "failed"] == 1
+    finally:
+        reader.close()
+
+
+async def test_nothing_is_left_when_the_server_ends_meanwhile() -> None:
+    reader = MediaReader(decoders=Decoders(1, DEFAULTS.max_bytes, DEFAULTS.max_pixels))
+    reading, _ = await begin_stopped(reader)
+    reader.close()
+    with pytest.raises(RequestError) as raised:
+        await reading
+    assert raised.value.status == 503
+    assert reader.decoders.pids == []
+    reader.check_integrity()
+
+
+async def begin_stopped(reader: MediaReader) -> tuple[asyncio.Task[list[Picture]], int]:
+    """A picture is with a process that is stopped."""
+    await read(reader, sent(noise(seed=1)))
+    (pid,) = reader.decoders.pids
+    os.kill(pid, signal.SIGSTOP)
+    reading = asyncio.create_task(read(reader, sent(noise(seed=2))))
+    while not waits_at(pid):
+        await asyncio.sleep(0.001)
+    return reading, pid
+
+
+def waits_at(pid: int) -> bool:
+    """Whether there is anything in the pipe to this process."""
+    with Path(f"/proc/{pid}/fd/0").open("rb", buffering=0) as pipe:
+        return any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
+
+
+def test_a_server_without_pillow_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    shared = os.memfd_create("test")
+    found = answer(Job(9, False, "PNG", 384, False, RULES, 1.0), shared)
+    os.close(shared)
+    assert found == Refused("missing", "the server lacks the package 'PIL': pip install 'penstock[model]'")
