@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -498,3 +500,23 @@ async def test_a_request_that_is_not_a_job_is_refused(changes: dict[str, Any], s
     assert says in segment.terminal.message
     backend.check_integrity()
     await backend.close()
+
+
+YIELDING = """
+import os, threading
+from pathlib import Path
+from penstock.backends.encode import NICE, yield_to_others
+
+before = os.nice(0)
+tower = threading.Thread(target=yield_to_others)
+tower.start()
+tower.join()
+group = Path("/proc/self/autogroup")
+assert os.nice(0) == before, "only the thread that encodes"
+assert not group.exists() or group.read_text().endswith(f"nice {NICE}\\n"), group.read_text()
+"""
+
+
+def test_the_tower_yields_to_other_processes_and_not_to_its_own_loop() -> None:
+    done = subprocess.run([sys.executable, "-c", YIELDING], start_new_session=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

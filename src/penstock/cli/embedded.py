@@ -39,7 +39,7 @@ try:
 
     from penstock.backends.disk_tier import DiskTier
     from penstock.backends.embedded import EmbeddedBackend
-    from penstock.backends.encode import EncodeBackend
+    from penstock.backends.encode import EncodeBackend, yield_to_others
     from penstock.engine.checkpoints.checkpoint import Checkpoint, find_default_model, open_checkpoint
     from penstock.engine.engine import Engine
     from penstock.engine.fingerprint import image_fingerprint
@@ -56,8 +56,6 @@ except ImportError as missing:
     raise ConfigError(f"the embedded engine needs the package {missing.name!r}: pip install 'penstock[engine]'") from missing
 
 log = logging.getLogger(__name__)
-
-ENCODE_NICE = 10
 
 
 def make_embedded(settings: WorkerSettings, on_failure: Callable[[], None]) -> tuple[Backend, PackedTokenizer]:
@@ -146,8 +144,7 @@ def load_encoder(
 ) -> TowerMaker:
     """For a worker that does nothing else. Called in the thread that encodes."""
     if device.type == "cpu":
-        # On Linux this is for this thread and those that it starts: the streams of other workers on this machine go first.
-        os.nice(ENCODE_NICE)
+        yield_to_others()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     maker = load_maker(checkpoint, context_length, settings, device)
