@@ -1,6 +1,6 @@
 """Measures vision towers with random weights on this machine's CPU, by turns with transformers, and says what takes their time.
 
-    PYTHONPATH=src python bench/images/tower.py [--rounds 3] [--threads 1]
+    PYTHONPATH=src python bench/images/tower.py [idefics3] [qwen3_vl] [--rounds 3] [--threads 1]
 
 idefics3   SmolVLM-256M's tower: 12 layers of 768, tiles of 512 pixels in patches of 16, 64 positions to a tile
 qwen3_vl   Qwen3-VL-2B's tower: 24 layers of 1,024, one picture of 512 pixels in patches of 16, 256 positions
@@ -88,11 +88,13 @@ def shares(run: Callable[[], Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="which towers; both if none is named")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     settings = parser.parse_args()
     torch.set_num_threads(settings.threads)
-    for name, make in (("idefics3", idefics3), ("qwen3_vl", qwen3_vl)):
+    makers = {"idefics3": idefics3, "qwen3_vl": qwen3_vl}
+    for name, make in ((name, makers[name]) for name in settings.names or makers):
         tower, image, other = make()
         times = [(seconds(lambda: tower.encode([image])), seconds(other)) for _ in range(settings.rounds)]  # noqa: B023
         ours, theirs = (min(column) * 1000 for column in zip(*times, strict=True))
