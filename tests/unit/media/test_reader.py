@@ -232,6 +232,7 @@ async def test_pictures_in_use_are_waited_for(decoders: Decoders) -> None:
     assert not len(reader.cache), "only requests hold pictures now"
     other = await read(reader, sent(noise("L", size, 10)), lane="other")
     assert len(other) == 1, "another tenant does not wait"
+    assert not len(reader.cache), "while somebody waits, nothing is kept for later"
     assert not waiting.done()
     held.clear()
     gc.collect()
