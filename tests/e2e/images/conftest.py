@@ -12,11 +12,13 @@ from e2e.harness import Server
 from e2e.images.setups import SETUPS, Seeing
 
 HERE = Path(__file__).parent
+ENGINES = ("simulator", "embedded")
+"""Those that are tested without `--engine`."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeing" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("engine") or ["simulator", "embedded"]
+        wanted = metafunc.config.getoption("engine") or ENGINES
         setups = [setup for setup in SETUPS.values() if setup.engine in wanted]
         if "source" in metafunc.fixturenames:
             # The examples of the guide do not depend on the engine.
@@ -26,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The first test waits for the engine's start, which may take minutes."""
-    wanted = config.getoption("engine") or []
+    wanted = config.getoption("engine") or ENGINES
     longest = max([setup.start_seconds for setup in SETUPS.values() if setup.engine in wanted], default=0)
     for item in items:
         if longest and HERE in item.path.parents:

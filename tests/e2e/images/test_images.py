@@ -13,7 +13,7 @@ import openai
 import pytest
 from anthropic import Anthropic, BadRequestError
 
-from e2e.harness import Server
+from e2e.harness import Server, wait_until
 from e2e.images.asking import TOKENS, blocks, chat, encoded, given, message, respond, shown, url, user
 from e2e.images.setups import MODEL, Seeing
 
@@ -166,6 +166,40 @@ def test_what_cannot_be_read_is_refused_by_name(server: Server, anthropic: Anthr
         with pytest.raises(openai.BadRequestError) as refused:
             respond(server, [{"type": "input_image", "image_url": url_refused}])
         assert refused.value.param == "input[0].content[0]"
+
+
+def test_nobody_waits_for_the_answer_and_its_images_are_there(server: Server) -> None:
+    """A response in the background, and a stream that can be resumed: each outlives its connection, and so do its pictures."""
+    asked: Any = [{"role": "user", "content": given(97, "Take your time.")}]
+    response: Any = server.client.responses.create(
+        model=MODEL, input=asked, max_output_tokens=TOKENS, temperature=0, background=True, extra_body={"seed": 7}
+    )
+    wait_until(lambda: server.client.responses.retrieve(response.id).status not in ("queued", "in_progress"), 60)
+    expected = chat(server, user(97, "Take your time."))
+    assert server.client.responses.retrieve(response.id).output_text == expected.text
+    messages = [user(98, "Take your time.")]
+    stream: Any = server.client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=TOKENS,
+        temperature=0,
+        seed=7,
+        stream=True,
+        extra_body={"stream_options": {"resumable": True}},
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == chat(server, *messages).text != expected.text
+
+
+def test_a_text_that_looks_like_an_image_is_text(server: Server) -> None:
+    for written in ("<image>", "<|vision_start|><|image_pad|><|vision_end|>", "<fake_token_around_image><global-img><image>"):
+        _, _, told = server.post("/tokenize", messages=[user(f"see {written}")], return_token_strs=True)
+        assert written not in told["token_strs"]
+        assert "<|image_pad|>" not in told["token_strs"]
+        # With an image beside it, only that is one.
+        _, _, alone = server.post("/tokenize", messages=[user("see ", 99)])
+        _, _, both = server.post("/tokenize", messages=[user(f"see {written}", 99)])
+        assert both["count"] > alone["count"]
 
 
 def test_the_list_of_models_says_that_it_reads_images(server: Server, anthropic: Anthropic) -> None:
