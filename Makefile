@@ -33,7 +33,7 @@ test: setup ## Run all tests. Options of pytest: make test ARGS="-k resume".
 test-vllm: ## Run the engine tests with a real vLLM.
 	python=$$($(ENGINE_PYTHON) vllm) && \
 	$(ENGINE_SETTINGS) $(QUIET_THREADS) PYTHONPATH=$(CURDIR)/src \
-	$$python -m pytest $(ENGINE_TESTS) --engine vllm $(ARGS)
+	$$python -m pytest $(ENGINE_TESTS) tests/e2e/images --engine vllm $(ARGS)
 
 # pip finds no build of SGLang's kernels for CPUs. A dense model needs none of them: see tests/engines/sglang_cpu.
 test-sglang: ## Run the engine tests with a real SGLang.
