@@ -138,6 +138,6 @@ def chat(kind: Kind, sizes: Iterable[tuple[int, int]], variant: str = "", seed: 
     return make_prompt(directory, f"{text}<|im_start|>assistant\n", pictures)
 
 
-def expected_tokens(prompts: Sequence[VisionPrompt], kind: Kind, count: int) -> list[list[int]]:
+def expected_tokens(prompts: Sequence[VisionPrompt], kind: Kind, count: int, variant: str = "") -> list[list[int]]:
     """Greedily, by transformers."""
-    return [generate(vision_model(kind), prompt, count) for prompt in prompts]
+    return [generate(vision_model(kind, variant), prompt, count) for prompt in prompts]

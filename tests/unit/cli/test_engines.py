@@ -17,17 +17,18 @@ from chat_model import chat_model
 from penstock.backends.external.engine import EngineReport, EventEndpoints, Feature
 from penstock.cli.compose import encode_workers, worker_arguments, worker_names
 from penstock.cli.doctor import REPORTS, describe
-from penstock.cli.embedded import kv_memory_left, load_engine
+from penstock.cli.embedded import kv_memory_left, load_encoder, load_engine
 from penstock.cli.engines import equal_rounding, find_model, make_backend, make_external, make_feed, model_name
 from penstock.cli.main import load, main
 from penstock.config.commands import WorkerSettings
 from penstock.config.engines import EmbeddedSettings, EngineSettings
-from penstock.engine.checkpoints.checkpoint import find_default_model
+from penstock.engine.checkpoints.checkpoint import find_default_model, open_checkpoint
 from penstock.engine.shape import ModelShape
 from penstock.text.tokenizers.model_settings import read_end_ids, read_vocab_size
 from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.wire.errors import ConfigError
 from tiny_models import make_model, reference
+from tiny_vision import vision_model
 
 
 def worker(*arguments: str) -> WorkerSettings:
@@ -357,3 +358,32 @@ def test_kv_events_without_zmq_say_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "penstock.backends.external.zmq_events", raising=False)
     with pytest.raises(ConfigError, match=r"'zmq': pip install pyzmq"):
         make_feed(EventEndpoints("ipc:///tmp/x"), 16, lambda _: None)
+
+
+@pytest.mark.parametrize("memory", ["0.000001", "100000"])
+def test_image_memory_that_cannot_work_is_refused(memory: str) -> None:
+    settings = worker(f"--image-memory={memory}", "--device=cpu", f"--model={vision_model('qwen3_vl')}")
+    with pytest.raises(ConfigError, match=r"^--image-memory is .* GiB: expected at least the .* of 16 positions and less than the .* GiB"):
+        make_backend(settings, lambda: None)
+
+
+def test_a_model_with_a_tower_reads_images() -> None:
+    """Its engine and its encode worker have the same fingerprint, and by default no more slots than a prompt can use."""
+    directory = vision_model("qwen3_vl")
+    checkpoint = open_checkpoint(directory)
+    backend, packed = make_backend(worker("--device=cpu", f"--model={directory}"), lambda: None)
+    assert backend.model.images is not None
+    assert backend.model.images.family == "qwen_vl"
+    settings = worker("--device=cpu", "--kv-blocks=8").embedded
+    engine = load_engine(checkpoint, packed.load(), 100, settings, torch.device("cpu"))
+    encoder = load_encoder(checkpoint, 100, settings, torch.device("cpu"), lambda: None)
+    assert engine.images is not None
+    assert engine.images.features.slots == encoder.store.slots == 7
+    assert engine.images.maker.fingerprint == encoder.fingerprint
+    engine.close()
+    encoder.close()
+
+
+def test_a_model_for_text_has_nothing_to_encode() -> None:
+    with pytest.raises(ConfigError, match=r"^--role encode: the model .* reads only text"):
+        make_backend(worker("--device=cpu", "--role=encode"), lambda: None)

@@ -258,7 +258,9 @@ class TestFailures:
     def test_features_that_are_not_numbers(self) -> None:
         _, bad, _ = self.rig()
         rig, _, good = self.rig(spoil=lambda pixels, made: made * torch.nan if pixels == bad.images[0].pixels else made)
-        assert "not numbers" in self.run(rig, bad, good).message
+        fault = self.run(rig, bad, good)
+        assert fault.code == "image_lost", "not a fault of the text model"
+        assert "not numbers" in fault.message
 
     def test_a_tower_that_makes_too_much(self) -> None:
         _, bad, _ = self.rig()
@@ -337,6 +339,16 @@ class TestFailures:
         (segment,) = engine.step()
         assert isinstance(segment.terminal, Fault)
         assert "reads only text" in segment.terminal.message
+
+
+def test_kv_moves_only_between_workers_with_the_same_tower() -> None:
+    """The KV of an image's positions depends on what has made its features."""
+    one, same, other = [ImageEngine(vision_model("qwen3_vl")) for _ in range(3)]
+    other.images.maker.fingerprint = b"another tower"
+    assert one.engine.fingerprint() == same.engine.fingerprint()
+    assert one.engine.fingerprint() != other.engine.fingerprint()
+    for rig in (one, same, other):
+        rig.close()
 
 
 def test_features_of_many_prompts_stay_within_their_memory() -> None:
