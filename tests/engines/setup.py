@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class Environment:
 
     def _run(self, module: str, *arguments: str, is_checked: bool) -> None:
         """Standard output is for the path that is printed at the end. The lock is handed down: a pip that outlives us still holds it."""
-        subprocess.run([str(self.python), "-m", module, *arguments], check=is_checked, stdout=sys.stderr, close_fds=False)
+        run([str(self.python), "-m", module, *arguments], is_checked=is_checked)
 
 
 def cache_folder() -> Path:
@@ -167,6 +167,33 @@ def remove_unused(engine: str, cache: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def run(command: Sequence[str], folder: Path | None = None, *, is_checked: bool = True) -> None:
+    """An interruption ends the program, too: it waits until the program has been started."""
+    hold_interrupts()
+    with subprocess.Popen(command, cwd=folder, stdout=sys.stderr, close_fds=False, preexec_fn=take_interrupts) as process:
+        try:
+            take_interrupts()
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+    if is_checked and status:
+        raise subprocess.CalledProcessError(status, command)
+
+
+def exit_when_interrupted() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted"))
+    take_interrupts()
+
+
+def hold_interrupts() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def take_interrupts() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
 def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
@@ -176,8 +203,7 @@ def main() -> None:
     parser.add_argument("engine", choices=sorted(LOCKS))
     parser.add_argument("--torch", default=DEFAULT_TORCH, metavar="REQUIREMENT", help="another version or build of it than %(default)s")
     arguments = parser.parse_args()
-    # Ends pip, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted"))
+    exit_when_interrupted()
     try:
         print(set_up(Recipe(arguments.engine, LOCKS[arguments.engine], arguments.torch), cache_folder()))
     except subprocess.CalledProcessError as error:

@@ -213,5 +213,5 @@ def test_a_set_up_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
     finally:
         process.terminate()
     assert process.wait(timeout=30) != 0
-    assert not any(map(psutil.pid_exists, begun()))
+    wait_until(lambda: not any(map(psutil.pid_exists, begun())), timeout=30)
     assert not list(cache.glob("*/.complete"))
