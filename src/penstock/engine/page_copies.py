@@ -264,12 +264,8 @@ class PageCopies:
         return any(lane.queue or lane.running for lane in (self._loads, self._saves))
 
     @property
-    def save_rate(self) -> float:
-        """Bytes per second, measured at the start."""
-        return self.slots.layout.slot_bytes / self._saves.pace.seconds_per_page
-
-    @property
     def load_rate(self) -> float:
+        """Bytes per second, measured at the start."""
         return self.slots.layout.slot_bytes / self._loads.pace.seconds_per_page
 
     def save(self, pages: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> None:

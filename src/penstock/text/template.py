@@ -356,9 +356,3 @@ def _listed(value: Any) -> list[Any]:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _mentions(syntax: jinja2.nodes.Template, key: str) -> bool:
-    """Whether a template uses this key, as an attribute or as a string."""
-    attributes = any(node.attr == key for node in syntax.find_all(jinja2.nodes.Getattr))
-    return attributes or any(node.value == key for node in syntax.find_all(jinja2.nodes.Const))

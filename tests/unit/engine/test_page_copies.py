@@ -95,7 +95,6 @@ def test_the_owner_is_told_when_all_of_a_copy_has_ended() -> None:
     copies.poll()
     assert ended == ["first", "nothing"]
     assert not copies.is_busy
-    assert copies.save_rate > 0
     assert copies.load_rate > 0
     copies.close()
 
