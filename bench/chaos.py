@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,19 @@ class Chaos:
                 process.send_signal(signal.SIGCONT)
 
 
+class ByTurns(Chaos):
+    """One fault at a time. `turns` says which, and of which workers: those whose names begin with a role."""
+
+    def __init__(self, server: Process, seed: int, freeze_seconds: float, turns: Sequence[tuple[str, str]]) -> None:
+        super().__init__(server, seed, freeze_seconds)
+        self._turns = itertools.cycle(turns)
+
+    def strike(self, workers: list[tuple[str, psutil.Process]]) -> None:
+        what, role = next(self._turns)
+        for _, process in ([each for each in workers if each[0].startswith(role)] or workers)[:1]:
+            getattr(self, what)(process)
+
+
 async def run_simulator(arguments: argparse.Namespace) -> bool:
     flags = ["--engine=simulator", "--workers=4", "--max-batch=768", "--worker-queue=32"]
     flags += [f"--step-ms={arguments.step_ms}", f"--worker-stall={arguments.stall}"]
@@ -110,7 +123,7 @@ async def run_simulator(arguments: argparse.Namespace) -> bool:
             load = Load(client, workload)
             chaos = Chaos(server, arguments.seed)
             async with chaos.running():
-                await load.run(_show)
+                await load.run(show)
         verification = make_verifier("simulator", "words").verify(load.streams, 512)
         errors = [stream.error for stream in load.streams if stream.error is not None]
         migrations, stalls = server.metric("penstock_migrations_total"), server.metric("penstock_workers_stalled_total")
@@ -304,7 +317,7 @@ def save_tiny_model(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 
 
-def _show(progress: Progress) -> None:
+def show(progress: Progress) -> None:
     if sys.stderr.isatty():
         print(f"\r{progress.finished} of {progress.total}, {progress.failed} failed", end="", file=sys.stderr)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import random
 import sys
 import time
@@ -23,29 +22,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import msgspec
-import psutil
 
-from chaos import Chaos
+from chaos import ByTurns, show
 from images.noise import noise
 from penstock.bench.client import Client
-from penstock.bench.load import Load, Progress, Workload
+from penstock.bench.load import Load, Workload
 from penstock.bench.verify import make_verifier
 from servers import Process, serving
 
 IMAGES = 3
 SETTLE_SECONDS = 10.0
-
-
-class ByTurns(Chaos):
-    """Every two seconds one fault."""
-
-    turns = itertools.cycle([("kill", "worker"), ("freeze", "encode"), ("kill", "encode"), ("freeze", "worker")])
-
-    def strike(self, workers: list[tuple[str, psutil.Process]]) -> None:
-        what, role = next(self.turns)
-        roles = [each for each in workers if each[0].startswith(role)] or workers
-        for _, process in roles[:1]:
-            getattr(self, what)(process)
+TURNS = (("kill", "worker"), ("freeze", "encode"), ("kill", "encode"), ("freeze", "worker"))
 
 
 class Requests:
@@ -112,9 +99,9 @@ async def run(arguments: argparse.Namespace) -> bool:
     with serving(*flags) as server:
         async with Client(server.url, "chat", 600.0) as client:
             load = Load(client, workload, requests.body)
-            chaos = ByTurns(server, arguments.seed, arguments.freeze)
+            chaos = ByTurns(server, arguments.seed, arguments.freeze, TURNS)
             async with chaos.running():
-                await load.run(_show)
+                await load.run(show)
         left, seconds = await settled(server)
         migrations, stalls = server.metric("penstock_migrations_total"), server.metric("penstock_workers_stalled_total")
         jobs = {
@@ -134,11 +121,6 @@ async def run(arguments: argparse.Namespace) -> bool:
     print(f"left after {seconds:.1f} s: {left or 'nothing'}; pictures taken for others: {len(wrong)}")
     is_exact = not errors and not verification.wrong_streams and not verification.incomplete
     return is_exact and chaos.killed > 0 and not left and not wrong
-
-
-def _show(progress: Progress) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{progress.finished} of {progress.total}, {progress.failed} failed", end="", file=sys.stderr)
 
 
 def main() -> int:

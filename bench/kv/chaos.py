@@ -25,11 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import psutil
-
-from chaos import Chaos
+from chaos import ByTurns, Chaos, show
 from penstock.bench.client import Client
-from penstock.bench.load import Load, Progress, Workload
+from penstock.bench.load import Load, Workload
 from penstock.bench.stream import Stream
 from penstock.bench.verify import make_verifier
 from servers import Process, serving
@@ -38,17 +36,7 @@ PROMPT_TOKENS = 2000
 HIT_SECONDS = 0.3
 SETTLE_SECONDS = 2.0
 MAX_P99_SECONDS = 2.0
-
-
-class ByTurns(Chaos):
-    """Every two seconds one fault: a worker of one role is killed, then one of the other role is frozen, and so on."""
-
-    turns = itertools.cycle([("kill", "prefill"), ("freeze", "decode"), ("kill", "decode"), ("freeze", "prefill")])
-
-    def strike(self, workers: list[tuple[str, psutil.Process]]) -> None:
-        what, role = next(self.turns)
-        for _, process in [each for each in workers if each[0].startswith(role)][:1]:
-            getattr(self, what)(process)
+TURNS = (("kill", "prefill"), ("freeze", "decode"), ("kill", "decode"), ("freeze", "prefill"))
 
 
 def hits(streams: list[Stream], faults: list[float]) -> list[float]:
@@ -105,9 +93,10 @@ async def run(arguments: argparse.Namespace) -> bool:
         )
         async with Client(server.url, "completions", 600.0) as client:
             load = Load(client, workload)
-            chaos = (Chaos if arguments.both else ByTurns)(server, arguments.seed, arguments.freeze)
+            settings = server, arguments.seed, arguments.freeze
+            chaos = Chaos(*settings) if arguments.both else ByTurns(*settings, TURNS)
             async with chaos.running():
-                await load.run(_show)
+                await load.run(show)
         await asyncio.sleep(SETTLE_SECONDS)
         left = left_over(server)
         transfers = {outcome: server.metric("penstock_kv_transfers_total", outcome=outcome) for outcome in ("done", "failed", "expired")}
@@ -130,11 +119,6 @@ async def run(arguments: argparse.Namespace) -> bool:
     is_exact = not errors and not verification.wrong_streams and not verification.incomplete
     is_used = chaos.killed > 0 and transfers["done"] > 0 and transfers["failed"] > 0
     return is_exact and is_used and not left and not wrong_blocks and p99 < MAX_P99_SECONDS
-
-
-def _show(progress: Progress) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{progress.finished} of {progress.total}, {progress.failed} failed", end="", file=sys.stderr)
 
 
 def main() -> int:
