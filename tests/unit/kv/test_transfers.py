@@ -76,18 +76,19 @@ class Worker:
 
     def connect(self, transport: KvTransport) -> None:
         self.transfers.transport = transport
+        self.books: Transfers | Staging = self.transfers
 
     def export(self, transfer: bytes, names: Items[bytes], *, waits: bool) -> None:
-        self.transfers.export(transfer, names, waits=waits)
+        self.books.export(transfer, names, waits=waits)
 
     def release(self, transfer: bytes) -> None:
-        self.transfers.release(transfer)
+        self.books.release(transfer)
 
     def arrived(self, transfer: bytes, blocks: int) -> None:
-        self.transfers.arrived(transfer, blocks)
+        self.books.arrived(transfer, blocks)
 
     def pull_ended(self, transfer: bytes, failure: str) -> None:
-        self.transfers.pull_ended(transfer, failure)
+        self.books.pull_ended(transfer, failure)
 
     def submit(self, number: int, prompt: Items[int], max_tokens: int = 1, **fields: Any) -> Sequence:
         request = Submit(number.to_bytes(16), tuple(prompt), max_tokens, seed=0, **fields)
@@ -201,20 +202,8 @@ class StagedWorker(Worker):
     def connect(self, transport: KvTransport) -> None:
         self.memory = slots = NameMemory(self.slots + 10)
         self.copies = SlowCopies(self.page_memory, slots)
-        self.staging = Staging(self.transfers, transport, self.copies, range(self.slots))
+        self.books = self.staging = Staging(self.transfers, transport, self.copies, range(self.slots))
         self.transfers.transport = self.staging
-
-    def export(self, transfer: bytes, names: Items[bytes], *, waits: bool) -> None:
-        self.staging.export(transfer, names, waits=waits)
-
-    def release(self, transfer: bytes) -> None:
-        self.staging.release(transfer)
-
-    def arrived(self, transfer: bytes, blocks: int) -> None:
-        self.staging.arrived(transfer, blocks)
-
-    def pull_ended(self, transfer: bytes, failure: str) -> None:
-        self.staging.pull_ended(transfer, failure)
 
     def compute(self, item: Work[Sequence]) -> None:
         self.copies.protect(self.cache.take_fresh())
