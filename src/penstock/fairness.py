@@ -18,7 +18,7 @@ RESERVED_PART = 8
 MAX_ANSWER_COST = 512
 
 REST = 3
-"""After a piece of long work, the event loop is left to all others for so many times as long as the piece took."""
+"""After a piece of long work, the event loop is left to all others for this many times the time of the piece."""
 
 MAX_CROWD = 3
 """Each piece that waits, up to this many, makes the rest as long again: one long prompt goes on quickly, a flood of them does not."""
@@ -439,5 +439,5 @@ class LoopTurns:
 
 
 def rest_after(seconds: float, waiting: int) -> float:
-    """How long the event loop is left to others after a piece of long work, while so many other pieces wait."""
+    """How long the event loop is left to others after a piece of long work, if `waiting` other pieces wait."""
     return min(REST * (1 + min(waiting, MAX_CROWD)) * seconds, MAX_REST_SECONDS)

@@ -59,7 +59,8 @@ class _Partial:
 
 
 class WantedImages:
-    """Asks one front end at a time for each image, whoever waits for it, and another one when that leaves or does not have it.
+    """Asks one front end at a time for each image, however many generations wait for it. If that one leaves or does not have it, it asks
+    another one.
 
     A front end sends one image after the other, so that at most one of each is held here. Images that nobody waits for any more are
     dropped: a front end may learn of that too late. One that breaks these rules loses its link.

@@ -315,7 +315,8 @@ class BlockMirror:
         return parent, names, cuts
 
     def _our_ids(self, event: EngineStored, extra_keys: Sequence[Any], cut: Cut | None) -> tuple[Sequence[int], Iterable[Cut | None]]:
-        """The tokens of those blocks that have names, with our ids for images. Raises TypeError or OverflowError for what is no token."""
+        """The tokens of those blocks that have names, with our ids for images. Raises TypeError or OverflowError for other
+        values than tokens."""
         images, size = self._images, self._block_size
         token_ids: list[int] = event.token_ids  # type: ignore[assignment]
         if images is None or not any(extra_keys):

@@ -14,8 +14,8 @@ from penstock.wire.messages import IMAGE_PIECE_BYTES, ImagePiece, ImageRefused, 
 
 log = logging.getLogger(__name__)
 
-# After so many pieces the worker is asked whether it has read them, and at most so many of these questions are open. So half a MB is on
-# its way, behind which a Submit waits: 40 ms at 100 Mbit/s.
+# After PIECES_PER_PING pieces the worker is asked whether it has read them. At most MAX_UNANSWERED_PINGS of these questions are open, so
+# at most half a MB is on its way. A Submit that waits behind it waits for 40 ms at 100 Mbit/s.
 PIECES_PER_PING = 2
 MAX_UNANSWERED_PINGS = 2
 
