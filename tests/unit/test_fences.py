@@ -46,7 +46,7 @@ CONFINED = {
     "safetensors": {"engine"},
     "numpy": {"text", "engine"},
     "transformers": set(),
-    "PIL": {"media", "engine", "backends"},
+    "PIL": {"media", "backends"},
     "llguidance": {"grammar"},
 }
 NO_IO = {"router", "engine", "kv", "grammar", "stream", "wire"}
