@@ -22,7 +22,7 @@ _EXPECTED = "expected a name, *.name, * for any public host, an address or a net
 
 @dataclass(frozen=True)
 class MediaHost:
-    """From where images may be fetched: a name or pattern of names, or a network. `port` is None: those of the web."""
+    """From where images may be fetched: a name or pattern of names, or a network. `port` None: 80 and 443."""
 
     name: str = ""
     network: IPv4Network | IPv6Network | None = None

@@ -47,7 +47,7 @@ def _add(made: blake2b, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _sums(tensor: Tensor) -> bytes:
-    """Of the words of each row in memory, so that one number that differs is found: often only the vectors of some tokens were mended. A
+    """Of the words of each row in memory, so that one number that differs is found: often only the vectors of some tokens were changed. A
     hash of all weights would take longer than loading them. It is taken where a row is no whole number of words, which is rare."""
     rows = tensor if tensor.is_contiguous() else tensor.t().contiguous()
     found = rows.view(torch.uint8) if rows.shape[-1] * rows.itemsize % 8 else rows.view(torch.int64).sum(-1)

@@ -84,7 +84,7 @@ class FeatureMoves:
             self._report(export.transfer, "expired", export.asked_at)
             self._withdraw(export)
 
-    # The one who pulls.
+    # As the side that pulls.
 
     def pull(self, name: bytes, source: KvSource) -> None:
         """Gets an image that was asked for. If that fails, it is asked for again."""
@@ -105,7 +105,7 @@ class FeatureMoves:
             self._features.complete(image.name)
             self._report(transfer, "done", asked_at, len(image.slots))
 
-    # The one who is pulled from.
+    # As the side that is pulled from.
 
     def expect(self, transfer: bytes, hold_seconds: float) -> None:
         """A Submit makes an image, which another worker pulls under this id. That one may have come before it."""

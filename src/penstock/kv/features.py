@@ -307,7 +307,7 @@ class Features:
             self._serve()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot is in one place, holders are known, and nobody waits for nothing."""
+        """Raises AssertionError unless every slot is in one place, holders are known, and each that waits lacks an image."""
         slots = [*self._free, *[slot for image in self._images.values() for slot in image.slots]]
         assert sorted(slots) == list(range(self.slots)), "a slot is lost, or used twice"
         assert {name for name, image in self._images.items() if image.state == "here" and not image.is_held} == self._unheld.keys()
@@ -389,7 +389,7 @@ class Features:
     def _end(self, image: Image, reason: str, *, retryable: bool) -> None:
         """It will not be here: those that wait for it fail."""
         failed = [self._wants[key] for key in image.wants]
-        # With nobody who waits, it is dropped.
+        # In this state `_forget` drops it when nobody waits any more.
         image.state = "asked"
         for want in failed:
             self._forget(want)

@@ -143,7 +143,7 @@ class Transfers:
         self.transport: KvTransport | None = None
         self._nearby: Nearby | None = None
         self.is_used = False
-        """Something has moved, or was asked to. Before that, nobody need ask."""
+        """Something has moved, or was asked to. Until then no transfer has to be asked about."""
         self._max_reserved = int(cache.pages * MAX_SHARE)
         self._reserved = 0
         self._imports: dict[bytes, Import] = {}
@@ -448,7 +448,7 @@ class Transfers:
     ) -> Import:
         self.is_used = True
         if source is not None and source.blocks:
-            # What the source has not, nobody asks it for.
+            # No more is asked for than the source has.
             blocks = min(blocks, source.blocks)
         found = Import(key, source, token_ids, blocks, self._cache.root(root), seconds, is_fetch, self._clock())
         self._imports[key] = self._queued[key] = found

@@ -103,7 +103,7 @@ class MediaReader:
 
     async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float = 1.0) -> list[Picture]:
         """The picture of each image of a request, in order; equal ones are read once. `lane` and `weight` are those of its tenant, `root`
-        that of its KV. Whoever wants `find` to know a picture holds it.
+        that of its KV. `find` knows a picture only while somebody holds it.
 
         Raises RequestError, which names the field and what would be right.
         """

@@ -1,8 +1,8 @@
 """KV that one external engine hands to another: tickets, how long they are good for, and what happens when no KV comes.
 
 An engine that has computed a prompt for another one keeps the KV for a lease, then uses its memory for something else. vLLM does not notice
-if the other one reads it later: that one goes on with the KV of another prompt, without an error. So nobody here begins to read after a
-third of the lease, and nobody trusts what was not read after three quarters of it.
+if the other one reads it later: that one goes on with the KV of another prompt, without an error. So no engine here begins to read after
+a third of the lease, and what was not read after three quarters of it is not used.
 """
 
 from __future__ import annotations

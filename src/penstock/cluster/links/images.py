@@ -24,8 +24,8 @@ ImageAnswer = Picture | KvSource | ImageRefused
 
 
 AnswerImage = Callable[[Submit, ImageSpan, str], Coroutine[Any, Any, ImageAnswer]]
-"""Decides how a worker gets an image of this request. The last argument says why it did not get it from where the last answer said, if it
-did not. Cancelled when nobody wants the image any more; what it has begun elsewhere it then ends."""
+"""Decides how a worker gets an image of this request. The last argument says why the worker could not use the last answer; "" if there was
+none. It is cancelled when nobody wants the image any more, and then ends what it has begun elsewhere."""
 
 
 class ImageLink(Protocol):

@@ -14,7 +14,7 @@ from penstock.wire.errors import ConfigError
 IDEFICS3, SMOLVLM = "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"
 QWEN25_VL, QWEN3_VL = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-# Files leave out what is as in the architectures' own code.
+# The defaults of the architecture: files leave them out.
 SIGLIP = {
     "hidden_size": 1152,
     "intermediate_size": 3072,
