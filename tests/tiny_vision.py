@@ -42,6 +42,12 @@ _SPECIAL: dict[Kind, tuple[str, ...]] = {
     "qwen3_vl": _QWEN_TOKENS,
 }
 IMAGE_TOKEN_ID = SPECIAL_IDS.stop
+QWEN_TOKEN_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE_TOKEN_ID,
+    "vision_start_token_id": IMAGE_TOKEN_ID + 1,
+    "vision_end_token_id": IMAGE_TOKEN_ID + 2,
+    "video_token_id": IMAGE_TOKEN_ID + 3,
+}
 """What transformers has at each position of an image."""
 
 _TEMPLATE = """\
@@ -348,28 +354,9 @@ def _make_idefics3(sizes: Sizes) -> Any:
 def _make_qwen3_vl(sizes: Sizes) -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    tower = {
-        "depth": sizes.tower_layers,
-        "hidden_size": sizes.tower,
-        "intermediate_size": 2 * sizes.tower,
-        "num_heads": sizes.tower_heads,
-        "patch_size": sizes.patch,
-        "spatial_merge_size": sizes.scale,
-        "temporal_patch_size": 2,
-        "out_hidden_size": sizes.hidden,
-        "num_position_embeddings": sizes.table,
-        "deepstack_visual_indexes": list(sizes.levels),
-    }
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes.sections), "mrope_interleaved": True}
-    config = Qwen3VLConfig(
-        text_config={**_text_sizes(sizes), "rope_parameters": rope},
-        vision_config=tower,
-        image_token_id=IMAGE_TOKEN_ID,
-        vision_start_token_id=IMAGE_TOKEN_ID + 1,
-        vision_end_token_id=IMAGE_TOKEN_ID + 2,
-        video_token_id=IMAGE_TOKEN_ID + 3,
-        tie_word_embeddings=sizes.tied,
-    )
+    text = {**_text_sizes(sizes), "rope_parameters": {**_qwen_rope(sizes), "mrope_interleaved": True}}
+    tower = {**_qwen_tower(sizes), "num_position_embeddings": sizes.table, "deepstack_visual_indexes": list(sizes.levels)}
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=sizes.tied, **QWEN_TOKEN_IDS)
     return Qwen3VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
 
 
@@ -377,7 +364,15 @@ def _make_qwen2_5_vl(sizes: Sizes) -> Any:
     """Windows of 2 × 2 positions, so that images have whole ones and all kinds of parts. `levels` are the layers without windows."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    tower = {
+    text = {key: value for key, value in _text_sizes(sizes).items() if key != "head_dim"}
+    text["rope_parameters"] = _qwen_rope(sizes)
+    tower = {**_qwen_tower(sizes), "window_size": 2 * sizes.scale * sizes.patch, "fullatt_block_indexes": list(sizes.levels)}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=sizes.tied, **QWEN_TOKEN_IDS)
+    return Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+
+
+def _qwen_tower(sizes: Sizes) -> dict[str, Any]:
+    return {
         "depth": sizes.tower_layers,
         "hidden_size": sizes.tower,
         "intermediate_size": 2 * sizes.tower,
@@ -386,21 +381,11 @@ def _make_qwen2_5_vl(sizes: Sizes) -> Any:
         "spatial_merge_size": sizes.scale,
         "temporal_patch_size": 2,
         "out_hidden_size": sizes.hidden,
-        "window_size": 2 * sizes.scale * sizes.patch,
-        "fullatt_block_indexes": list(sizes.levels),
     }
-    text = {key: value for key, value in _text_sizes(sizes).items() if key != "head_dim"}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes.sections)}
-    config = Qwen2_5_VLConfig(
-        text_config={**text, "rope_parameters": rope},
-        vision_config=tower,
-        image_token_id=IMAGE_TOKEN_ID,
-        vision_start_token_id=IMAGE_TOKEN_ID + 1,
-        vision_end_token_id=IMAGE_TOKEN_ID + 2,
-        video_token_id=IMAGE_TOKEN_ID + 3,
-        tie_word_embeddings=sizes.tied,
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+
+
+def _qwen_rope(sizes: Sizes) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes.sections)}
 
 
 def _draw(model: Any, sizes: Sizes) -> None:
