@@ -19,10 +19,10 @@ ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 PAIR_WARNINGS := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
 
-.PHONY: help serve test test-vllm test-sglang test-disaggregation test-clients check fix bench bench-engine bench-cluster bench-api bench-requests bench-costs fuzz docs setup lock
+.PHONY: help serve test test-vllm test-sglang test-disaggregation test-clients check fix bench bench-engine bench-cluster bench-images bench-api bench-requests bench-costs fuzz docs setup lock
 
 help: ## List the commands.
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 serve: setup ## Start a server. Options: make serve ARGS="--port 8001".
 	exec $(BIN)/penstock serve $(ARGS)
@@ -89,6 +89,14 @@ bench-cluster: setup ## Measure faults, routing, sessions and tokenizing; a few 
 	$(BIN)/python bench/kv/chaos.py
 	$(BIN)/python bench/kv/drain.py
 	$(BIN)/python bench/kv/interference.py
+
+bench-images: setup ## Measure and check images: names, hostile files and URLs, faults, conversations, gaps in text, tokens of transformers.
+	$(BIN)/python bench/images/names.py
+	$(BIN)/python bench/images/hostile.py
+	$(BIN)/python bench/images/chaos.py
+	$(BIN)/python bench/images/turns.py
+	$(BIN)/python bench/images/gaps.py
+	$(BIN)/python bench/images/exact.py
 
 bench-api: setup ## Measure tool parsing and long prompts under load, what waiting clients hear, stalls of the event loop, and a hostile key.
 	$(BIN)/python bench/api.py parsing

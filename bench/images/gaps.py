@@ -1,7 +1,7 @@
 """What images do to text that is being streamed: 200 streams of the embedded engine on this CPU, while images arrive as fast as they are
 encoded.
 
-    PYTHONPATH=src:tests python bench/images/gaps.py [--encode-workers 1] [--rounds 3]
+    python bench/images/gaps.py [--encode-workers 1] [--rounds 3]
 
 The model is small and random: a text model of 4 layers, and a tower that takes about a second of one core for an image (8 layers of 512,
 five tiles). Calm and busy rounds take turns on one server. In a busy round `--at-once` clients send one picture after the other, each new.
@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from penstock.bench.client import Client
 from penstock.bench.stream import Stream

@@ -1,6 +1,6 @@
 """Measures vision towers with random weights on this machine's CPU, by turns with transformers, and says what takes their time.
 
-    PYTHONPATH=src python bench/images/tower.py [idefics3] [qwen3_vl] [--rounds 3] [--threads 1]
+    python bench/images/tower.py [idefics3] [qwen3_vl] [--rounds 3] [--threads 1]
 
 idefics3   SmolVLM-256M's tower: 12 layers of 768, tiles of 512 pixels in patches of 16, 64 positions to a tile
 qwen3_vl   Qwen3-VL-2B's tower: 24 layers of 1,024, one picture of 512 pixels in patches of 16, 256 positions
