@@ -13,6 +13,7 @@ from penstock.metrics.frontend import ClusterReading, FrontEndMetrics, Tally
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+FRAGMENT = re.compile(r"\]\(([^)#\s:]*)#([^)\s]+)\)")
 OPERATIONS = sorted((ROOT / "docs" / "operations").glob("*.md"))
 
 
@@ -28,6 +29,19 @@ def links(page: Path) -> list[str]:
 def test_links_lead_somewhere(page: Path) -> None:
     broken = [link for link in links(page) if not (page.parent / link).exists()]
     assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    found = FRAGMENT.findall(page.read_text(encoding="utf-8"))
+    assert [f"{link}#{fragment}" for link, fragment in found if fragment not in fragments(page.parent / link if link else page)] == []
+
+
+def fragments(page: Path) -> set[str]:
+    """The names of a page's headings in links, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_page_is_in_the_index() -> None:
