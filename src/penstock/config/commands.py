@@ -278,7 +278,8 @@ class WorkerSettings(ProcessSettings):
     )
     kv_listen: Address | None = setting(
         None,
-        "where other workers pull KV from this one: unix:/path, which shares memory, or tcp://host:port with the TLS and secret of links",
+        "where other workers pull KV and features of images from this one: unix:/path, which shares memory, or tcp://host:port with the "
+        "TLS and secret of links",
         unit="ADDRESS",
         parse=parse_address,
         is_forwarded=False,

@@ -165,7 +165,7 @@ class SessionSettings:
     """What every engine has for sessions and leases."""
 
     lease_share: float = setting(
-        0.5, "largest share of the KV memory that leases protect", unit="SHARE", minimum=0, maximum=1, group="sessions"
+        0.5, "largest share of KV memory and of each tier that leases protect", unit="SHARE", minimum=0, maximum=1, group="sessions"
     )
     max_sessions: int = count(1024, "sessions per worker; further ones get no lease", group="sessions")
     session_grace: float = seconds(30.0, "how long a worker keeps a session after its timeout, if no front end closes it", group="sessions")
