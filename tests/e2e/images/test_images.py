@@ -209,9 +209,7 @@ def test_the_list_of_models_says_that_it_reads_images(server: Server, anthropic:
     assert told["capabilities"]["image_input"]["supported"]
 
 
-@pytest.mark.parametrize(
-    "source", re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL), ids=["openai", "anthropic"]
-)
+@pytest.mark.parametrize("source", EXAMPLES, ids=["openai", "anthropic"])
 def test_the_examples_of_the_guide_run(server: Server, source: str) -> None:
     environment = {**os.environ, "PENSTOCK_URL": server.url}
     done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=100, check=False)

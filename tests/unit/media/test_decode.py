@@ -23,10 +23,6 @@ def decoded(file: bytes, is_low: bool = False) -> Decoded:
     return decode(file, header.kind, header.pixels, is_low, RULES)
 
 
-def rgb(found: Decoded) -> Image.Image:
-    return Image.frombytes("RGB", found.size, found.pixels)
-
-
 def test_equal_pixels_of_two_formats_are_one_picture() -> None:
     image = noise()
     png, webp, small = decoded(saved(image)), decoded(saved(image, "WEBP")), decoded(saved(image, optimize=True))

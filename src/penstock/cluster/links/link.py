@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import struct
 import sys
@@ -14,8 +13,6 @@ from penstock.cluster.links.security import LinkTls
 from penstock.wire.codec import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, FrameReader, encode_frame
 from penstock.wire.errors import FrameMalformed, HandshakeRefused, LinkBroken, LinkError, PeerLeft
 from penstock.wire.messages import PROTOCOL_VERSION, Goodbye, Message
-
-log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT = 5.0
 
