@@ -159,7 +159,7 @@ class DiskTier:
         began, failure = time.monotonic(), ""
         record = _Record(name, parent, crc32(data, crc32(name)), self._order + 1)
         # Until the new record is written, the old one stands for the new data, in the file only. Its checksum does not fit.
-        self._records.pop(slot, None)
+        earlier = self._records.pop(slot, None)
         try:
             if began >= self._full_until:
                 _write_all(self._blocks, data, slot * self._stride)
@@ -169,6 +169,9 @@ class DiskTier:
                 failure = "full"
         except OSError as error:
             failure = self._failed("written", error)
+        if failure and earlier is not None:
+            # What gave way for this block is in no tier any more. A close would not find it, and a restart would.
+            self._forget(slot)
         self._finish(number, failure, began)
 
     def _read(self, number: int, slot: int, name: bytes, data: memoryview) -> None:

@@ -246,6 +246,17 @@ def test_a_full_disk_costs_the_block_and_is_left_alone_for_a_while(filled: Path)
         assert disk.write(1, b"e") == ""
 
 
+@pytest.mark.parametrize("slot", [0, 5])
+def test_a_block_that_gave_way_for_one_that_could_not_be_written_does_not_come_back(filled: Path, slot: int) -> None:
+    """The books have forgotten it: nobody would take it out when its session is closed. One slot is written in vain, one not at all."""
+    with opened(filled) as disk:
+        with file_limit(5 * BYTES + 100):
+            assert disk.write(5, b"d") == "full"
+        assert disk.write(0, b"e") == "full"
+    with opened(filled) as disk:
+        assert slot not in [slot for slot, _, _ in disk.tier.recovered()]
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_a_disk_that_fails_costs_the_block(filled: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
