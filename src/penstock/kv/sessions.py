@@ -210,7 +210,7 @@ class Sessions:
         is_newer = len(kept) < len(session.branches)
         session.ended_turns += 1
         session.branches = [*kept, (session.ended_turns, path[-1])]
-        if is_newer and session.pages > len(path):
+        if is_newer and (session.pages > len(path) or self._cache.below is not None):
             nodes = set(path).union(*others)
             for _, last in kept:
                 node: Node | None = last

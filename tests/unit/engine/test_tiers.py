@@ -169,6 +169,26 @@ def test_a_session_says_where_its_kv_is(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_what_a_turn_supersedes_gives_way_first_where_it_is() -> None:
+    """Nothing of it is on the device any more."""
+    engine, news = with_tiers(26)
+    once, other, then = random_prompt(1, 128), random_prompt(2, 220), random_prompt(3, 64)
+    session = SessionTurn("agent", "open", epoch=1)
+    drive(engine, [make_submit(1, [*once, 1], 1, session=session)], news)
+    drive(engine, [make_submit(2, other, 1)], news)
+    assert engine.stats().kv_blocks_leased == 0
+    drive(engine, [make_submit(3, [*then, 1], 1, session=session)], news)
+    for number in (4, 5):
+        drive(engine, [make_submit(number, random_prompt(number, 220), 1)], news)
+    assert engine.stats().kv_tier_events["host evicted"] == 12
+    settle(engine, news)
+    again = drive(engine, [make_submit(6, other, 1)], news)
+    report = again.deltas[generation_id(6)][0].prompt
+    assert report is not None
+    assert report.cached_tokens == 144, "13 blocks, without the 4 that gave way behind the 8 of the session"
+    engine.close()
+
+
 def test_making_room_for_a_load_does_not_push_out_what_is_loaded() -> None:
     """What is evicted for it goes to the same tier, where the blocks that come are the oldest."""
     engine, news = with_tiers(20)
