@@ -448,9 +448,9 @@ def test_a_puller_that_passes_a_file(on_unix: Workers) -> None:
     os.close(reading)
 
 
-@pytest.mark.parametrize("passed", ["pipe", "short", "shrinks"])
+@pytest.mark.parametrize("passed", ["pipe", "short", "shrinks", "empty"])
 def test_a_file_that_is_none(on_unix: Workers, passed: str) -> None:
-    here, shared = DictEngine(), MemorySlots(64)
+    here, shared = DictEngine(), MemorySlots(64, can_seal=passed == "empty")
     reading, writing = os.pipe()
 
     def shrink(peer: ByHand, asked: Pull) -> None:
@@ -461,12 +461,21 @@ def test_a_file_that_is_none(on_unix: Workers, passed: str) -> None:
     source.file, source.is_shared = reading if passed == "pipe" else shared.file, True
     if passed == "short":
         source.layout = SlotLayout(65, LAYOUT.strip_bytes, LAYOUT.starts)
+    if passed == "empty":
+        os.ftruncate(shared.file, 0)
+        fcntl.fcntl(shared.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        source.layout = SlotLayout(0, LAYOUT.strip_bytes, (0, 0))
     transport = on_unix.start(here)
     with source.running():
         pulled = KvSource(b"1" * 16, str(source.address))
         transport.pull(pulled, NAMES, [7, 8, 9])
-        why = {"pipe": "not a file in memory", "short": "does not hold its 65 slots", "shrinks": "has become shorter"}[passed]
-        assert why in here.until_ended(pulled.transfer)
+        why = {
+            "pipe": "not a file in memory",
+            "short": "does not hold its 65 slots",
+            "shrinks": "has become shorter",
+            "empty": "which does not hold its 0 slots",
+        }
+        assert why[passed] in here.until_ended(pulled.transfer)
         transport.close()
     os.close(reading)
     os.close(writing)

@@ -56,7 +56,7 @@ class PeerSlots:
             size = os.fstat(self._file).st_size
         except OSError as error:
             raise FrameMalformed(f"the source passed something that is not a file in memory: {error.strerror}") from error
-        if min(layout.starts) < 0 or max(layout.starts) + layout.slots * layout.strip_bytes > size:
+        if layout.slots < 1 or min(layout.starts) < 0 or max(layout.starts) + layout.slots * layout.strip_bytes > size:
             raise FrameMalformed(f"the source passed a file of {size:,} bytes, which does not hold its {layout.slots:,} slots")
         if seals & fcntl.F_SEAL_SHRINK and layout.strip_bytes < MIN_READ_BYTES:
             # Where this process may map no more memory, the slots are read.
