@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kv_engine import DictEngine, names_of
@@ -137,6 +138,7 @@ def test_a_puller_that_goes_frees_what_it_pulled(workers: Workers) -> None:
 
 def test_nobody_listens_there(workers: Workers, tmp_path: Path) -> None:
     here = DictEngine()
+    workers.patience = replace(QUICK, retry_seconds=60.0, max_retry_seconds=60.0)
     transport = workers.start(here)
     source = KvSource(b"1" * 16, f"unix:{tmp_path}/nobody.kv" if workers.kind == "unix" else "tcp://127.0.0.1:1")
     transport.pull(source, names_of(1), [0])
