@@ -653,7 +653,7 @@ class Transfers:
 
     def _report_import(self, wanted: Import) -> None:
         if wanted.source is not None:
-            blocks = sum([pull.adopted for pull in wanted.pulls])
+            blocks = sum([pull.adopted for pull in wanted.pulls if pull.place is not self.nearby])
             outcome: TransferOutcome = "failed" if wanted.reason else "done"
             self._report(wanted.id, outcome, wanted.asked_at, blocks, wanted.reason)
 

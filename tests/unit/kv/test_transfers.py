@@ -818,6 +818,7 @@ def test_blocks_come_from_a_tier_and_the_rest_from_a_worker() -> None:
     other.run(hub)
     assert other.sequences[3].cached_tokens == 40
     assert hub.copied == 6
+    assert [(report.outcome, report.blocks) for report in other.reports] == [("done", 6)], "only these came from a worker"
 
 
 def test_a_small_load_is_followed_by_the_rest() -> None:
