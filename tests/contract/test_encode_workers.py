@@ -22,10 +22,10 @@ from penstock.backends.encode import EncodeBackend
 from penstock.backends.simulated_images import SimulatedTower
 from penstock.cluster.kv.faults import Faults
 from penstock.cluster.kv.handshake import Credentials
-from penstock.cluster.kv.puller import Patience
 from penstock.cluster.kv.transport import SocketTransport
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.config.engines import SimulatorConfig, parse_fault
+from penstock.router import encoders
 from penstock.wire.address import UnixAddress
 from penstock.wire.errors import RequestError, WorkerStalled
 from penstock.wire.images import ImageSpan
@@ -38,7 +38,6 @@ CAT, DOG, COW = PICTURES = [picture(number) for number in range(3)]
 MANY = [picture(100 + number) for number in range(20)]
 LARGE = picture(9, (512, 512))
 BY_NAME = {each.name: each for each in (*PICTURES, *MANY, LARGE)}
-PATIENCE = Patience(look_seconds=0.02, silent_looks=10)
 
 Started = tuple[Reader, asyncio.Task[None]]
 
@@ -100,9 +99,7 @@ class EncodeWorker:
 
     async def __aenter__(self) -> Self:
         await self.runtime.start()
-        self.transport = SocketTransport(
-            self.backend.kv, Credentials(self.name, SECRET), self._place, patience=PATIENCE, faults=self._faults
-        )
+        self.transport = SocketTransport(self.backend.kv, Credentials(self.name, SECRET), self._place, faults=self._faults)
         self.runtime.move_kv(self.transport.start(), b"", 64)
         self.backend.kv.connect(self.transport)
         await self.server.start()
@@ -142,7 +139,7 @@ class SeeingWorker(Worker):
         await super().__aenter__()
         features = self.simulator.features
         assert features is not None
-        self.transport = SocketTransport(features, Credentials(self.name, SECRET), None, patience=PATIENCE)
+        self.transport = SocketTransport(features, Credentials(self.name, SECRET), None)
         if self._pulls:
             self.transport.start()
             features.connect(self.transport)
@@ -242,6 +239,13 @@ async def test_an_encode_worker_gets_no_generation_and_alone_serves_nothing(tmp_
         assert made.encoders[0].backend.stats().images_encoded == 0
 
 
+@pytest.fixture
+def own_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No image goes past its own encode worker, however much waits there."""
+    monkeypatch.setattr(encoders, "SPARE_IMAGES", 1000)
+
+
+@pytest.mark.usefixtures("own_encoder")
 async def test_many_generations_on_two_workers_have_each_image_encoded_once(tmp_path: Path) -> None:
     async with cluster(tmp_path, workers=2, encoders=2) as made:
         mine = {number: [MANY[number % 20], CAT, MANY[(7 * number) % 20]] for number in range(40)}
@@ -253,6 +257,7 @@ async def test_many_generations_on_two_workers_have_each_image_encoded_once(tmp_
         assert all(encoder.encoded for encoder in made.encoders)
 
 
+@pytest.mark.usefixtures("own_encoder")
 async def test_two_front_ends_ask_the_same_encode_worker(tmp_path: Path) -> None:
     async with cluster(tmp_path, workers=2, encoders=2) as made:
         places: list[Any] = [*made.workers, *made.encoders]
