@@ -210,6 +210,9 @@ class EmbeddedBackend:
         if not engine.has_work:
             engine.check_idle()
             until_expiry = engine.next_expiry - time.monotonic()
+            if engine.awaits_images:
+                # The front end hears that the engine is alive.
+                until_expiry = min(until_expiry, PROGRESS_SECONDS)
             self._wake.wait(None if until_expiry == math.inf else max(0.0, until_expiry))
 
     def _progressed(self) -> None:

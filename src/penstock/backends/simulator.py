@@ -380,6 +380,9 @@ class Simulator:
     async def _idle(self) -> None:
         """Waits until something is asked for or a lease ends."""
         seconds = self._scheduler.next_expiry - self._clock()
+        if self._scheduler.features.is_awaited:
+            # The front end hears that the engine is alive.
+            seconds = min(seconds, PROGRESS_SECONDS)
         try:
             async with asyncio.timeout(None if seconds == math.inf else max(0.0, seconds)):
                 await self._asked.wait()

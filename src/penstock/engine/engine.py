@@ -120,6 +120,11 @@ class Engine:
         return self._scheduler.has_work or bool(self._refused or self._compiling) or has_news or is_copying
 
     @property
+    def awaits_images(self) -> bool:
+        """Whether others are to send images. While the tower here encodes, it says itself that it goes on."""
+        return self.images is not None and self.images.features.is_awaited and not self.images.is_encoding
+
+    @property
     def next_expiry(self) -> float:
         """When the next lease ends, if nothing else happens."""
         return self._scheduler.next_expiry

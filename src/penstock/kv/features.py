@@ -108,6 +108,7 @@ class Features:
         self._clock = clock
         self._free = list(range(slots - 1, -1, -1))
         self._images: dict[bytes, Image] = {}
+        self._coming: dict[bytes, Image] = {}  # those that are not here
         self._first_slots: dict[bytes, Image] = {}  # by the name of the first slot
         self._unheld: dict[bytes, Image] = {}  # here, and held by nobody: the least recently used first
         self._unheld_slots = 0
@@ -133,7 +134,12 @@ class Features:
 
     @property
     def positions_to_encode(self) -> int:
-        return sum([image.positions for image in self._images.values() if image.state != "here" and not image.is_pulled])
+        return sum([image.positions for image in self._coming.values() if not image.is_pulled])
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether an image is not here that somebody needs, or that is being made."""
+        return bool(self._coming)
 
     @property
     def next_expiry(self) -> float:
@@ -226,6 +232,10 @@ class Features:
 
     # What becomes of an image.
 
+    def expect(self, name: bytes, seconds: float) -> None:
+        """An image that was asked for comes within this time from now, or those that wait for it fail. At first it is ANSWER_SECONDS."""
+        self._deadlines.put(self._images[name], self._clock() + seconds)
+
     def queued(self, name: bytes) -> Image | None:
         """Its pixels are here. Returns the image, if anybody waits for them."""
         return self._move(name, ("asked",), "queued")
@@ -248,6 +258,7 @@ class Features:
         image = self._images[name]
         assert image.state == "making"
         image.state = "here"
+        del self._coming[name]
         self.encoded += not image.is_pulled
         if not image.is_held:
             self._rest(image)
@@ -312,6 +323,7 @@ class Features:
         assert sorted(slots) == list(range(self.slots)), "a slot is lost, or used twice"
         assert {name for name, image in self._images.items() if image.state == "here" and not image.is_held} == self._unheld.keys()
         assert self._unheld_slots == sum(len(image.slots) for image in self._unheld.values())
+        assert self._coming == {name: image for name, image in self._images.items() if image.state != "here"}
         assert set(self._deadlines) == {image for image in self._images.values() if image.state == "asked"}
         assert set(self._waiting) == {want for want in self._wants.values() if want.missing is None}
         assert set(self._first_slots.values()) == set(self._images.values())
@@ -360,7 +372,7 @@ class Features:
             self._drop(oldest)
             self.evicted += 1
         image = Image(placed.span, placed.positions, [self._free.pop() for _ in range(placed.slots)])
-        self._images[image.name] = self._first_slots[slot_names(image.name, 1)[0]] = image
+        self._images[image.name] = self._coming[image.name] = self._first_slots[slot_names(image.name, 1)[0]] = image
         self._deadlines.put(image, self._clock() + ANSWER_SECONDS)
         return image
 
@@ -410,4 +422,5 @@ class Features:
     def _drop(self, image: Image) -> None:
         self._deadlines.discard(image)
         self._free += image.slots
+        self._coming.pop(image.name, None)
         del self._images[image.name], self._first_slots[slot_names(image.name, 1)[0]]

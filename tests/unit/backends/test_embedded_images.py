@@ -32,6 +32,7 @@ class Receiver:
         self.terminals: dict[bytes, Terminal] = {}
         self.transfers: list[TransferReport] = []
         self.asked: list[ImagesWanted] = []
+        self.emitted = 0
         self._news = asyncio.Event()
 
     def emit(self, segments: Sequence[Segment], _: KvEvents | None, transfers: Sequence[TransferReport] = ()) -> None:
@@ -41,6 +42,7 @@ class Receiver:
             if segment.terminal is not None:
                 self.terminals[segment.id] = segment.terminal
         self.transfers += transfers
+        self.emitted += 1
         self._news.set()
 
     def want(self, wanted: ImagesWanted) -> None:
@@ -55,8 +57,11 @@ class Receiver:
 
 
 @asynccontextmanager
-async def started(spoil: Callable[[bytes, Tensor], Tensor] = lambda _, made: made) -> AsyncIterator[tuple[EmbeddedBackend, Receiver]]:
-    receiver, rigs = Receiver(), [ImageEngine(vision_model("qwen3_vl"), spoil=spoil)]
+async def started(
+    spoil: Callable[[bytes, Tensor], Tensor] = lambda _, made: made, rigs: list[ImageEngine] | None = None
+) -> AsyncIterator[tuple[EmbeddedBackend, Receiver]]:
+    receiver, rigs = Receiver(), [] if rigs is None else rigs
+    rigs.append(ImageEngine(vision_model("qwen3_vl"), spoil=spoil))
     backend = EmbeddedBackend(MODEL, lambda: rigs[0].engine, lambda: None)
     await backend.start(receiver.emit, receiver.want)
     try:
@@ -148,6 +153,29 @@ async def test_features_that_another_worker_made(prompt: VisionPrompt) -> None:
         assert [report.outcome for report in receiver.transfers] == ["done"]
         backend.end_transfer(MOVE)
     encoder.close()
+
+
+async def test_a_worker_that_waits_for_an_image_is_not_silent(prompt: VisionPrompt) -> None:
+    """Neither until its pixels come, nor while its tower goes on."""
+    rigs: list[ImageEngine] = []
+    may_end = threading.Event()
+
+    def take_long(_: bytes, made: Tensor) -> Tensor:
+        while not may_end.wait(0.01):
+            rigs[0].images.maker.on_progress()
+        return made
+
+    (image,) = prompt.images
+    async with started(take_long, rigs) as (backend, receiver):
+        generation = submit(backend, prompt)
+        await receiver.until(lambda: bool(receiver.asked))
+        await receiver.until(lambda: receiver.emitted > 5)
+        backend.image(image.name, image.size, image.pixels)
+        emitted = receiver.emitted
+        await receiver.until(lambda: receiver.emitted > emitted + 5)
+        may_end.set()
+        await receiver.until(lambda: bool(receiver.terminals))
+        assert receiver.terminals[generation] == Finish("length")
 
 
 async def test_the_end_of_a_worker_that_encodes(prompt: VisionPrompt) -> None:

@@ -14,6 +14,7 @@ import torch
 from penstock.engine.vision.maker import TowerMaker
 from penstock.engine.vision.shape import TowerShape
 from penstock.kv.features import Features, Image, PlacedImage
+from penstock.worker.backend import PROGRESS_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +36,16 @@ class EngineImages:
         self.maker = maker
         self.features = Features(maker.store.slots, clock)
         self.on_done: Callable[[], None] = lambda: None
-        """Called in another thread when a step can go on."""
+        """Called in another thread when a step can go on, and every PROGRESS_SECONDS while a long image goes on."""
         self._shape = shape
+        self._clock = clock
+        self._spoke_at = 0.0
         self._pixels: dict[bytes, bytes] = {}
         self._encoding = 0
         self._done: deque[tuple[Image, Future[None]]] = deque()
         self._is_stopping = threading.Event()
         self._thread = ThreadPoolExecutor(1, "tower", partial(torch.set_num_threads, CPU_THREADS))
-        maker.on_progress = self._check_stop
+        maker.on_progress = self._progressed
 
     @property
     def has_news(self) -> bool:
@@ -113,6 +116,11 @@ class EngineImages:
                 log.error("the tower failed", exc_info=error)
                 self.features.broken(image.name, f"the tower has failed: {type(error).__name__}")
 
-    def _check_stop(self) -> None:
+    def _progressed(self) -> None:
+        """In the tower's thread. A tower that is stuck says nothing."""
         if self._is_stopping.is_set():
             raise StoppedError
+        now = self._clock()
+        if now - self._spoke_at >= PROGRESS_SECONDS:
+            self._spoke_at = now
+            self.on_done()
