@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,20 +19,22 @@ import pytest
 from msgspec import structs
 
 from penstock.api.models import Models
-from penstock.backends.encode import EncodeBackend
+from penstock.backends.encode import MAX_PIXELS_AT_ONCE, EncodeBackend
 from penstock.backends.simulated_images import SimulatedTower
 from penstock.cluster.kv.faults import Faults
 from penstock.cluster.kv.handshake import Credentials
 from penstock.cluster.kv.transport import SocketTransport
+from penstock.cluster.links.images import ImageAnswer
+from penstock.cluster.links.worker_link import WorkerLink
 from penstock.cluster.links.worker_server import WorkerServer
 from penstock.config.engines import SimulatorConfig, parse_fault
 from penstock.router import encoders
 from penstock.wire.address import UnixAddress
 from penstock.wire.errors import RequestError, WorkerStalled
-from penstock.wire.images import ImageSpan
-from penstock.wire.messages import Export, Fault, Segment, Submit
+from penstock.wire.images import ImageSpan, image_ids
+from penstock.wire.messages import Export, Fault, Segment, Submit, WorkerStats
 from penstock.worker.runtime import WorkerRuntime
-from simulated_pictures import RULES, expected_with, picture, submit_with
+from simulated_pictures import POSITIONS, RULES, expected_with, picture, submit_with
 from workers import SECRET, FrontEnd, Reader, Worker, make_model, until
 
 CAT, DOG, COW = PICTURES = [picture(number) for number in range(3)]
@@ -46,6 +49,7 @@ class HeldTower(SimulatedTower):
     """A tower that a test can stop, and that fails if it is told to."""
 
     failure: Exception | None = None
+    is_stuck = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -56,7 +60,8 @@ class HeldTower(SimulatedTower):
     def encode(self, span: ImageSpan, pixels: bytes, slots: Sequence[int]) -> None:
         self.begun.append(span.name)
         while not self.may_go.wait(0.02):
-            self._on_progress()
+            if not self.is_stuck:
+                self._on_progress()
         if self.failure is not None:
             raise self.failure
         super().encode(span, pixels, slots)
@@ -316,6 +321,90 @@ async def test_a_tower_that_is_stuck_is_left_when_the_worker_is_silent(tmp_path:
         encoder.tower.may_go.set()
 
 
+async def test_a_tower_that_is_stuck_is_silent_also_while_jobs_come_and_leave(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        (encoder,) = made.encoders
+        encoder.tower.is_stuck = True
+        encoder.tower.may_go.clear()
+        member = made.front_end.pool.find("encode-0")
+        assert member is not None
+        (port,) = encoder.runtime.ports
+        started = [made.start(0, MANY[0])]
+        await until(lambda: bool(encoder.tower.begun))
+        await answered(member.link)
+        frames = member.link.frames
+        for number in range(1, 4):
+            started.append(made.start(number, MANY[number]))
+            await until(lambda: port.open_generations == len(started))
+        _, leaving = started.pop()
+        leaving.cancel()
+        await until(lambda: port.open_generations == len(started))
+        await answered(member.link)
+        assert member.link.frames == frames + 1, "only that one has ended"
+        member.link.give_up(WorkerStalled("it has sent nothing"))
+        for number, each in enumerate(started):
+            await finish(each, number, MANY[number])
+        encoder.tower.may_go.set()
+
+
+async def answered(link: WorkerLink) -> None:
+    """What the worker had sent before is here."""
+    link.ping()
+    pings = link.pings
+    await until(lambda: link.pongs >= pings)
+
+
+async def test_a_worker_that_waits_for_an_encode_worker_is_not_silent(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        (encoder,) = made.encoders
+        encoder.tower.may_go.clear()
+        started = made.start(1, CAT)
+        await until(lambda: bool(encoder.tower.begun))
+        for member in made.front_end.pool.members:
+            await until(lambda link=member.link, frames=member.link.frames: link.frames > frames + 2)  # type: ignore[misc]
+        encoder.tower.may_go.set()
+        await finish(started, 1, CAT)
+
+
+@pytest.mark.parametrize("name", ["worker-0", "encode-0"])
+async def test_a_worker_that_waits_for_a_front_end_is_not_silent(tmp_path: Path, name: str) -> None:
+    """It may have asked another one, which hangs."""
+    async with cluster(tmp_path) as made:
+        member = made.front_end.pool.find(name)
+        assert member is not None
+        link, answer, may_answer = member.link, member.link.answer_image, asyncio.Event()
+
+        async def late(request: Submit, span: ImageSpan, failed: str) -> ImageAnswer:
+            await may_answer.wait()
+            return await answer(request, span, failed)
+
+        link.answer_image = late
+        started = made.start(1, CAT)
+        runtime = made.workers[0].runtime if name == "worker-0" else made.encoders[0].runtime
+        await until(lambda: runtime.wanted_images == 1)
+        frames = link.frames
+        await until(lambda: link.frames > frames + 2)
+        may_answer.set()
+        await finish(started, 1, CAT)
+
+
+async def test_a_tenant_with_many_images_does_not_keep_another_waiting(tmp_path: Path) -> None:
+    """All have room in the pool. The other one's image comes after those whose pixels were asked for already."""
+    async with cluster(tmp_path) as made:
+        (encoder,) = made.encoders
+        (port,) = encoder.runtime.ports
+        encoder.tower.may_go.clear()
+        many = [made.front_end.start(submit_with(number, [each], lane="many")) for number, each in enumerate(MANY)]
+        await until(lambda: port.open_generations == len(MANY))
+        other = made.front_end.start(submit_with(50, [CAT], lane="other"))
+        await until(lambda: port.open_generations == len(MANY) + 1)
+        encoder.tower.may_go.set()
+        await finish(other, 50, CAT)
+        for number, each in enumerate(MANY):
+            await finish(many[number], number, each)
+        assert encoder.tower.begun.index(CAT.name) == 1 + MAX_PIXELS_AT_ONCE
+
+
 @pytest.mark.parametrize("fault", ["drop", "stall", "corrupt"])
 async def test_features_that_do_not_come_or_are_damaged_are_never_used(tmp_path: Path, fault: str) -> None:
     """One that is silent is as good as frozen."""
@@ -504,6 +593,30 @@ async def test_a_request_that_is_not_a_job_is_refused(changes: dict[str, Any], s
     assert isinstance(segment.terminal, Fault)
     assert says in segment.terminal.message
     backend.check_integrity()
+    await backend.close()
+
+
+async def test_an_image_is_not_late_before_it_is_asked_for() -> None:
+    """However long the queue is. Those that were asked for and do not come fail, and others are asked for."""
+    said: list[Segment] = []
+    asked: list[bytes] = []
+    backend = EncodeBackend(make_model(images=RULES), lambda go_on: SimulatedTower(SimulatorConfig(), RULES, go_on), lambda: None)
+    await backend.start(lambda segments, *_: said.extend(segments), lambda wanted: asked.append(wanted.generation))
+    jobs = [number.to_bytes(16) for number in range(MAX_PIXELS_AT_ONCE + 3)]
+    for job, each in zip(jobs, MANY, strict=False):
+        ids = image_ids(each.name, POSITIONS)
+        span = ImageSpan(each.name, 0, POSITIONS, each.layout.grid, each.size)
+        backend.submit(structs.replace(JOB, id=job, token_ids=ids, images=(span,), export=Export(job, 10.0)))
+    backend.check_integrity()
+    assert asked == jobs[:MAX_PIXELS_AT_ONCE]
+    backend.books.expire(time.monotonic() + 1000.0)
+    backend.end_transfer(b"not known")
+    assert [segment.id for segment in said] == jobs[:MAX_PIXELS_AT_ONCE]
+    assert asked == jobs
+    for job in jobs:
+        backend.cancel(job)
+    backend.check_integrity()
+    assert backend.stats() == WorkerStats(kv_blocks_total=backend.books.slots)
     await backend.close()
 
 

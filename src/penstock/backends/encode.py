@@ -1,7 +1,7 @@
 """An encode worker: it makes the features of images, which other workers pull, and nothing else.
 
 A job is a Submit with one image, no token to make, and an Export. Its pixels come from the front end, unless the features are still here.
-Jobs have turns by lane, and a few of those whose turn it is have their pixels here. One image is encoded at a time, in the tower's thread.
+Images have turns by lane, and a few of those whose turn it is have their pixels here. One is encoded at a time, in the tower's thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,11 +20,24 @@ from typing import Protocol
 
 from msgspec import structs
 
+from penstock.fairness import FairQueue
 from penstock.kv.feature_moves import FeatureMoves
-from penstock.kv.features import Features, Image, place_images, slot_names
+from penstock.kv.features import ANSWER_SECONDS, Features, Image, place_images, slot_names
 from penstock.kv.moving import SlotMemory
 from penstock.wire.images import ImageSpan, wrong_images
-from penstock.wire.messages import Fault, Fetch, Finish, ImagesWanted, KvSource, ModelInfo, Segment, SessionReport, Submit, WorkerStats
+from penstock.wire.messages import (
+    Fault,
+    Fetch,
+    Finish,
+    ImagesWanted,
+    KvSource,
+    ModelInfo,
+    Segment,
+    SessionReport,
+    Submit,
+    TransferReport,
+    WorkerStats,
+)
 from penstock.worker.backend import PROGRESS_SECONDS, Emit, WantImages, image_fault, moves_no_kv, wants_none
 
 log = logging.getLogger(__name__)
@@ -83,12 +95,16 @@ class EncodeBackend:
         """Of the images that jobs wait for, by name."""
         self._ended: list[Segment] = []
         self._ready: list[bytes] = []
-        self._held_back: deque[ImagesWanted] = deque()
+        self._turns: FairQueue[bytes] = FairQueue()
+        """The images whose pixels are to be asked for."""
+        self._to_ask: dict[bytes, list[ImagesWanted]] = {}
+        """The jobs that need them, by name."""
         self._pixels: dict[bytes, bytes | None] = {}
         """By the name of the image. None: they are under way."""
         self._encoding: Image | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._turns = 0
+        self._submitted = 0
+        self._stats = WorkerStats()
         self._spoke_at = 0.0
         self._is_stopping = False
         self._failure: Fault | None = None
@@ -101,6 +117,7 @@ class EncodeBackend:
         self.books = Features(maker.memory.layout.slots)
         self.kv = FeatureMoves(self.books, maker.fingerprint, maker.memory, self._ask)
         self.model = structs.replace(self.model, image_fingerprint=maker.fingerprint)
+        self._stats = self._count()
         log.info("loaded the tower of %s in %.1f s", self.model.name, time.monotonic() - began)
 
     def submit(self, request: Submit) -> None:
@@ -112,9 +129,9 @@ class EncodeBackend:
         self._jobs[request.id] = request
         self._positions[request.images[0].name] = placed[0].positions
         self.kv.expect(request.export.transfer, request.export.lease_seconds)
-        self._turns += 1
+        self._submitted += 1
         wake, fail = partial(self._ready.append, request.id), partial(self._fail_job, request.id)
-        if self.books.want(request.id, placed, request.lane, request.weight, self._turns, wake, fail):
+        if self.books.want(request.id, placed, request.lane, request.weight, self._submitted, wake, fail):
             wake()
         self._advance()
 
@@ -162,8 +179,10 @@ class EncodeBackend:
         return None
 
     def stats(self) -> WorkerStats:
-        if self._maker is None:
-            return WorkerStats()
+        """As of the last thing that it said: news in them are sent, and nothing is while the tower is stuck."""
+        return self._stats
+
+    def _count(self) -> WorkerStats:
         books, running = self.books, int(self._encoding is not None)
         return WorkerStats(
             running=running,
@@ -191,6 +210,8 @@ class EncodeBackend:
         self.kv.check_integrity()
         assert set(self._positions) == {request.images[0].name for request in self._jobs.values()}
         assert all(self._is_wanted(name) for name in self._pixels)
+        self._turns.check_integrity()
+        assert set(self._turns) == self._to_ask.keys() <= self._positions.keys()
 
     # All on the event loop.
 
@@ -209,11 +230,18 @@ class EncodeBackend:
         self.kv.expire(now)
         self._finish_ready()
         self._ask_for_pixels()
-        if self._encoding is None:
+        is_busy = self._encoding is not None
+        if not is_busy:
             self._encode_next()
         segments, self._ended = self._ended, []
-        self._emit(segments, None, self.kv.take_reports())
+        reports = self.kv.take_reports()
+        if segments or reports or not is_busy:
+            self._say(segments, reports)
         self._wait_for_expiry(now)
+
+    def _say(self, segments: Sequence[Segment] = (), reports: Sequence[TransferReport] = ()) -> None:
+        self._stats = self._count()
+        self._emit(segments, None, reports)
 
     def _finish_ready(self) -> None:
         while self._ready:
@@ -242,25 +270,37 @@ class EncodeBackend:
         name = request.images[0].name
         if not any(each.images[0].name == name for each in self._jobs.values()):
             self._positions.pop(name, None)
+            self._to_ask.pop(name, None)
+            self._turns.discard(name)
 
     def _is_wanted(self, name: bytes) -> bool:
         image = self.books.find(slot_names(name, 1)[0])
         return image is not None and image.state in ("asked", "queued")
 
     def _ask_for_pixels(self) -> None:
-        self._held_back += self.books.take_asked()
         self._pixels = {name: pixels for name, pixels in self._pixels.items() if self._is_wanted(name)}
-        later: deque[ImagesWanted] = deque()
-        for wanted in self._held_back:
-            name = wanted.names[0]
-            if wanted.generation not in self._jobs:
-                continue
-            if name not in self._pixels and len(self._pixels) >= MAX_PIXELS_AT_ONCE:
-                later.append(wanted)
-                continue
-            self._pixels.setdefault(name, None)
+        for wanted in self.books.take_asked():
+            self._put_in_turn(wanted)
+        while len(self._pixels) < MAX_PIXELS_AT_ONCE and (name := self._turns.first()) is not None:
+            self._turns.serve(name, self._positions[name])
+            askers = self._to_ask.pop(name)
+            if self._is_wanted(name):
+                self._pixels[name] = None
+                self.books.expect(name, ANSWER_SECONDS)
+                for wanted in askers:
+                    self._want(wanted)
+
+    def _put_in_turn(self, wanted: ImagesWanted) -> None:
+        name, request = wanted.names[0], self._jobs[wanted.generation]
+        if name in self._pixels:
             self._want(wanted)
-        self._held_back = later
+            return
+        # It cannot be late before it is asked for.
+        self.books.expect(name, math.inf)
+        if name not in self._turns:
+            self._submitted += 1
+            self._turns.put(name, request.lane, request.weight, self._submitted)
+        self._to_ask.setdefault(name, []).append(wanted)
 
     def _encode_next(self) -> None:
         """In the order in which they were asked for."""
@@ -315,10 +355,13 @@ class EncodeBackend:
         now = time.monotonic()
         if now - self._spoke_at >= PROGRESS_SECONDS:
             self._spoke_at = now
-            self._loop.call_soon_threadsafe(self._emit, (), None, ())
+            self._loop.call_soon_threadsafe(self._say)
 
     def _wait_for_expiry(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         expiry = min(self.books.next_expiry, self.kv.next_expiry)
+        if self._jobs and self._encoding is None:
+            # Pixels are awaited. The front ends hear that this worker is alive.
+            expiry = min(expiry, now + PROGRESS_SECONDS)
         self._timer = None if expiry == math.inf else self._loop.call_later(max(0.0, expiry - now), self._advance)
