@@ -25,7 +25,7 @@ from penstock.metrics.frontend import BUCKETS
 from penstock.router.encoders import choose_encoder
 from penstock.stream.mailbox import Doorbell, Mailbox
 from penstock.wire.errors import LinkError, PenstockError
-from penstock.wire.images import ImageSpan, image_ids, is_image_id
+from penstock.wire.images import ImageSpan, is_image_id
 from penstock.wire.messages import GENERATION_ID_BYTES, TRANSFER_ID_BYTES, Export, Finish, KvSource, Submit, TransferReport
 
 log = logging.getLogger(__name__)
@@ -66,11 +66,10 @@ class Job(Generation):
         self.started = asyncio.get_running_loop().time()
         self.is_computed = self.has_failed = False
 
-    def submit(self, request: Submit, span: ImageSpan) -> None:
+    def submit(self, request: Submit, span: ImageSpan, ids: tuple[int, ...]) -> None:
         """Raises LinkError when the encode worker is lost."""
         alone = structs.replace(span, start=0, end=self.positions)
         export = Export(self.source.transfer, LEASE_SECONDS)
-        ids = image_ids(span.name, self.positions)
         job = Submit(self.id, ids, 0, 0, lane=request.lane, weight=request.weight, export=export, images=(alone,))
         self.encoder.link.submit(job, self)
 
@@ -78,7 +77,7 @@ class Job(Generation):
         self.end()
 
     def ended(self, error: PenstockError | None) -> None:
-        self.is_computed = True
+        self.encoders.computed(self)
         if error is not None:
             log.info("an image is not encoded by %s: %s", self.encoder.name, error)
             self.encoders.failed(self, "lost" if isinstance(error, LinkError) else "failed")
@@ -94,6 +93,10 @@ class Encoders:
         self._wants: dict[tuple[WorkerLink, bytes], Want] = {}
         self._jobs: dict[bytes, Job] = {}
         """By transfer. Those that their target has not ended."""
+        self._of_image: dict[bytes, list[Job]] = {}
+        """The same, by the image's name."""
+        self._sent: Counter[WorkerLink] = Counter()
+        """Positions that each encode worker has not computed of them."""
         self._look: asyncio.TimerHandle | None = None
         self.counts: Counter[str] = Counter()
         """By outcome."""
@@ -132,11 +135,11 @@ class Encoders:
         return job.source
 
     def _begin(self, want: Want, encoders: list[Member], request: Submit, span: ImageSpan) -> Job | None:
-        positions = sum([is_image_id(each) for each in request.token_ids[span.start : span.end]])
-        while len(want.tried) < MAX_TRIED and (encoder := self._choose(encoders, span.name, positions)) is not None:
-            job = Job(self, encoder, want, positions)
+        ids = tuple([each for each in request.token_ids[span.start : span.end] if is_image_id(each)])
+        while len(want.tried) < MAX_TRIED and (encoder := self._choose(encoders, span.name, len(ids))) is not None:
+            job = Job(self, encoder, want, len(ids))
             try:
-                job.submit(request, span)
+                job.submit(request, span, ids)
             except PenstockError as error:
                 log.warning("an image is not sent to %s: %s", encoder.name, error)
                 want.tried.add(encoder.link)
@@ -144,22 +147,23 @@ class Encoders:
                 continue
             want.job = job
             self._jobs[job.source.transfer] = job
+            self._of_image.setdefault(span.name, []).append(job)
+            self._sent[encoder.link] += job.positions
             self._look_soon()
             return job
         return None
 
     def _choose(self, encoders: list[Member], name: bytes, positions: int) -> Member | None:
         able = {each.name: each for each in encoders if each.link.is_usable and not each.is_quiet}
-        for job in self._jobs.values():
-            if job.want.name == name and able.get(job.encoder.name) is job.encoder:
+        for job in self._of_image.get(name, ()):
+            if able.get(job.encoder.name) is job.encoder:
                 return job.encoder
         chosen = choose_encoder(name, positions, {each: self._load(able[each]) for each in able})
         return None if chosen is None else able[chosen]
 
     def _load(self, encoder: Member) -> int:
         """The positions that it must encode, as it has said, or as this front end has sent since."""
-        sent = sum(job.positions for job in self._jobs.values() if job.encoder is encoder and not job.is_computed)
-        return max(sent, encoder.link.stats.image_positions_to_encode)
+        return max(self._sent[encoder.link], encoder.link.stats.image_positions_to_encode)
 
     def reported(self, member: Member, reports: Iterable[TransferReport]) -> None:
         """What a worker says of transfers, of which some are of images."""
@@ -174,6 +178,14 @@ class Encoders:
             # Without the features, nobody waits for them there any more.
             self._end(job, "done" if report.outcome == "done" else "cancelled")
             del self._wants[member.link, job.want.name]
+
+    def computed(self, job: Job) -> None:
+        """The encode worker has no more to do for it."""
+        if not job.is_computed:
+            job.is_computed = True
+            self._sent[job.encoder.link] -= job.positions
+            if not self._sent[job.encoder.link]:
+                del self._sent[job.encoder.link]
 
     def failed(self, job: Job, outcome: Outcome) -> None:
         """The encode worker has failed. Its target hears that the transfer is over, and asks again."""
@@ -196,13 +208,18 @@ class Encoders:
     def check_integrity(self) -> None:
         """Raises AssertionError unless the records agree with each other."""
         open_jobs = {want.job for want in self._wants.values() if want.job is not None}
-        assert open_jobs == set(self._jobs.values())
+        assert open_jobs == set(self._jobs.values()) == {job for jobs in self._of_image.values() for job in jobs}
+        assert self._sent.total() == sum(job.positions for job in self._jobs.values() if not job.is_computed)
         assert all(want.generations for want in self._wants.values())
 
     def _end(self, job: Job, outcome: Outcome) -> None:
         """Both workers let go of what it holds."""
         self.counts[outcome] += not job.has_failed
+        self.computed(job)
         del self._jobs[job.source.transfer]
+        self._of_image[job.want.name].remove(job)
+        if not self._of_image[job.want.name]:
+            del self._of_image[job.want.name]
         job.want.job = None
         job.encoder.link.cancel(job.id)
         for member in (job.encoder, job.want.target):
