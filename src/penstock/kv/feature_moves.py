@@ -117,12 +117,13 @@ class FeatureMoves:
             self._ends.discard(export)
 
     def offer(self, transfer: bytes, name: bytes) -> None:
-        """The image is here. It is held until it was pulled, for the time that the Submit has said."""
+        """The image is here. It is held until it was pulled; if the puller has not come, for the time that the Submit has said."""
         export = self._exports.get(transfer)
         if export is None or export.is_withdrawn or export.image is not None:
             return
         export.image = self._features.hold(transfer, name)
-        self._ends.put(export, self._clock() + (export.hold_seconds or 0.0))
+        if export.names is None:
+            self._ends.put(export, self._clock() + (export.hold_seconds or 0.0))
         self._tell(export)
 
     def _export(self, transfer: bytes, names: Sequence[bytes], waits: bool) -> None:
@@ -131,6 +132,9 @@ class FeatureMoves:
             export = self._exports[transfer] = Export(transfer, self._clock())
             self._ends.put(export, self._clock() + (EXPECT_SECONDS if waits else 0.0))
         export.names = names
+        if export.image is not None:
+            # The transport ends it if the puller is gone.
+            self._ends.discard(export)
         if export.is_withdrawn and self._transport is not None:
             self._transport.withdraw(transfer)
         else:

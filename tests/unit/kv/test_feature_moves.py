@@ -136,6 +136,24 @@ def test_what_nobody_pulls_is_held_for_its_lease_and_no_longer(pair: Pair) -> No
     assert pair.source.is_free()
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_pull_that_takes_longer_than_the_lease_goes_on(pair: Pair, comes_first: bool) -> None:
+    """The transport knows whether the puller is alive. The lease is for one that does not come."""
+    pair.source.moves.expect(TRANSFER, LEASE)
+    pair.source.make("cat", 3)
+    if not comes_first:
+        pair.source.moves.offer(TRANSFER, name("cat"))
+    pair.pull()
+    assert pair.hub.move()
+    if comes_first:
+        pair.source.moves.offer(TRANSFER, name("cat"))
+    pair.source.now = 2 * LEASE
+    pair.source.moves.expire(pair.source.now)
+    pair.settle()
+    assert pair.target.woken == [b"k"]
+    assert pair.source.is_free()
+
+
 @pytest.mark.parametrize("when", ["expected", "open", "offered"])
 def test_an_export_that_is_ended_holds_nothing(pair: Pair, when: str) -> None:
     pair.source.make("cat", 3)
