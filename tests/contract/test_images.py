@@ -283,6 +283,25 @@ async def test_one_worker_computes_a_prompt_with_images_and_another_continues(tm
         assert (workers["p"].encoded, workers["d"].encoded) == (3, 0)
 
 
+async def test_a_prompt_that_waits_for_its_images_stays_where_it_is_computed(tmp_path: Path) -> None:
+    """It takes longer than its tokens do, and its worker says that it is alive."""
+    async with moving(tmp_path, "p d", disaggregation="always") as (front_end, workers):
+        # Then it is known how fast it computes.
+        await front_end.run(submit(9, 4, 800))
+        simulator = workers["p"].simulator
+        simulator.is_held = True
+        started = front_end.start(submit_with(1, PICTURES, 40, 800))
+        await until(lambda: len(simulator.held) == 3)
+        member = front_end.pool.find("p")
+        assert member is not None
+        frames = member.link.frames
+        await until(lambda: member.link.frames > frames + 4)
+        simulator.let_go()
+        await finish([started])
+        assert started[0].tokens == expected_with(1, PICTURES, 40)
+        assert (workers["p"].encoded, workers["d"].encoded, front_end.dispatcher.migrations.total()) == (3, 0, 0)
+
+
 async def test_a_generation_leaves_a_worker_that_drains_with_its_images(tmp_path: Path) -> None:
     async with moving(tmp_path, "a b") as (front_end, workers):
         reader, task = front_end.start(submit_with(1, PICTURES, 200, 800))

@@ -56,6 +56,9 @@ MAX_FRUITLESS_LOSSES = 8
 # The pause before a generation goes back to a worker that just failed it, because there is no other. Doubles each time.
 PAUSE_SECONDS = 0.05
 WATCH_SECONDS = 0.25
+# Added to what a prompt should take elsewhere, if it has images: nobody knows how long they wait for a tower. A helper that waits for them
+# says that it is alive; one that is silent is given up long before.
+IMAGE_SECONDS = 30.0
 # Assumed for a worker that does not say how many generations it computes at once.
 UNKNOWN_BATCH = 4096
 
@@ -710,7 +713,8 @@ class Dispatcher:
         assert decision.move is not None
         production.share_prompt()
         session = production.turn.sent(production.mailbox.index, decision)
-        transfer = self.transfers.begin(production, helper, member, "prefill", decision.move.seconds)
+        seconds = decision.move.seconds + IMAGE_SECONDS * bool(production.request.images)
+        transfer = self.transfers.begin(production, helper, member, "prefill", seconds)
         relay = Relay(self.transfers, transfer, member, self._router.sent(decision, (), blocks), session, decision.move.pull_seconds)
         production.relay = relay
         request = first_leg(production.next_request(), transfer)
