@@ -232,10 +232,11 @@ class Engine:
             self.tiers.check_integrity(self.sessions.leases)
 
     def check_idle(self) -> None:
-        """The cheap check, for when nothing runs: the counts add up and only transfers use pages."""
+        """The cheap check, for when nothing can go on: the counts add up, and only transfers and what is paused use pages."""
         self._cache.check_counts()
         in_transfer = self.transfers.held_pages
-        assert self.has_work or self._cache.used == in_transfer, f"{self._cache.used} pages are in use, {in_transfer} of them in transfer"
+        is_busy = self.has_work or self._scheduler.is_paused
+        assert is_busy or self._cache.used == in_transfer, f"{self._cache.used} pages are in use, {in_transfer} of them in transfer"
 
     @torch.inference_mode()
     def step(self) -> list[Segment]:

@@ -12,7 +12,8 @@ places at once: the newest generations of the tenant with the most places wait i
 If a running generation computes the block that a waiting one needs next, the waiting one follows this leader, to share its pages later.
 It stays in the queue until the leader has computed all that they share, or has stopped. One whose KV is pulled from elsewhere stays in
 the queue until that is over, and one that would compute images without features until these are here. If the features of all its images
-have no room at once, it computes as far as they go, then gives its pages back and waits for the next ones.
+have no room at once, it computes as far as they go, then pauses: it keeps its pages, and its next features come before those of others.
+What has not started gives its features back for it, so that no two wait for each other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
@@ -150,10 +151,11 @@ class Scheduler(Generic[S]):
         self.decoding: dict[bytes, S] = {}
         self._max_batch = max_batch
         self._running: dict[bytes, S] = {}  # both of the above, oldest first
+        self._paused: set[bytes] = set()  # those prefilling that wait for the features of their next images
         self._waiting: dict[bytes, S] = {}
         self._ready: FairQueue[S] = FairQueue()  # those waiting that follow nobody, import nothing and await no images
         self._lost: list[tuple[bytes, Fault]] = []  # those waiting whose images cannot be had
-        self._is_stuck = False  # nothing runs, and what is ready needs pages that a transport may touch
+        self._is_stuck = False  # all that run are paused, and what is ready needs pages that they have, or that a transport may touch
         self._places: dict[str, int] = {}  # how many run, by lane
         self._first_place = self._last_place = 0
         self._leaders: dict[tuple[Node, Key], S] = {}  # by the block that they compute
@@ -165,8 +167,13 @@ class Scheduler(Generic[S]):
     @property
     def has_work(self) -> bool:
         """Whether a step can do something. What waits for a transfer or an image needs no step before that comes."""
-        can_run = bool(self._running or self._lost or (self._ready and not self._is_stuck))
+        can_run = len(self._running) > len(self._paused) or bool(self._lost or (self._ready and not self._is_stuck))
         return can_run or (self.transfers.is_used and self.transfers.has_work)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether somebody has pages and waits for the features of its next images."""
+        return bool(self._paused)
 
     @property
     def is_empty(self) -> bool:
@@ -297,7 +304,7 @@ class Scheduler(Generic[S]):
                 continue
             is_new = sequence.cached_tokens is None
             if not self._start(sequence, path, block, now):
-                self._is_stuck = not self._running
+                self._is_stuck = len(self._running) == len(self._paused)
                 break
             self._ready.serve(sequence, cost_of(sequence.to_compute, sequence.request.max_tokens if is_new else 0))
             budget -= _add_share(work, sequence, budget, shares)
@@ -367,7 +374,7 @@ class Scheduler(Generic[S]):
             if sequence.to_compute:
                 self._lead(sequence)
                 if sequence.computed >= sequence.features_until:
-                    self._wait_again(sequence)
+                    self._pause(sequence)
             else:
                 self.decoding[generation] = self.prefilling.pop(generation)
                 self._stop_leading(sequence)
@@ -463,6 +470,7 @@ class Scheduler(Generic[S]):
             assert leader is None or (leader in self.prefilling.values() and leader.followers and sequence in leader.followers)
         assert all(leader in running and leader.computing == block for block, leader in self._leaders.items())
         self.features.check_integrity()
+        assert self._paused <= self.prefilling.keys()
         for sequence in self.prefilling.values():
             names = {image.span.name for image in sequence.images if sequence.computed <= image.last < sequence.features_until}
             assert not names or self.features.holds(sequence.request.id, names), "it computes an image without features"
@@ -490,24 +498,40 @@ class Scheduler(Generic[S]):
     def _has_features(self, sequence: S, start: int) -> bool:
         """Whether it holds the features of its images from `start` on, or of as many as have room. Otherwise it waits for them, beside
         the queue."""
-        request = sequence.request
-        images, until = self.features.next_images(sequence.images, start)
-        fail = partial(self._lose, sequence)
-        sequence.features_until = until
-        if until <= sequence.images[-1].last and (sequence.skips_cache or until // self.cache.page_size * self.cache.page_size <= start):
-            # Only full blocks outlast the wait for the next ones.
-            sequence.is_awaiting_images = True
-            fail("the features of its images have no room at once: see --image-memory", retryable=False)
-            return False
-        wake = partial(self._end_images, sequence)
-        is_here = self.features.want(request.id, images, request.lane, request.weight, sequence.place, wake, fail)
-        sequence.is_awaiting_images = not is_here
-        return is_here
+        images, sequence.features_until = self.features.next_images(sequence.images, start)
+        sequence.is_awaiting_images = not self._want(sequence, images, partial(self._end_images, sequence))
+        return not sequence.is_awaiting_images
+
+    def _want(self, sequence: S, images: Items[PlacedImage], wake: Callable[[], None], *, is_urgent: bool = False) -> bool:
+        request, fail = sequence.request, partial(self._lose, sequence)
+        turn = request.lane, request.weight, sequence.place
+        return self.features.want(request.id, images, *turn, wake, fail, is_urgent=is_urgent)
 
     def _end_images(self, sequence: S) -> None:
         """A waiting sequence holds the features that it needs."""
         sequence.is_awaiting_images = False
         self._make_ready(sequence)
+
+    def _pause(self, sequence: S) -> None:
+        """A running sequence has computed as far as its features go. Those that wait, perhaps for its pages, give theirs back for its next
+        ones."""
+        generation = sequence.request.id
+        self._paused.add(generation)
+        images, until = self.features.next_images(sequence.images, sequence.computed)
+        go_on = partial(self._go_on, sequence, until)
+        if self._want(sequence, images, go_on, is_urgent=True):
+            go_on()
+        for other in self._waiting.values():
+            if self.features.has_slots(generation):
+                break
+            if self.features.is_known(other.request.id):
+                self.features.leave(other.request.id)
+                if other.is_awaiting_images:
+                    self._end_images(other)
+
+    def _go_on(self, sequence: S, until: int) -> None:
+        self._paused.discard(sequence.request.id)
+        sequence.features_until = until
 
     def _lose(self, sequence: S, reason: str, retryable: bool) -> None:
         """It stays beside the queue until a step ends it."""
@@ -568,6 +592,7 @@ class Scheduler(Generic[S]):
             del self._places[lane]
         if self.decoding.pop(generation, None) is None:
             del self.prefilling[generation]
+            self._paused.discard(generation)
             self._to_compute -= sequence.to_compute
         if sequence.images:
             self.features.leave(generation)

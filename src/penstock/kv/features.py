@@ -2,7 +2,8 @@
 
 A **slot** has room for the features of SLOT_POSITIONS positions of one image. A generation asks for all images that it needs at once. It
 gets slots for all of them or for none, in its turn, and holds them until it says that it is done. Only what nobody holds is evicted, the
-least recently used first. What waits for slots holds none, so generations cannot wait for each other in a circle.
+least recently used first. What waits for slots holds none, so generations cannot wait for each other in a circle; one that waits for them
+with pages is urgent.
 
 An image is **asked** for; then its pixels are here (**queued**) and it waits for the tower; then its slots are written (**making**), from
 the tower or from another worker; then it is **here**. Before anybody writes its slots, it is forgotten when nobody wants it any more.
@@ -175,10 +176,13 @@ class Features:
         place: float,
         wake: Callable[[], None],
         fail: Callable[[str, bool], None],
+        *,
+        is_urgent: bool = False,
     ) -> bool:
         """A generation needs these images, none of them too large, and all of them together with room in the pool. What it wanted before
         is replaced. Returns whether all are here and held for it. Otherwise either `wake` is called when they are, or `fail` with a
-        reason, and whether another worker may succeed. With its slots it has a turn by `lane`, and there by `place`."""
+        reason, and whether another worker may succeed. With its slots it has a turn by `lane`, and there by `place`; before all others if
+        it is urgent."""
         needed = {image.span.name: image for image in images}
         earlier = self._wants.get(key)
         if earlier is not None and earlier.missing is not None and earlier.images.keys() >= needed.keys():
@@ -187,7 +191,10 @@ class Features:
         if earlier is not None:
             self._forget(earlier)
         want = self._wants[key] = _Want(key, needed, wake, fail)
-        self._waiting.put(want, lane, weight, place)
+        if is_urgent:
+            self._waiting.put_first(want, place)
+        else:
+            self._waiting.put(want, lane, weight, place)
         self._serve()
         want.is_asleep = True
         return want.missing is not None and not want.missing
@@ -207,6 +214,10 @@ class Features:
     def is_known(self, key: bytes) -> bool:
         """Whether this generation holds images or waits for some."""
         return key in self._wants
+
+    def has_slots(self, key: bytes) -> bool:
+        """Whether all that this generation wants is here or on its way."""
+        return key in self._wants and self._wants[key].missing is not None
 
     def is_waiting(self, key: bytes) -> bool:
         return key in self._wants and self._wants[key].missing != set()

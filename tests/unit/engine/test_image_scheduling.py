@@ -305,19 +305,115 @@ def test_more_images_than_have_room_are_computed_in_rounds() -> None:
     assert steps.scheduler.stats().preemptions == 0
 
 
-def test_images_that_share_a_block_and_have_no_room_together_are_a_fault() -> None:
+@pytest.mark.parametrize("parts", [("map x2", "plan x2"), ("a", 20, "b", 20, "c", 20, "d")], ids=["in one block", "many"])
+@pytest.mark.parametrize("kind", [Sequence, FreshSequence])
+def test_rounds_compute_nothing_twice(parts: tuple[str | int, ...], kind: type[Sequence]) -> None:
+    """Also where the images of two rounds share a block, and where nothing cached may be used."""
     steps = Steps(slots=3)
-    steps.add("one", 2, "map x2", "plan x2", 5)
+    steps.add("one", 2, *parts, 5, kind=kind)
     steps.run()
-    assert "--image-memory" in steps.faults["one"].message
-    assert not steps.faults["one"].retryable
+    assert steps.ended == ["one"]
+    images = [part for part in parts if isinstance(part, str)]
+    assert steps.computed == {name(image): 32 if image.endswith("x2") else 16 for image in images}
+    assert steps.features.encoded == len(images)
 
 
-def test_one_that_computes_its_whole_prompt_needs_room_for_all() -> None:
-    steps = Steps(slots=3)
-    steps.add("one", 2, "a", 20, "b", 20, "c", 20, "d", 5, kind=FreshSequence)
+@pytest.mark.parametrize(("pages", "slots"), [(32, 2), (36, 2), (32, 3), (44, 3), (60, 3)])
+def test_rounds_of_several_tenants_do_not_undo_each_other(pages: int, slots: int) -> None:
+    """There are pages for one or two of them. Each keeps what it has computed, however many others want pages and features."""
+    steps = Steps(pages=pages, slots=slots)
+    for who in "abc":
+        steps.add(who, 2, *[part for number in range(4) for part in (f"{who} {number}", 9)], lane=who, max_tokens=2)
     steps.run()
-    assert "--image-memory" in steps.faults["one"].message
+    assert sorted(steps.ended) == ["a", "b", "c"]
+    assert steps.scheduler.stats().preemptions == 0
+    assert set(steps.computed.values()) == {16}, "a position was computed twice"
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["has its image", "waits for its image"])
+def test_one_that_pauses_goes_on_before_all_that_have_not_started(is_here: bool) -> None:
+    """The other has slots and waits for pages. The one that pauses has these pages and waits for these slots."""
+    steps = Steps(pages=32, slots=3)
+    steps.add("album", 2, "a x2", 9, "b x2", 9, "c", 9, max_tokens=2)
+    steps.add("other", 40, "cat", 40, lane="other")
+    steps.step()
+    steps.make("a x2")
+    if is_here:
+        steps.make("cat")
+    steps.step()
+    assert steps.scheduler.is_paused
+    steps.listen()
+    assert set(steps.asked[-2:]) == {name("b x2"), name("c")}
+    steps.step()
+    assert not steps.has_work(), "nothing can go on before the images are here"
+    steps.add("text", 3)
+    steps.step()
+    assert steps.ended == ["text"], "it runs beside one that pauses"
+    steps.add("long text", 100)
+    steps.step()
+    assert not steps.has_work(), "what is ready needs pages of the one that pauses"
+    steps.run()
+    assert steps.ended[:2] == ["text", "album"]
+    assert sorted(steps.ended[2:]) == ["long text", "other"]
+    assert steps.scheduler.stats().preemptions == 0
+
+
+def test_one_that_pauses_takes_only_the_slots_that_it_needs() -> None:
+    steps = Steps(pages=36, slots=5)
+    steps.add("album", 2, "a x2", 9, "b x2", 9, "c x2", 9)
+    steps.add("other", 40, "cat", 40, lane="other")
+    steps.step()
+    steps.make("a x2", "b x2")
+    steps.step()
+    assert steps.scheduler.is_paused
+    assert steps.features.has_slots(b"other")
+    steps.run()
+
+
+def test_one_that_pauses_gets_the_next_free_slots() -> None:
+    """Before one that asked for them earlier, and that would then wait for its pages."""
+    steps = Steps(pages=32, slots=3)
+    steps.add("album", 2, "a x2", 9, "b x2", 9, "c", 9)
+    steps.add("gone", 2, "cow", 2)
+    steps.step()
+    cow = steps.features.begin(name("cow"))
+    assert cow is not None
+    steps.cancel("gone")
+    steps.make("a x2")
+    steps.step()
+    assert steps.scheduler.is_paused
+    steps.add("other", 40, "cat", 40, lane="other")
+    steps.step()
+    steps.finish(cow)
+    steps.run()
+    assert steps.ended == ["album", "other"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "refused", "late", "preempted"])
+def test_the_end_of_one_that_pauses(how: str) -> None:
+    steps = Steps(pages=20, slots=1)
+    if how == "preempted":
+        steps.add("old", 3, max_tokens=60)
+    steps.add("album", 2, "a", 9, "b", 9, max_tokens=2)
+    steps.step()
+    steps.make_all()
+    steps.step()
+    assert steps.scheduler.is_paused
+    assert steps.listen() == [name("b")]
+    if how == "cancelled":
+        steps.cancel("album")
+    elif how == "refused":
+        steps.features.refuse(name("b"), "gone", retryable=True)
+    elif how == "late":
+        steps.now = ANSWER_SECONDS
+    while how == "preempted" and not steps.scheduler.stats().preemptions:
+        steps.step()
+    steps.step()
+    assert set(steps.faults) == ({"album"} if how in ("refused", "late") else set())
+    steps.run()
+    assert sorted(steps.ended) == (["album", "old"] if how == "preempted" else [])
+    assert steps.cache.used == 0
+    assert not steps.features.is_known(b"album")
 
 
 def test_an_image_larger_than_the_pool_is_refused() -> None:
