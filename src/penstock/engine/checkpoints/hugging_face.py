@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,9 @@ LLAMA_DEFAULTS = {
     "vocab_size": 32_000,
     "max_position_embeddings": 2048,
 }
-# Of a position in a model with M-RoPE: time, row and column.
-AXES = 3
+Axes = tuple[list[int], Callable[[Sequence[int]], tuple[int, ...]]]
+AXES: Mapping[str, Axes] = {QWEN25_VL: ([16, 24, 24], joined_axes), QWEN3_VL: ([24, 20, 20], mixed_axes)}
+"""M-RoPE: how many pairs of a head turn by time, by row and by column, where files do not say it, and which ones these are."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def open_hugging_face(directory: Path) -> HuggingFaceCheckpoint:
     config = read_settings(directory / CONFIG)
     end_ids = read_end_ids(directory)
     architecture = _architecture(config)
-    shape = _shape(_text_settings(config, architecture), TEXT_MODELS.get(architecture, architecture))
+    shape = _shape(_text_settings(config, architecture), TEXT_MODELS.get(architecture, architecture), AXES.get(architecture))
     tower = read_tower(directory, config, architecture, shape) if architecture in TEXT_MODELS else None
     files = _files(directory)
     for file in files:
@@ -110,11 +111,11 @@ def _text_settings(config: ModelSettings, architecture: str) -> ModelSettings:
     return ModelSettings(text.source, {**defaults, **text.values, **tied})
 
 
-def _shape(config: ModelSettings, architecture: str) -> ModelShape:
+def _shape(config: ModelSettings, architecture: str, axes: Axes | None) -> ModelShape:
     if config.text("hidden_act", "silu") != "silu":
         raise config.wrong("hidden_act", "'silu'")
     heads, layers, hidden_size = config.size("num_attention_heads"), config.size("num_hidden_layers"), config.size("hidden_size")
-    rope_theta, rope, sections = _rope(config)
+    rope_theta, rope, rope_parameters = _rope(config)
     head_dim = config.size("head_dim", QWEN3_HEAD_DIM if architecture == QWEN3 else hidden_size // heads)
     sliding_layers = _sliding_layers(config, architecture, layers)
     attention_bias = architecture in (LLAMA, QWEN3) and config.flag("attention_bias", False)
@@ -137,7 +138,7 @@ def _shape(config: ModelSettings, architecture: str) -> ModelShape:
         qk_norm=architecture == QWEN3,
         sliding_window=config.size("sliding_window", DEFAULT_SLIDING_WINDOW) if sliding_layers else None,
         sliding_layers=sliding_layers,
-        rope_axes=_axes(sections, head_dim),
+        rope_axes=() if axes is None else _axes(rope_parameters, head_dim, axes),
     )
 
 
@@ -187,14 +188,13 @@ def _rope(config: ModelSettings) -> tuple[float, RopeScaling, ModelSettings]:
     return scaling.positive("rope_theta", config.positive("rope_theta", 10_000.0)), _scaling(config, scaling), scaling
 
 
-def _axes(rope: ModelSettings, head_dim: int) -> tuple[int, ...]:
-    """Of models whose positions have three axes."""
-    if not rope.has("mrope_section"):
-        return ()
-    sections = rope.integers("mrope_section")
-    if len(sections) != AXES or sum(sections) != head_dim // 2 or min(sections) < 0:
+def _axes(rope: ModelSettings, head_dim: int, axes: Axes) -> tuple[int, ...]:
+    """As in transformers, the architecture alone says whether the axes take turns."""
+    usual, arranged = axes
+    sections = rope.integers("mrope_section") if rope.has("mrope_section") else usual
+    if len(sections) != len(usual) or sum(sections) != head_dim // 2 or min(sections) < 0:
         raise rope.wrong("mrope_section", f"three numbers whose sum is {head_dim // 2}, half the size of a head")
-    return mixed_axes(sections) if rope.flag("mrope_interleaved", False) else joined_axes(sections)
+    return arranged(sections)
 
 
 def _scaling(config: ModelSettings, scaling: ModelSettings) -> RopeScaling:

@@ -13,7 +13,6 @@ from penstock.wire.errors import ConfigError
 
 IDEFICS3, SMOLVLM = "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"
 QWEN25_VL, QWEN3_VL = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # The defaults of the architecture: files leave them out.
 SIGLIP = {
     "hidden_size": 1152,
@@ -54,15 +53,14 @@ def subsettings(config: ModelSettings, key: str) -> ModelSettings:
 
 
 def read_processor(directory: Path) -> ModelSettings:
-    """The settings of what prepares pictures. Newer directories have them inside of the processor's."""
-    for name in PROCESSOR_FILES:
-        if (directory / name).exists():
-            found = read_settings(directory / name)
-            if found.has("image_processor"):
-                return subsettings(found, "image_processor")
-            if found.has("image_mean"):
-                return found
-    raise ConfigError(f"--model {directory}: {PROCESSOR_FILES[0]} is missing: expected the settings of the model's image processor")
+    """The settings of what prepares pictures. Newer directories have them inside of the processor's: these come first, as in
+    transformers and in `media.families.make`."""
+    outer, own = directory / "processor_config.json", directory / "preprocessor_config.json"
+    if outer.exists() and (found := read_settings(outer)).has("image_processor"):
+        return subsettings(found, "image_processor")
+    if own.exists():
+        return read_settings(own)
+    raise ConfigError(f"--model {directory}: {own.name} is missing: expected the settings of the model's image processor")
 
 
 def _idefics3(config: ModelSettings, vision: ModelSettings, processor: ModelSettings, text: ModelShape) -> Idefics3Shape:

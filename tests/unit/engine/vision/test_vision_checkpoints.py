@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoImageProcessor, LlamaConfig
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 
 from penstock.engine.checkpoints.checkpoint import open_checkpoint
 from penstock.engine.fingerprint import image_fingerprint, kv_fingerprint
 from penstock.engine.model import Model
+from penstock.engine.shape import joined_axes, mixed_axes
 from penstock.engine.vision.shape import Encoder, Idefics3Shape, PixelScale, Qwen25VLShape, QwenVLShape
 from penstock.engine.vision.tower import make_tower
+from penstock.media.families.make import read_rules
 from penstock.wire.errors import ConfigError
 from tiny_models import make_model
 from tiny_vision import KINDS, Kind, vision_model
@@ -99,6 +101,17 @@ def test_older_files_of_qwen2_5_vl_have_no_text_config(tmp_path: Path) -> None:
     assert found.shape.rope_axes == (0,) * 6 + (1,) * 5 + (2,) * 5
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_how_axes_are_arranged_may_be_left_out(kind: Kind, tmp_path: Path) -> None:
+    """Plain positions instead would be wrong answers about images, without an error."""
+    directory = copy(kind, tmp_path)
+    change(directory, "text_config", rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5]})
+    assert open_checkpoint(directory).shape.rope_axes == open_checkpoint(vision_model(kind)).shape.rope_axes
+    change(directory, "text_config", rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, head_dim=128)
+    axes = open_checkpoint(directory).shape.rope_axes
+    assert axes == {"qwen2_5_vl": joined_axes([16, 24, 24]), "qwen3_vl": mixed_axes([24, 20, 20])}[kind]
+
+
 def test_smolvlm_is_the_same_model(tmp_path: Path) -> None:
     directory = copy("idefics3", tmp_path)
     change(directory, "", architectures=["SmolVLMForConditionalGeneration"], model_type="smolvlm")
@@ -127,6 +140,19 @@ def test_settings_of_the_processor_may_be_inside_of_others(tmp_path: Path) -> No
     tower = open_checkpoint(directory).tower
     assert tower is not None
     assert tower.pixels == PixelScale(1 / 255, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+def test_of_two_files_of_the_processor_the_newer_kind_counts(tmp_path: Path) -> None:
+    """As in transformers. The front end goes by the same one: the pixels that it cuts are those that the tower normalises."""
+    directory = copy("qwen3_vl", tmp_path)
+    inner = json.loads((directory / "preprocessor_config.json").read_text())
+    (directory / "processor_config.json").write_text(json.dumps({"image_processor": inner | {"image_mean": [0.1, 0.2, 0.3]}}))
+    tower, rules = open_checkpoint(directory).tower, read_rules(directory)
+    assert tower is not None
+    assert rules is not None
+    reference: Any = AutoImageProcessor
+    assert tower.pixels.mean == (0.1, 0.2, 0.3) == tuple(reference.from_pretrained(directory).image_mean)
+    assert [rules.settings[f"mean_{index}"] for index in range(3)] == [0.1, 0.2, 0.3]
 
 
 PROCESSOR = "preprocessor_config.json"
