@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -37,9 +38,14 @@ class TowerMaker:
     def load(self) -> Tower:
         """Loads the tower now, if it is not."""
         if self._tower is None:
-            self._tower = self._load()
+            # In the stream that uses the weights: another one need not have copied them yet.
+            with self._beside():
+                self._tower = self._load()
             self._tower.on_progress = self._progressed
         return self._tower
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _progressed(self) -> None:
         self.on_progress()
@@ -49,11 +55,14 @@ class TowerMaker:
         """Writes the features of an image into these slots. Raises ValueError when the pixels do not fit the span, or make features that
         are not numbers; MemoryError when there is too little memory for this one."""
         try:
-            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with self._beside():
                 (features,) = self.load().encode([(pixels, span.grid)])
-                self.store.write(slots, features)
-                # This waits until the slots are written.
                 is_finite = bool(features.isfinite().all())
+                if is_finite:
+                    # Nothing may fail behind this: a copy that goes on would write to slots that others have by then.
+                    self.store.write(slots, features)
+            if self._stream is not None:
+                self._stream.synchronize()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -261,6 +261,7 @@ class TestFailures:
         fault = self.run(rig, bad, good)
         assert fault.code == "image_lost", "not a fault of the text model"
         assert "not numbers" in fault.message
+        assert rig.images.maker.store.memory.tensor.view(torch.float32).isfinite().all(), "they are in a slot"
 
     def test_a_tower_that_makes_too_much(self) -> None:
         _, bad, _ = self.rig()
