@@ -10,6 +10,7 @@ several runs. Exits with 1 when a case costs more than MAX_RATIO times as much, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,9 +22,12 @@ from penstock.api.anthropic.conversation import Conversation
 from penstock.api.anthropic.schema import Message, MessagesRequest, Role
 from penstock.backends.http.sse import EventReader
 from penstock.engine.checkpoints.checkpoint import find_default_model
+from penstock.media.fetch import read_headers
+from penstock.media.hosts import MAX_URL_CHARACTERS, parse_url
 from penstock.stream.slot import Slot
 from penstock.text.formats.make import make_parser
 from penstock.text.tokenizers.source import pack_tokenizer
+from penstock.wire.errors import RequestError
 from penstock.wire.messages import Delta
 
 TIMES = 16
@@ -117,6 +121,24 @@ def leave_tokens(times: int) -> Callable[[], None]:
     return put
 
 
+def read_header(times: int) -> Callable[[], None]:
+    """A header of an image's server."""
+    line = b"a: x" + b" " * (times * CHARACTERS // 5) + b"y"
+    return lambda: None if read_headers([line]) else sys.exit("no header")
+
+
+def refuse_urls(times: int) -> Callable[[], None]:
+    """Of the images of a request."""
+    url = "http:" + "\\" * (times * (MAX_URL_CHARACTERS - 10) // TIMES)
+
+    def refuse() -> None:
+        for _ in range(100):
+            with contextlib.suppress(RequestError):
+                parse_url(url)
+
+    return refuse
+
+
 CASES: Mapping[str, Case] = {
     **{name: partial(parse_answer, *answer) for name, answer in ANSWERS.items()},
     "messages of the user": partial(join_messages, "user"),
@@ -125,6 +147,8 @@ CASES: Mapping[str, Case] = {
     "an event in pieces": read_event_in_pieces,
     "events at once": read_events_at_once,
     "tokens that nobody takes": leave_tokens,
+    "spaces in a header": read_header,
+    "backslashes in a URL": refuse_urls,
 }
 
 

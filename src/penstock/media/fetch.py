@@ -22,7 +22,7 @@ MAX_INTERIM = 4
 PIECE_BYTES = 64 * 1024
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: .*)?")
-_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):(.*)")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?\r\n", re.DOTALL)
 _LENGTH = re.compile("[0-9]{1,15}")
 
@@ -170,17 +170,18 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
         if status is None:
             raise ValueError("it is not HTTP/1.1")
         if int(status[1]) >= 200:
-            return int(status[1]), _read_headers(lines)
+            return int(status[1]), read_headers(lines)
     raise ValueError("it has too many interim answers")
 
 
-def _read_headers(lines: Sequence[bytes]) -> dict[str, str]:
+def read_headers(lines: Sequence[bytes]) -> dict[str, str]:
+    """In time that grows with their length only. Raises ValueError."""
     headers: dict[str, str] = {}
     for line in lines:
         found = _HEADER.fullmatch(line)
         if found is None:
             raise ValueError("it has a header that cannot be read")
-        name, value = found[1].decode("ascii").lower(), found[2].decode("latin-1")
+        name, value = found[1].decode("ascii").lower(), found[2].strip(b" \t").decode("utf-8", "replace")
         if headers.setdefault(name, value) != value and name in ("content-length", "transfer-encoding", "content-encoding", "location"):
             raise ValueError(f"it has two headers {name}")
     return headers

@@ -14,7 +14,7 @@ import pytest
 from images.tricks import ALLOWED, PUBLIC, Trick, tricks
 from penstock.config.media import DEFAULTS, MediaSettings, parse_media_host
 from penstock.media.families.simulator import make_rules
-from penstock.media.fetch import MAX_FETCHES, HttpFetcher, Streams
+from penstock.media.fetch import MAX_FETCHES, HttpFetcher, Streams, read_headers
 from penstock.media.picture import ImageRef
 from penstock.media.reader import MediaReader
 from penstock.wire.errors import RequestError
@@ -148,6 +148,11 @@ async def test_answers_that_are_refused(sent: bytes, reason: str) -> None:
     assert reason in (await failure(sent)).message
 
 
+def test_a_header_of_spaces_is_read_in_one_pass() -> None:
+    spaces = b" " * 1_000_000
+    assert read_headers([b"A:" + spaces + b"x" + spaces + b"y" + spaces]) == {"a": f"x{spaces.decode()}y"}
+
+
 @pytest.mark.parametrize("sent", [answer(), raw(FILE), raw(b"%x\r\n%s\r\n0\r\n\r\n" % (len(FILE), FILE), "Transfer-Encoding: chunked")])
 async def test_a_file_that_is_too_large_is_not_read_to_its_end(sent: bytes) -> None:
     error = await failure(sent, max_bytes=1000)
@@ -167,6 +172,12 @@ async def test_redirects_are_followed_as_far_as_allowed() -> None:
     assert [name for _, _, name in web.connected] == [None, None, ALLOWED, ALLOWED]
     loop = await failure(answer(b"", "301 Moved", "Location: /cat.png"))
     assert "redirects more than 3 times" in loop.message
+
+
+async def test_a_redirect_may_have_letters_of_utf_8() -> None:
+    web = Web(lambda path: answer() if path == "/%C3%BC" else b"HTTP/1.1 302 Found\r\nLocation: \t/\xc3\xbc \r\n\r\n")
+    async with web.open() as fetcher:
+        assert await fetched(fetcher) == FILE
 
 
 def of_each_kind() -> list[Trick]:
