@@ -349,6 +349,8 @@ async def begin_stopped(reader: MediaReader) -> tuple[asyncio.Task[list[Picture]
     await read(reader, sent(noise(seed=1)))
     (pid,) = reader.decoders.pids
     os.kill(pid, signal.SIGSTOP)
+    # On a busy machine, it may go on for a while.
+    os.waitid(os.P_PID, pid, os.WSTOPPED)  # noqa: ASYNC222
     reading = asyncio.create_task(read(reader, sent(noise(seed=2))))
     while not waits_at(pid):
         await asyncio.sleep(0.001)
