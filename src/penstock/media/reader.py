@@ -115,7 +115,7 @@ class MediaReader:
         sources: list[_Sent | _Remote] = []
         for ref in refs:
             with self._naming(ref):
-                sources.append(self._source(ref, tenant, remotes))
+                sources.append(await self._source(ref, tenant, remotes))
             # Looking at a header takes up to half a millisecond.
             await asyncio.sleep(0)
         try:
@@ -135,7 +135,7 @@ class MediaReader:
 
         async def file(ref: ImageRef) -> str:
             with self._naming(ref):
-                source = self._source(ref, tenant, remotes)
+                source = await self._source(ref, tenant, remotes)
                 sent = source if isinstance(source, _Sent) else await self._fetched(source, tenant)
             return await asyncio.get_running_loop().run_in_executor(self._hashing, sent.file.as_base64)
 
@@ -187,13 +187,16 @@ class MediaReader:
         # Not from the other: it may be raised for several requests.
         raise named
 
-    def _source(self, ref: ImageRef, tenant: Tenant, remotes: dict[str, _Remote]) -> _Sent | _Remote:
+    async def _source(self, ref: ImageRef, tenant: Tenant, remotes: dict[str, _Remote]) -> _Sent | _Remote:
         """Checks what costs next to nothing. Raises RequestError."""
         if _WEB.match(ref.url):
             if self._fetcher is None:
                 raise RequestError(f"this server fetches no images (--allow-media-hosts): {EXPECTED}", code="media_not_allowed")
             return remotes.setdefault(ref.url, _Remote(ref.url, Share(tenant.lane, tenant.weight)))
-        return self._sent(sent_file(ref))
+        file = sent_file(ref)
+        if file.has_lines:
+            file = await asyncio.get_running_loop().run_in_executor(self._hashing, file.joined)
+        return self._sent(file)
 
     def _sent(self, file: ImageFile) -> _Sent:
         """A file within the limits. Raises RequestError."""

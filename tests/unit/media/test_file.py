@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.media.file import PIECE_CHARACTERS, ImageFile, base64_file, decode_base64
+from penstock.media.file import PIECE_CHARACTERS, ImageFile, decode_base64
 from penstock.media.formats import MAX_SEGMENTS, read_header
 from pictures import noise, saved
 
@@ -19,7 +19,7 @@ def test_a_part_of_base64_is_that_part_of_the_file() -> None:
     for length in (0, 1, 2, 3, 4, 5, 100, 1000):
         data = draw.randbytes(length)
         url = "data:image/png;base64," + base64.b64encode(data).decode()
-        for file in (ImageFile(data), base64_file(url, url.index(",") + 1), base64_file(url.rstrip("="), url.index(",") + 1)):
+        for file in (ImageFile(data), ImageFile(url, url.index(",") + 1), ImageFile(url.rstrip("="), url.index(",") + 1)):
             assert abs(file.size - length) <= 2
             for _ in range(50):
                 start = draw.randrange(length + 5)
@@ -29,20 +29,23 @@ def test_a_part_of_base64_is_that_part_of_the_file() -> None:
 
 def test_base64_may_have_lines() -> None:
     data = random.Random(2).randbytes(500)
-    assert base64_file(base64.encodebytes(data).decode()).part(0, 500) == data
+    file = ImageFile(base64.encodebytes(data).decode())
+    assert file.has_lines
+    assert file.joined().part(0, 500) == data
+    assert not file.joined().has_lines
 
 
 @pytest.mark.parametrize("text", ["AAA*AAAA", "AA==AAAA", "A", "äAAA", "AAAAA"])
 def test_what_is_not_base64_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="it is not base64"):
-        base64_file(text).part(0, 6)
+        ImageFile(text).part(0, 6)
 
 
 def test_a_file_is_written_and_hashed_in_pieces(tmp_path: Path) -> None:
     data = random.Random(3).randbytes(PIECE_CHARACTERS * 2)
     text = base64.b64encode(data).decode()
     written, digests = [], set()
-    for number, file in enumerate([ImageFile(data), base64_file(text), base64_file("data:;base64," + text, 13), ImageFile(data[:-1])]):
+    for number, file in enumerate([ImageFile(data), ImageFile(text), ImageFile("data:;base64," + text, 13), ImageFile(data[:-1])]):
         path = tmp_path / str(number)
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
         file.write(descriptor)

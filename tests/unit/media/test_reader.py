@@ -11,9 +11,11 @@ import random
 import signal
 import sys
 import termios
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -94,6 +96,29 @@ async def test_equal_pictures_are_read_once_and_keep_their_order(reader: MediaRe
     assert again[0] is pictures[0]
     assert reader.counts.images["data", "cached"] == 1
     assert reader.counts.bytes["data"] > 5 * len(cat) - 10
+
+
+class Watched(str):  # noqa: SLOT000
+    """A text that notes the longest part that the main thread has taken of it."""
+
+    longest = 0
+
+    def __getitem__(self, key: Any) -> str:
+        part = super().__getitem__(key)
+        if threading.current_thread() is threading.main_thread():
+            self.longest = max(self.longest, len(part))
+        return part
+
+
+async def test_a_file_in_lines_is_joined_beside_the_event_loop(reader: MediaReader) -> None:
+    file = saved(noise(size=(400, 300)))
+    text = Watched(base64.encodebytes(file).decode())
+    pictures = await read(reader, ImageRef(FIELD, data=text), sent(file))
+    assert pictures[0] is pictures[1]
+    assert text.longest < 1000
+    odd = Watched(text + "\u20ac")
+    assert "it is not base64" in (await refused(reader, ImageRef(FIELD, data=odd))).message
+    assert odd.longest < 1000
 
 
 async def test_tenants_share_nothing(reader: MediaReader) -> None:

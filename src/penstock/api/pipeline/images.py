@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -56,7 +57,7 @@ class Images(Struct, frozen=True):
         """The prompt with its images. Raises RequestError that names the part that cannot be read, or not by this model."""
         rules = model.info.images
         if rules is None:
-            return Shown(*_replaced(prompt, marks, _notes(model, context.models, self.refs, context.drops_images)))
+            return Shown(*_replaced(prompt, marks, await _notes(model, context.models, self.refs, context.drops_images)))
         wanted = [int(mark[1]) for message in prompt.messages for mark in IMAGE_MARK.finditer(message["content"])]
         if missing := [index for index in wanted if index not in self.pictures]:
             assert context.media is not None, "a front end has a reader of images"
@@ -68,20 +69,23 @@ class Images(Struct, frozen=True):
         return Shown(structs.replace(prompt, images=layouts), marks, tuple(pictures.values()))
 
 
-def _notes(model: ServedModel, models: Models, refs: Sequence[ImageRef], drops: bool) -> list[str]:
+async def _notes(model: ServedModel, models: Models, refs: Sequence[ImageRef], drops: bool) -> list[str]:
     """What a model that reads only text gets in place of each image. Raises RequestError for one that it should see, unless it `drops`."""
     if not drops and (shown := next((ref for ref in refs if not ref.is_old), None)) is not None:
         readers = ", ".join(f"`{each.info.name}`" for each in models.all() if each.info.images is not None)
         other = f"; these models read images: {readers}" if readers else "; no model at this server reads images"
         message = f"`{shown.field}` is an image: images are not supported by this model, `{model.info.name}`{other}"
         raise RequestError(message, param=shown.field, code="unsupported_image")
-    return [note(ref) for ref in refs]
+    return [await note(ref) for ref in refs]
 
 
-def note(ref: ImageRef) -> str:
+async def note(ref: ImageRef) -> str:
     """What stands for an image that is neither fetched nor decoded. It depends only on what was sent: prompts keep their prefixes."""
+    # Looking at a header takes up to a millisecond, and a history may have thousands.
+    await asyncio.sleep(0)
     try:
-        header = read_header(sent_file(ref))
+        file = sent_file(ref)
+        header = read_header(await asyncio.to_thread(file.joined) if file.has_lines else file)
     except (RequestError, ValueError):
         return "[image left out: this model reads only text]"
     return f"[image: {header.width} × {header.height} {header.kind}, left out: this model reads only text]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -18,6 +19,7 @@ import pytest
 from front_end import MODEL, WORDS, FrontEnd, request, says
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.openai.chat import parse_chat
+from penstock.api.pipeline.images import note
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.responses.parse import MAX_FETCHED_BYTES, ResponseParser
@@ -167,6 +169,24 @@ async def test_marks_for_the_cache_are_where_they_were(model: ModelInfo) -> None
     assert on - before == size
     assert behind - on == len(WORDS.encode(" three four"))
     assert whole.prompt_tokens == plan.prompt_tokens > behind
+
+
+async def test_thousands_of_notes_let_others_go_between() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    for _ in range(500):
+        assert await note(ImageRef("messages[0]", "data:a")) == "[image left out: this model reads only text]"
+    counting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await counting
+    assert turns >= 500
 
 
 async def test_a_model_that_reads_only_text_names_those_that_read_images() -> None:
