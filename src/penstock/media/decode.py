@@ -34,11 +34,16 @@ class Decoded(NamedTuple):
 def decode(data: bytes, kind: str, most_pixels: int, is_low: bool, rules: ImageRules) -> Decoded:
     """Of an animation, the first frame. Raises what Pillow raises, ValueError if the picture has more pixels than its header said, and
     RequestError if the model's processor refuses it."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     # The header was checked against our own limit.
     Image.MAX_IMAGE_PIXELS = None
-    with Image.open(BytesIO(data), formats=(kind.upper(),)) as opened:
+    try:
+        file = Image.open(BytesIO(data), formats=(kind.upper(),))
+    except UnidentifiedImageError:
+        # Pillow's own words show an address in memory.
+        raise ValueError("its header is damaged") from None
+    with file as opened:
         if opened.width * opened.height > most_pixels:
             raise ValueError(f"it has {opened.width} × {opened.height} pixels, more than its header says")
         opened.load()

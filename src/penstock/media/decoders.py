@@ -18,7 +18,7 @@ from penstock.fairness import FairBudget, Share
 from penstock.media.file import ImageFile
 from penstock.media.formats import Header
 from penstock.media.job import Done, Job, Refused
-from penstock.wire.images import ImageRules
+from penstock.wire.images import MAX_IMAGE_BYTES, ImageRules
 
 CPU_SECONDS = 10.0
 """A picture of 50 million pixels takes 1 to 3."""
@@ -108,22 +108,34 @@ class Decoders:
 
     def _try(self, file: ImageFile, job: Job) -> Answer:
         try:
-            process = self._idle.pop() if self._idle else _Process(self._memory, self._stuck_seconds)
+            process = self._idle_process() or _Process(self._memory, self._stuck_seconds)
         except OSError as error:
             return Refused("overloaded", f"no process can be started: {error.strerror}")
         self._all.add(process)
         try:
             found = process.decode(file, job)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, MemoryError, msgspec.DecodeError) as error:
             # There is no memory to share, or it answers nonsense.
             process.kill()
             found = Refused("overloaded", f"the process that decodes it failed: {error}")
         if process.is_alive and not self._is_closed:
             self._idle.append(process)
         else:
-            self._all.discard(process)
-            process.close()
+            self._forget(process)
         return found
+
+    def _idle_process(self) -> _Process | None:
+        """One that waits for a picture. Somebody may have killed them all."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+            self._forget(process)
+        return None
+
+    def _forget(self, process: _Process) -> None:
+        self._all.discard(process)
+        process.close()
 
 
 class _Process:
@@ -132,13 +144,18 @@ class _Process:
     def __init__(self, memory: int, stuck_seconds: float) -> None:
         self._stuck_seconds = stuck_seconds
         self._shared = os.memfd_create("penstock-picture")
-        command = [sys.executable, "-m", "penstock.media.child", str(self._shared), str(memory)]
+        # -P: the directory that the server was started in has no modules for it.
+        command = [sys.executable, "-P", "-m", "penstock.media.child", str(self._shared), str(memory)]
         # No secret of ours is there.
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(  # noqa: S603
-            command, stdin=pipe, stdout=pipe, bufsize=0, pass_fds=(self._shared,), env=environment, start_new_session=True
-        )
+        try:
+            self._process = subprocess.Popen(  # noqa: S603
+                command, stdin=pipe, stdout=pipe, bufsize=0, pass_fds=(self._shared,), env=environment, start_new_session=True
+            )
+        except OSError:
+            os.close(self._shared)
+            raise
         self.pid = self._process.pid
 
     @property
@@ -156,12 +173,14 @@ class _Process:
             # It had ended before.
             return Refused("killed", _KILLED)
         except TimeoutError:
-            self._process.kill()
+            self.kill()
             return Refused("overloaded", f"it was not decoded within {self._stuck_seconds:g} seconds")
         if not line:
             return self._died(job)
         found = msgspec.json.decode(line, type=Done | Refused)
         if isinstance(found, Done):
+            if os.fstat(self._shared).st_size != found.length or found.length > MAX_IMAGE_BYTES:
+                raise OSError(f"it says that it made {found.length:,} bytes")
             pixels = os.pread(self._shared, found.length, 0)
         os.ftruncate(self._shared, 0)
         return (found, pixels) if isinstance(found, Done) else found

@@ -17,15 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 
+import penstock
 from penstock.config.media import DEFAULTS
 from penstock.fairness import Share
 from penstock.media.child import answer
 from penstock.media.decoders import Decoders
 from penstock.media.families.simulator import make_rules
-from penstock.media.job import Job, Refused
+from penstock.media.job import Done, Job, Refused
 from penstock.media.picture import ImageRef, Picture
 from penstock.media.reader import BYTES_PER_PIXEL, MediaReader
 from penstock.wire.errors import RequestError
@@ -191,6 +193,7 @@ async def test_a_broken_file_is_refused_and_nothing_is_kept(reader: MediaReader)
         error = await refused(reader, sent(noise()), sent(file[: len(file) // 2], field="input[7]"))
         assert (error.param, error.status, error.code) == ("input[7]", 400, "invalid_image")
         assert "broken" in error.message, error.message
+        assert " at 0x" not in (await refused(reader, sent(file[:40]))).message, "no address in memory"
     del error  # its traceback holds what was read
     text = base64.b64encode(saved(noise(size=(90, 90)))).decode()
     assert "it is not base64" in (await refused(reader, ImageRef("data", data=text[:300] + "?" + text[301:]))).message
@@ -272,6 +275,63 @@ async def test_a_process_that_somebody_killed_is_replaced(reader: MediaReader) -
         os.kill(process, 9)
     assert len(await read(reader, sent(noise(seed=51)))) == 1
     assert not reader.decoders.lost
+
+
+async def test_processes_that_somebody_killed_while_idle_are_replaced() -> None:
+    reader = MediaReader(decoders=Decoders(3, DEFAULTS.max_bytes, DEFAULTS.max_pixels))
+    try:
+        while len(reader.decoders.pids) < 3:
+            await read(reader, *[sent(noise(seed=draw)) for draw in random.sample(range(1000), 3)])
+        for pid in reader.decoders.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
+        assert len(await read(reader, sent(noise(seed=1001)))) == 1
+        assert not reader.decoders.lost
+        assert len(reader.decoders.pids) == 1
+    finally:
+        reader.close()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_process_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = MediaReader(decoders=Decoders(1, DEFAULTS.max_bytes, DEFAULTS.max_pixels))
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    error = await refused(reader, sent(noise()))
+    assert (error.status, "no process can be started" in error.message) == (503, True)
+    before = descriptors()
+    await refused(reader, sent(noise()))
+    assert descriptors() == before
+    reader.close()
+
+
+@pytest.mark.parametrize("length", [10, -1, 10**12, 10**30])
+async def test_a_process_that_lies_of_its_pixels_is_not_believed(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    done = msgspec.json.encode(Done((24, 16), b"content", b"seal", 0)).decode().replace(":0}", f":{length}}}")
+    script.write_text(f"#!/bin/sh\nread job\necho '{done}'\nexec cat\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    reader = MediaReader(decoders=Decoders(1, DEFAULTS.max_bytes, DEFAULTS.max_pixels))
+    try:
+        error = await refused(reader, sent(noise()))
+        assert (error.status, "the process that decodes it failed" in error.message) == (503, True)
+        assert reader.decoders.pids == []
+    finally:
+        reader.close()
+
+
+async def test_modules_in_the_directory_of_the_server_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "struct.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(penstock.__file__).parents[1]))
+    reader = MediaReader(decoders=Decoders(1, DEFAULTS.max_bytes, DEFAULTS.max_pixels))
+    try:
+        assert len(await read(reader, sent(noise()))) == 1
+    finally:
+        reader.close()
 
 
 async def test_a_picture_that_takes_too_long_is_refused() -> None:
