@@ -6,7 +6,9 @@ import asyncio
 import re
 import socket
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from ipaddress import ip_address
 
 from penstock.config.media import MediaSettings
@@ -34,9 +36,22 @@ Keep = Callable[[bytes], Awaitable[None]]
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """The addresses of a name. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
+    """The addresses of a name. Raises OSError.
+
+    In a thread of its own: those of the loop are few and have other work. A lookup may hang for a minute, but the server need not wait for
+    it to end.
+    """
+    found: Future[Sequence[str]] = Future()
+    found.set_running_or_notify_cancel()
+
+    def look_up() -> None:
+        try:
+            found.set_result([str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
+        except (OSError, UnicodeError) as error:
+            found.set_exception(error)
+
+    threading.Thread(target=look_up, name="host of an image", daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 async def connect(address: str, port: int, tls: ssl.SSLContext | None, name: str | None) -> Streams:
@@ -53,6 +68,8 @@ class HttpFetcher:
         self._connect = connect
         self._tls = ssl.create_default_context()
         self.turns = FairBudget(MAX_FETCHES)
+        self.lookups = FairBudget(MAX_FETCHES)
+        """One that nobody waits for any more has its place until it ends: it cannot be stopped."""
 
     async def fetch(self, url: str, lane: str, weight: float, take: Take) -> bytearray:
         """The file. Awaits `take` before it keeps more bytes. Raises RequestError without a field."""
@@ -63,7 +80,7 @@ class HttpFetcher:
             if not self.turns.take(turn, 1):
                 await self.turns.wait(turn, 1, self._settings.timeout)
             async with asyncio.timeout(self._settings.timeout) as limit:
-                return await self._follow(target, take)
+                return await self._follow(target, take, turn)
         except TimeoutError:
             if not turn.held:
                 raise RequestError("the server fetches too many images now", code="overloaded", status=503, limit="media_fetches") from None
@@ -73,17 +90,17 @@ class HttpFetcher:
         finally:
             self.turns.release(turn)
 
-    async def _follow(self, target: Target, take: Take) -> bytearray:
+    async def _follow(self, target: Target, take: Take, turn: Share) -> bytearray:
         for _ in range(self._settings.max_redirects + 1):
-            found = await self._get(target, take)
+            found = await self._get(target, take, turn)
             if isinstance(found, bytearray):
                 return found
             target = parse_redirect(target, found)
         raise _failed(f"its URL redirects more than {self._settings.max_redirects} times (--media-redirects)")
 
-    async def _get(self, target: Target, take: Take) -> bytearray | str:
+    async def _get(self, target: Target, take: Take, turn: Share) -> bytearray | str:
         """The file, or where it is."""
-        reader, writer = await self._open(target)
+        reader, writer = await self._open(target, turn)
         try:
             writer.write(_request(target))
             status, headers = await _read_head(reader)
@@ -99,12 +116,12 @@ class HttpFetcher:
         finally:
             writer.transport.abort()
 
-    async def _open(self, target: Target) -> Streams:
+    async def _open(self, target: Target, turn: Share) -> Streams:
         """A connection to an address that was checked just before, never to the name."""
         self._allowed.check_name(target)
         try:
             literal = target.address
-            texts = [target.host] if literal is not None else await self._resolve(target.host, target.port)
+            texts = [target.host] if literal is not None else await self._look_up(target, turn)
             addresses = [ip_address(text) for text in dict.fromkeys(texts)]
         except (OSError, UnicodeError, ValueError) as error:
             raise _failed(f"the host {target.host[:80]} is not found") from error
@@ -119,6 +136,19 @@ class HttpFetcher:
                 if is_last == 0:
                     raise _failed(f"{target.authority[:80]} cannot be reached: {_said(error)}") from error
         raise AssertionError
+
+    async def _look_up(self, target: Target, turn: Share) -> Sequence[str]:
+        """Raises OSError."""
+        place = Share(turn.lane, turn.weight)
+        try:
+            if not self.lookups.take(place, 1):
+                await self.lookups.wait(place, 1)
+            looking = asyncio.ensure_future(self._resolve(target.host, target.port))
+        except BaseException:
+            self.lookups.release(place)
+            raise
+        looking.add_done_callback(lambda _: self.lookups.release(place))
+        return await asyncio.shield(looking)
 
     async def _read_body(self, reader: asyncio.StreamReader, headers: Mapping[str, str], take: Take) -> bytearray:
         body = bytearray()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +16,7 @@ import pytest
 from images.tricks import ALLOWED, PUBLIC, Trick, tricks
 from penstock.config.media import DEFAULTS, MediaSettings, parse_media_host
 from penstock.media.families.simulator import make_rules
-from penstock.media.fetch import MAX_FETCHES, HttpFetcher, Streams, read_headers
+from penstock.media.fetch import MAX_FETCHES, HttpFetcher, Streams, read_headers, resolve
 from penstock.media.picture import ImageRef
 from penstock.media.reader import MediaReader
 from penstock.wire.errors import RequestError
@@ -245,3 +247,51 @@ async def test_a_tenant_that_fetches_much_keeps_nobody_waiting() -> None:
         released.set()
         assert {bytes(file) for file in await asyncio.gather(*flood)} == {FILE}
         assert fetcher.turns.used == 0
+
+
+def test_lookups_do_not_wait_for_other_work_in_threads() -> None:
+    async def look_up() -> None:
+        released = threading.Event()
+        with ThreadPoolExecutor(1) as threads:
+            asyncio.get_running_loop().set_default_executor(threads)
+            blocked = asyncio.create_task(asyncio.to_thread(released.wait))
+            await asyncio.sleep(0)
+            try:
+                async with asyncio.timeout(10):
+                    assert await resolve("127.0.0.1", 80) == ["127.0.0.1"]
+                    with pytest.raises(UnicodeError):
+                        await resolve("a" * 64, 80)
+            finally:
+                released.set()
+                await blocked
+
+    # The loop of asyncio: another one has threads that cannot be kept busy.
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(look_up())
+
+
+async def test_a_lookup_that_hangs_keeps_its_place_and_holds_up_no_other_tenant() -> None:
+    """It cannot be stopped, so a tenant must not begin ever more of them."""
+    released = asyncio.Event()
+
+    async def hang(host: str, port: int) -> list[str]:
+        await released.wait()
+        return [PUBLIC]
+
+    async with (web := Web(lambda _: answer())).open():
+        fetcher = HttpFetcher(replace(DEFAULTS, hosts=(parse_media_host(ALLOWED),)), resolve=hang, connect=web.connect)
+        for waiting in (0, MAX_FETCHES):
+            flood = [asyncio.create_task(fetched(fetcher)) for _ in range(MAX_FETCHES)]
+            while (fetcher.lookups.used, fetcher.lookups.waiting) != (MAX_FETCHES, waiting):
+                await asyncio.sleep(0)
+            for each in flood:
+                each.cancel()
+            await asyncio.gather(*flood, return_exceptions=True)
+            assert (fetcher.turns.used, fetcher.lookups.used, fetcher.lookups.waiting) == (0, MAX_FETCHES, 0)
+        other = asyncio.create_task(fetcher.fetch(f"http://{ALLOWED}/", "other", 1.0, take))
+        while fetcher.lookups.used == MAX_FETCHES:
+            await asyncio.sleep(0)
+        released.set()
+        assert bytes(await other) == FILE
+        assert await fetched(fetcher) == FILE
+        assert fetcher.lookups.used == 0
