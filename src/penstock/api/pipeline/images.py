@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -42,6 +44,14 @@ class Shown(NamedTuple):
     prompt: ChatPrompt
     marks: Sequence[PlacedMark]
     pictures: tuple[Picture, ...] = ()
+
+
+class _Filled(NamedTuple):
+    """A message's content with a text in place of each image's mark: where these marks ended, and how much longer it is from there on."""
+
+    content: str
+    ends: list[int]
+    longer: list[int]
 
 
 class Images(Struct, frozen=True):
@@ -94,17 +104,28 @@ async def note(ref: ImageRef) -> str:
 def _replaced(prompt: ChatPrompt, marks: Sequence[PlacedMark], texts: _Texts) -> tuple[ChatPrompt, list[PlacedMark]]:
     """The prompt with a text in place of each mark, and the marks for the cache behind the same characters as before."""
 
-    def filled(content: str) -> str:
-        return IMAGE_MARK.sub(lambda mark: texts[int(mark[1])], content)
+    filled = [_filled(message["content"], texts) for message in prompt.messages]
 
-    moved = [
-        structs.replace(mark, characters=len(filled(prompt.messages[mark.message]["content"][: mark.characters])))
-        if mark.message is not None and mark.message < len(prompt.messages)
-        else mark
-        for mark in marks
-    ]
-    messages = [ChatMessage({**message, "content": filled(message["content"])}) for message in prompt.messages]
-    return structs.replace(prompt, messages=messages), moved
+    def moved(mark: PlacedMark) -> PlacedMark:
+        if mark.message is None or mark.message >= len(filled):
+            return mark
+        _, ends, longer = filled[mark.message]
+        return structs.replace(mark, characters=mark.characters + longer[bisect_right(ends, mark.characters) - 1])
+
+    messages = [ChatMessage({**message, "content": found.content}) for message, found in zip(prompt.messages, filled, strict=True)]
+    return structs.replace(prompt, messages=messages), [moved(mark) for mark in marks]
+
+
+def _filled(content: str, texts: _Texts) -> _Filled:
+    ends, longer = [0], [0]
+
+    def fill(mark: re.Match[str]) -> str:
+        text = texts[int(mark[1])]
+        ends.append(mark.end())
+        longer.append(longer[-1] + len(text) - len(mark[0]))
+        return text
+
+    return _Filled(IMAGE_MARK.sub(fill, content), ends, longer)
 
 
 def shown_ids(token_ids: Sequence[int], tokenizer: Tokenizer, rules: ImageRules | None) -> Sequence[int]:

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ import pytest
 from front_end import MODEL, WORDS, FrontEnd, request, says
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.openai.chat import parse_chat
-from penstock.api.pipeline.images import note
+from penstock.api.pipeline.images import Images, note
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.responses.parse import MAX_FETCHED_BYTES, ResponseParser
 from penstock.api.responses.store import SqliteStore
 from penstock.media.families import simulator
 from penstock.media.picture import ImageRef, Picture
+from penstock.router.policy import PlacedMark
+from penstock.text.images import image_mark
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
 from penstock.wire.errors import RequestError
 from penstock.wire.images import FIRST_IMAGE_ID, ImageRules, sealed_name, wrong_images
 from penstock.wire.messages import ModelInfo
@@ -169,6 +173,20 @@ async def test_marks_for_the_cache_are_where_they_were(model: ModelInfo) -> None
     assert on - before == size
     assert behind - on == len(WORDS.encode(" three four"))
     assert whole.prompt_tokens == plan.prompt_tokens > behind
+
+
+async def test_marks_and_images_of_a_message_are_gone_through_once() -> None:
+    count = 40_000
+    content = "".join(map(image_mark, range(count)))
+    refs = [ImageRef("messages[0]", "data:a", is_old=True)] * count
+    ends = accumulate(len(image_mark(index)) for index in range(count))
+    marks = [PlacedMark(300.0, 0, end) for end in ends]
+    incoming, context, _ = await asked({"messages": [user("?")]}, MODEL)
+    prompt = ChatPrompt(messages=[ChatMessage(role="user", content=content)])
+    shown = await Images(refs, {}).show(prompt, marks, context.models.find(MODEL.name), incoming.tenant, b"", context)
+    note = "[image left out: this model reads only text]"
+    assert shown.prompt.messages[0]["content"] == note * count
+    assert [mark.characters for mark in shown.marks] == [len(note) * number for number in range(1, count + 1)]
 
 
 async def test_thousands_of_notes_let_others_go_between() -> None:
