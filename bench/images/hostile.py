@@ -283,14 +283,16 @@ def _send_to(port: int, named: tuple[str, bytes]) -> tuple[int, dict[str, object
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["urls", "files", []], default=["urls", "files"])
+    # Without any, it is an empty list, which argparse compares with the choices, too.
+    parser.add_argument("parts", nargs="*", choices=["urls", "files", []])
     parser.add_argument("--files", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     help_text = "give the front end real-time priority: on a busy machine, waiting for a core looks like a stall (needs root)"
     parser.add_argument("--real-time", action="store_true", help=help_text)
     arguments = parser.parse_args()
-    passed = [asyncio.run(try_urls())] if "urls" in arguments.parts else []
-    passed += [try_files(arguments.files, arguments.seed, arguments.real_time)] if "files" in arguments.parts else []
+    parts = arguments.parts or ["urls", "files"]
+    passed = [asyncio.run(try_urls())] if "urls" in parts else []
+    passed += [try_files(arguments.files, arguments.seed, arguments.real_time)] if "files" in parts else []
     return 0 if all(passed) else 1
 
 
