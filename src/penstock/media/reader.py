@@ -178,7 +178,7 @@ class MediaReader:
         try:
             yield
         except RequestError as error:
-            source = "http" if ref.url and not ref.url.startswith("data:") else "data"
+            source = "http" if _WEB.match(ref.url) else "data"
             self.counts.images[source, "refused" if error.status < 500 else "failed"] += 1
             message = f"`{ref.field}` cannot be read: {error.message}"
             named = RequestError(message, param=ref.field, code=error.code, status=error.status, limit=error.limit)

@@ -182,6 +182,7 @@ async def test_the_first_errors_are_those_that_cost_least(reader: MediaReader) -
 async def test_a_url_without_a_picture_is_refused(reader: MediaReader, url: str, reason: str) -> None:
     error = await refused(reader, sent(noise()), ImageRef("input[1].image_url", url=url))
     assert error.status == 400
+    assert reader.counts.images["http" if "http" in url.lower() else "data", "refused"] == 1
     assert error.param == "input[1].image_url"
     assert error.message.startswith("`input[1].image_url` cannot be read: ")
     assert reason in error.message
