@@ -434,3 +434,10 @@ def test_without_file_descriptors_connections_are_refused_clearly(serve: Callabl
 def test_the_soft_limit_of_files_is_raised(server: Server) -> None:
     soft, hard = resource.prlimit(server.child("frontend").pid, resource.RLIMIT_NOFILE)
     assert soft == hard
+
+
+def test_code_in_the_working_directory_is_not_loaded(tmp_path: Path) -> None:
+    """The `penstock` command does not load it; nor may the processes that it starts."""
+    (tmp_path / "msgspec.py").write_text('raise SystemExit("loaded from the working directory")')
+    command = ["env", "-C", str(tmp_path), sys.executable, "-P", "-m", "penstock", "serve", "--port", "0", "--engine", "simulator"]
+    assert Server(command=command).wait_ready().stop() == 0

@@ -425,7 +425,7 @@ async def run_serve(settings: ServeSettings, resolved: Resolved) -> int:
         roles = [*settings.roles, *encoders]
         names = worker_names(roles)
         addresses = [f"unix:{Path(directory) / name}.sock" for name in names]
-        base = [sys.executable, "-m", "penstock"]
+        base = [sys.executable, "-P", "-m", "penstock"]
         arguments = worker_arguments(settings, resolved)
         environment = resolved.environment_for(WorkerSettings, os.environ)
         workers = [
