@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
-from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec import Struct, structs
 
 from penstock.api.auth.keys import Tenant
-from penstock.api.models import Models, ServedModel
-from penstock.media.file import sent_file
+from penstock.api.models import ServedModel
+from penstock.media.file import PIECE_CHARACTERS, sent_file
 from penstock.media.formats import read_header
 from penstock.media.picture import ImageRef, Picture
-from penstock.router.policy import PlacedMark
+from penstock.text.encoding import Steps, at_once
 from penstock.text.images import IMAGE_MARK, named_mark
+from penstock.text.marks import Place
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.wire.errors import RequestError
 from penstock.wire.images import FIRST_IMAGE_ID, ImageRules
@@ -24,8 +23,8 @@ from penstock.wire.images import FIRST_IMAGE_ID, ImageRules
 if TYPE_CHECKING:
     from penstock.api.pipeline.request import PromptContext
 
-_Texts = dict[int, str] | list[str]
-"""What stands for each image, by its index."""
+FEW_NOTES = 16
+"""Are made at once, if they are short. Looking at a header takes up to half a millisecond, and joining lines 1 ms for each megabyte."""
 
 
 class PictureReader(Protocol):
@@ -39,93 +38,91 @@ class PictureReader(Protocol):
 
 
 class Shown(NamedTuple):
-    """A prompt whose images are read, or replaced by notes. `marks` are those for the cache."""
+    """A prompt whose images are read, or replaced by notes. `places` are those of the marks for the cache."""
 
     prompt: ChatPrompt
-    marks: Sequence[PlacedMark]
+    places: dict[float, Place]
     pictures: tuple[Picture, ...] = ()
 
 
-class _Filled(NamedTuple):
-    """A message's content with a text in place of each image's mark: where these marks ended, and how much longer it is from there on."""
-
-    content: str
-    ends: list[int]
-    longer: list[int]
-
-
 class Images(Struct, frozen=True):
-    """The images of one request. `pictures` are those that were read, by their index: none is read twice, even if several prompts are
-    tried."""
+    """The images of one request. `seen` has what stands for those that were looked at, by their index: pictures or notes. None is looked at
+    twice, even if several prompts are tried."""
 
     refs: Sequence[ImageRef]
-    pictures: dict[int, Picture]
+    seen: dict[int, Picture | str]
 
     async def show(
-        self, prompt: ChatPrompt, marks: Sequence[PlacedMark], model: ServedModel, tenant: Tenant, root: bytes, context: PromptContext
+        self, prompt: ChatPrompt, places: dict[float, Place], model: ServedModel, tenant: Tenant, root: bytes, context: PromptContext
     ) -> Shown:
         """The prompt with its images. Raises RequestError that names the part that cannot be read, or not by this model."""
-        rules = model.info.images
-        if rules is None:
-            return Shown(*_replaced(prompt, marks, await _notes(model, context.models, self.refs, context.drops_images)))
-        wanted = [int(mark[1]) for message in prompt.messages for mark in IMAGE_MARK.finditer(message["content"])]
-        if missing := [index for index in wanted if index not in self.pictures]:
-            assert context.media is not None, "a front end has a reader of images"
-            read = await context.media.read([self.refs[index] for index in missing], tenant.lane, root, rules, tenant.weight)
-            self.pictures.update(zip(missing, read, strict=True))
-        pictures = {index: self.pictures[index] for index in wanted}
-        prompt, marks = _replaced(prompt, marks, {index: named_mark(picture.name) for index, picture in pictures.items()})
-        layouts = {picture.name: picture.layout for picture in pictures.values()}
-        return Shown(structs.replace(prompt, images=layouts), marks, tuple(pictures.values()))
+        read = partial(context.transcripts.encoder.read, tenant.lane, sum([len(message["content"]) for message in prompt.messages]))
+        wanted = await read(_wanted, prompt)
+        if missing := [index for index in wanted if index not in self.seen]:
+            refs = [self.refs[index] for index in missing]
+            found: Sequence[Picture | str]
+            if model.info.images is None:
+                found = await self._notes(refs, model, tenant, context)
+            else:
+                assert context.media is not None, "a front end has a reader of images"
+                found = await context.media.read(refs, tenant.lane, root, model.info.images, tenant.weight)
+            self.seen.update(zip(missing, found, strict=True))
+        shown = {index: self.seen[index] for index in wanted}
+        texts = {index: each if isinstance(each, str) else named_mark(each.name) for index, each in shown.items()}
+        prompt, places = await read(_replaced, prompt, places, texts)
+        pictures = tuple([each for each in shown.values() if not isinstance(each, str)])
+        return Shown(structs.replace(prompt, images={each.name: each.layout for each in pictures}), places, pictures)
+
+    async def _notes(self, refs: Sequence[ImageRef], model: ServedModel, tenant: Tenant, context: PromptContext) -> list[str]:
+        """What a model that reads only text gets in place of these. Raises RequestError for one that it should see, unless it drops all."""
+        shown = None if context.drops_images else next((ref for ref in self.refs if not ref.is_old), None)
+        if shown is not None:
+            readers = ", ".join(f"`{each.info.name}`" for each in context.models.all() if each.info.images is not None)
+            other = f"; these models read images: {readers}" if readers else "; no model at this server reads images"
+            message = f"`{shown.field}` is an image: images are not supported by this model, `{model.info.name}`{other}"
+            raise RequestError(message, param=shown.field, code="unsupported_image")
+        steps = _note_steps(refs)
+        is_short = len(refs) <= FEW_NOTES and sum([len(ref.url) + len(ref.data) for ref in refs]) <= PIECE_CHARACTERS
+        return at_once(steps) if is_short else await context.transcripts.encoder.run(steps, tenant.lane)
 
 
-async def _notes(model: ServedModel, models: Models, refs: Sequence[ImageRef], drops: bool) -> list[str]:
-    """What a model that reads only text gets in place of each image. Raises RequestError for one that it should see, unless it `drops`."""
-    if not drops and (shown := next((ref for ref in refs if not ref.is_old), None)) is not None:
-        readers = ", ".join(f"`{each.info.name}`" for each in models.all() if each.info.images is not None)
-        other = f"; these models read images: {readers}" if readers else "; no model at this server reads images"
-        message = f"`{shown.field}` is an image: images are not supported by this model, `{model.info.name}`{other}"
-        raise RequestError(message, param=shown.field, code="unsupported_image")
-    return [await note(ref) for ref in refs]
+def _note_steps(refs: Sequence[ImageRef]) -> Steps[list[str]]:
+    notes = []
+    for ref in refs:
+        notes.append(note(ref))
+        yield
+    return notes
 
 
-async def note(ref: ImageRef) -> str:
+def note(ref: ImageRef) -> str:
     """What stands for an image that is neither fetched nor decoded. It depends only on what was sent: prompts keep their prefixes."""
-    # Looking at a header takes up to a millisecond, and a history may have thousands.
-    await asyncio.sleep(0)
     try:
         file = sent_file(ref)
-        header = read_header(await asyncio.to_thread(file.joined) if file.has_lines else file)
+        header = read_header(file.joined() if file.has_lines else file)
     except (RequestError, ValueError):
         return "[image left out: this model reads only text]"
     return f"[image: {header.width} × {header.height} {header.kind}, left out: this model reads only text]"
 
 
-def _replaced(prompt: ChatPrompt, marks: Sequence[PlacedMark], texts: _Texts) -> tuple[ChatPrompt, list[PlacedMark]]:
-    """The prompt with a text in place of each mark, and the marks for the cache behind the same characters as before."""
-
-    filled = [_filled(message["content"], texts) for message in prompt.messages]
-
-    def moved(mark: PlacedMark) -> PlacedMark:
-        if mark.message is None or mark.message >= len(filled):
-            return mark
-        _, ends, longer = filled[mark.message]
-        return structs.replace(mark, characters=mark.characters + longer[bisect_right(ends, mark.characters) - 1])
-
-    messages = [ChatMessage({**message, "content": found.content}) for message, found in zip(prompt.messages, filled, strict=True)]
-    return structs.replace(prompt, messages=messages), [moved(mark) for mark in marks]
+def _wanted(prompt: ChatPrompt) -> list[int]:
+    """The indexes of the images that are in the prompt."""
+    return [int(mark[1]) for message in prompt.messages for mark in IMAGE_MARK.finditer(message["content"])]
 
 
-def _filled(content: str, texts: _Texts) -> _Filled:
-    ends, longer = [0], [0]
+def _replaced(prompt: ChatPrompt, places: dict[float, Place], texts: dict[int, str]) -> tuple[ChatPrompt, dict[float, Place]]:
+    """The prompt with a text in place of each mark, and the places behind the same characters as before."""
 
-    def fill(mark: re.Match[str]) -> str:
-        text = texts[int(mark[1])]
-        ends.append(mark.end())
-        longer.append(longer[-1] + len(text) - len(mark[0]))
-        return text
+    def filled(content: str) -> str:
+        return IMAGE_MARK.sub(lambda mark: texts[int(mark[1])], content)
 
-    return _Filled(IMAGE_MARK.sub(fill, content), ends, longer)
+    moved = {
+        seconds: place._replace(characters=len(filled(prompt.messages[place.message]["content"][: place.characters])))
+        if place.message < len(prompt.messages)
+        else place
+        for seconds, place in places.items()
+    }
+    messages = [ChatMessage({**message, "content": filled(message["content"])}) for message in prompt.messages]
+    return structs.replace(prompt, messages=messages), moved
 
 
 def shown_ids(token_ids: Sequence[int], tokenizer: Tokenizer, rules: ImageRules | None) -> Sequence[int]:

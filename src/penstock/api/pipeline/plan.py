@@ -25,7 +25,7 @@ from penstock.router.policy import Hints, PlacedMark
 from penstock.text.formats.grammar import after_reasoning, tool_grammar
 from penstock.text.formats.make import make_parser, opens_reasoning, visible_tokens
 from penstock.text.formats.tables import DEFAULT_TOOL_FORMAT
-from penstock.text.images import IMAGE_MARK
+from penstock.text.images import MARK_CHARACTERS
 from penstock.text.marks import Place
 from penstock.text.output import OutputParser
 from penstock.text.tokenizers.tokenizer import ChatPrompt
@@ -71,7 +71,7 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
     The model may call the prompt's tools, and `later_tools`, which messages describe, but not `removed_tools`. The text of the answer must
     follow `grammar`. Without `max_tokens` the answer may fill the context. A `max_tokens` that does not fit the context is an error; with
     `clips`, it is reduced. `marked` are the marks for the cache in its messages. `left_out` are messages that were dropped from the prompt.
-    `images` are those whose marks are in the messages: `image_mark(0)` stands for the first. `pictures` has those that were read already.
+    `images` are those whose marks are in the messages: `image_mark(0)` stands for the first. `seen` is that of Images.
     """
 
     prompt: ChatPrompt
@@ -88,7 +88,7 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
     marked: Sequence[Marked] = ()
     left_out: slice = slice(0)
     images: Sequence[ImageRef] = ()
-    pictures: dict[int, Picture] = {}
+    seen: dict[int, Picture | str] = {}
 
 
 class Plan(Struct, frozen=True, kw_only=True, gc=False):
@@ -150,10 +150,10 @@ async def plan_chat(
     prompt_field = chat.fields[-1].partition("[")[0]  # it has all messages
     check = partial(_room, model, prompt_field, max_tokens=chat.max_tokens, clips=chat.clips)
     marks = _still_there(hints.marks, chat.left_out) if hints.marks else ()
+    places = _places(marks)
     pictures: tuple[Picture, ...] = ()
     if chat.images:
-        chat, marks, pictures = await _show_images(model, chat, marks, tenant, context, hints.cache_salt)
-    places = _places(marks)
+        chat, places, pictures = await _show_images(model, chat, places, tenant, context, hints.cache_salt)
     encoded = await _encode(model, chat, tenant, context, key, memo, check, places=list(places.values()))
     reasoning_format = model.info.reasoning_parser
     tool_format = (model.info.tool_parser or DEFAULT_TOOL_FORMAT) if tools else None
@@ -201,17 +201,17 @@ async def encode_prompt(
     check_lengths(model, chat)
     check_schemas("tools", [*chat.prompt.tools, *chat.later_tools])
     if chat.images:
-        chat, _, _ = await _show_images(model, chat, (), tenant, context, salt)
+        chat, _, _ = await _show_images(model, chat, {}, tenant, context, salt)
     return (await _encode(model, chat, tenant, context, key, is_remembered=False)).token_ids
 
 
 async def _show_images(
-    model: ServedModel, chat: Chat, marks: Sequence[PlacedMark], tenant: Tenant, context: PromptContext, salt: str | None
-) -> tuple[Chat, Sequence[PlacedMark], tuple[Picture, ...]]:
-    """The chat with its images read, and the marks for the cache where they are then. What is cheap to check was checked before."""
-    images = Images(chat.images, chat.pictures)
-    prompt, marks, pictures = await images.show(chat.prompt, marks, model, tenant, _root(tenant, salt), context)
-    return structs.replace(chat, prompt=prompt), marks, pictures
+    model: ServedModel, chat: Chat, places: dict[float, Place], tenant: Tenant, context: PromptContext, salt: str | None
+) -> tuple[Chat, dict[float, Place], tuple[Picture, ...]]:
+    """The chat with its images read, and the places of marks for the cache then. What is cheap to check was checked before."""
+    images = Images(chat.images, chat.seen)
+    prompt, places, pictures = await images.show(chat.prompt, places, model, tenant, _root(tenant, salt), context)
+    return structs.replace(chat, prompt=prompt), places, pictures
 
 
 async def _encode(
@@ -385,14 +385,19 @@ def check_choices(prompts: int, candidates: int) -> None:
 
 def check_lengths(model: ServedModel, chat: Chat) -> None:
     """Refuses a chat with a message that cannot fit."""
+    # What an image takes is known when it is read. Its mark is no text.
+    marks = len(chat.images) * MARK_CHARACTERS
     for field, message in zip(chat.fields, chat.prompt.messages, strict=True):
-        # What an image takes is known when it is read.
-        check_text_length(model, field, IMAGE_MARK.sub(" ", message["content"]) if chat.images else message["content"])
+        _check_characters(model, field, len(message["content"]) - marks)
 
 
 def check_text_length(model: ServedModel, field: str, text: str) -> None:
     """Refuses a text that cannot fit, whatever its tokens are, without tokenizing it."""
-    least = len(text) // model.tokenizer.max_token_bytes
+    _check_characters(model, field, len(text))
+
+
+def _check_characters(model: ServedModel, field: str, characters: int) -> None:
+    least = characters // model.tokenizer.max_token_bytes
     if least >= model.info.context_length:
         raise _too_long(model, field, least, is_cut=True)
 

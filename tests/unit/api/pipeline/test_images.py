@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import json
@@ -10,26 +9,22 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from hashlib import blake2b
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from front_end import MODEL, WORDS, FrontEnd, request, says
+from front_end import MODEL, WORDS, FrontEnd, Turns, request, says
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.openai.chat import parse_chat
-from penstock.api.pipeline.images import Images, note
+from penstock.api.pipeline.images import FEW_NOTES
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.responses.parse import MAX_FETCHED_BYTES, ResponseParser
 from penstock.api.responses.store import SqliteStore
 from penstock.media.families import simulator
 from penstock.media.picture import ImageRef, Picture
-from penstock.router.policy import PlacedMark
-from penstock.text.images import image_mark
-from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
 from penstock.wire.errors import RequestError
 from penstock.wire.images import FIRST_IMAGE_ID, ImageRules, sealed_name, wrong_images
 from penstock.wire.messages import ModelInfo
@@ -175,38 +170,6 @@ async def test_marks_for_the_cache_are_where_they_were(model: ModelInfo) -> None
     assert whole.prompt_tokens == plan.prompt_tokens > behind
 
 
-async def test_marks_and_images_of_a_message_are_gone_through_once() -> None:
-    count = 40_000
-    content = "".join(map(image_mark, range(count)))
-    refs = [ImageRef("messages[0]", "data:a", is_old=True)] * count
-    ends = accumulate(len(image_mark(index)) for index in range(count))
-    marks = [PlacedMark(300.0, 0, end) for end in ends]
-    incoming, context, _ = await asked({"messages": [user("?")]}, MODEL)
-    prompt = ChatPrompt(messages=[ChatMessage(role="user", content=content)])
-    shown = await Images(refs, {}).show(prompt, marks, context.models.find(MODEL.name), incoming.tenant, b"", context)
-    note = "[image left out: this model reads only text]"
-    assert shown.prompt.messages[0]["content"] == note * count
-    assert [mark.characters for mark in shown.marks] == [len(note) * number for number in range(1, count + 1)]
-
-
-async def test_thousands_of_notes_let_others_go_between() -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    for _ in range(500):
-        assert await note(ImageRef("messages[0]", "data:a")) == "[image left out: this model reads only text]"
-    counting.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await counting
-    assert turns >= 500
-
-
 async def test_a_model_that_reads_only_text_names_those_that_read_images() -> None:
     incoming, context, reader = await asked({"messages": [user("a", image())]}, MODEL)
     context.models.live.append(SEEING)
@@ -224,6 +187,27 @@ async def test_a_history_with_images_goes_on_with_a_model_that_reads_only_text()
     with pytest.raises(RequestError):
         await planned(*messages, model=MODEL)
     assert "[image left out: this model reads only text]?" in said(await planned(*messages, model=MODEL, drops=True))
+
+
+def photo(segments: int) -> bytes:
+    """A JPEG whose size comes after this many segments of metadata."""
+    return b"\xff\xd8" + b"\xff\xe1\0\2" * segments + b"\xff\xc0\0\x11\x08" + struct.pack(">HH", 32, 64) + bytes(16)
+
+
+async def test_a_history_with_many_images_does_not_hold_the_event_loop() -> None:
+    """A header takes up to half a millisecond: those of 2,000 photos held it for a second."""
+    url = "data:image/jpeg;base64," + base64.b64encode(photo(20)).decode()
+    messages = [user(*[image(url)] * (FEW_NOTES + 1)), user("go on")]
+    incoming, context, _ = await asked({"messages": messages}, MODEL)
+    async with Turns() as turns:
+        plan, _ = await parse_chat(incoming, context)
+        assert turns.count
+    assert said(plan).count("[image: 64 × 32 JPEG, left out: this model reads only text]") == FEW_NOTES + 1
+
+
+async def test_a_note_tells_the_size_of_an_image_in_lines_of_base64() -> None:
+    url = "data:image/jpeg;base64," + base64.encodebytes(photo(20)).decode()
+    assert "[image: 64 × 32 JPEG, left out" in said(await planned(user(image(url)), user("go on"), model=MODEL))
 
 
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUFB"}}
