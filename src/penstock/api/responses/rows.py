@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -179,9 +180,7 @@ def read_items(connection: sqlite3.Connection, holder: str, kind: ItemKind) -> l
 
 
 def read_all_members(connection: sqlite3.Connection, conversation_id: str) -> list[Item]:
-    query = "SELECT COUNT(*), SUM(LENGTH(content)) FROM items WHERE holder = ? AND kind = 'member'"
-    count, size = connection.execute(query, (conversation_id,)).fetchone()
-    _check_size("conversation", count, size or 0)
+    check_members(connection, conversation_id)
     return read_items(connection, conversation_id, "member")
 
 
@@ -202,10 +201,14 @@ def read_page(connection: sqlite3.Connection, holder: str, kind: ItemKind, wish:
 
 
 def find_items(connection: sqlite3.Connection, owner: str, ids: Sequence[str]) -> dict[str, Item]:
+    """Raises RequestError when they are too large. An item with images may have 32 MiB, and a reference to it a hundred bytes."""
     found: dict[str, Item] = {}
-    for item_id in ids:
+    size = 0
+    for item_id, references in Counter(ids).items():
         row = connection.execute("SELECT content FROM items WHERE owner = ? AND id = ? LIMIT 1", (owner, item_id)).fetchone()
         if row is not None:
+            size += references * len(row[0])
+            _check_size("input", len(ids), size)
             found[item_id] = msgspec.json.decode(row[0])
     return found
 
@@ -230,10 +233,11 @@ def touch_conversation(connection: sqlite3.Connection, owner: str, conversation_
     return bool(connection.execute(query, (now, conversation_id, owner)).rowcount)
 
 
-def check_room(connection: sqlite3.Connection, conversation_id: str, added: int) -> None:
-    count = connection.execute("SELECT COUNT(*) FROM items WHERE holder = ?", (conversation_id,)).fetchone()[0]
-    if count + added > MAX_ITEMS:
-        raise _too_long("conversation", f"{count + added:,} items", f"{MAX_ITEMS:,}")
+def check_members(connection: sqlite3.Connection, conversation_id: str) -> None:
+    """Raises RequestError for a conversation with more than a response can read."""
+    query = "SELECT COUNT(*), SUM(LENGTH(content)) FROM items WHERE holder = ? AND kind = 'member'"
+    count, size = connection.execute(query, (conversation_id,)).fetchone()
+    _check_size("conversation", count, size or 0)
 
 
 def purge(connection: sqlite3.Connection, oldest: float) -> int:

@@ -108,7 +108,7 @@ class SqliteStore:
         return await self._with(self._get, owner, response_id, lambda connection: rows.read_page(connection, response_id, "input", wish))
 
     async def find_items(self, owner: str, ids: Sequence[str]) -> dict[str, Item]:
-        """The owner's items with these ids, from all responses and conversations."""
+        """The owner's items with these ids, from all responses and conversations. Raises RequestError when they are too large."""
         return await self._run(owner, rows.find_items, owner, ids)
 
     async def create_conversation(self, owner: str, metadata: Mapping[str, str], items: Sequence[Item]) -> Conversation:
@@ -153,12 +153,12 @@ class SqliteStore:
         return await self._with(self._conversation, owner, conversation_id, lambda found: rows.read_all_members(found, conversation_id))
 
     async def add_items(self, owner: str, conversation_id: str, items: Sequence[Item]) -> list[Item] | None:
-        """Returns the items as stored."""
+        """Returns the items as stored. Raises RequestError when the conversation gets too large."""
 
         def add(connection: sqlite3.Connection) -> list[Item]:
             rows.touch_conversation(connection, owner, conversation_id, self._clock())
-            rows.check_room(connection, conversation_id, len(items))
             added = rows.insert_items(connection, owner, conversation_id, "member", items)
+            rows.check_members(connection, conversation_id)
             self._keep_bounds(connection, conversation_id, owner, refuses=True)
             return added
 

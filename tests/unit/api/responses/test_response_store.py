@@ -18,7 +18,7 @@ from penstock.api.responses import rows
 from penstock.api.responses.answers import ResponseStatus
 from penstock.api.responses.database import Liveness
 from penstock.api.responses.items import Item, new_id
-from penstock.api.responses.rows import MAX_CHAIN, NewResponse, PageWish, ResponseState
+from penstock.api.responses.rows import MAX_CHAIN, MAX_CHAIN_BYTES, NewResponse, PageWish, ResponseState
 from penstock.api.responses.store import SqliteStore
 from penstock.config.front_end import StoreLimits
 from penstock.wire.errors import ConfigError, RequestError
@@ -97,6 +97,20 @@ async def test_a_deleted_response_does_not_come_back(tmp_path: Path) -> None:
         assert await store.get("ann", "r1") is None
         assert not await store.delete("ann", "r1")
         assert await store.find_items("ann", [response.input[0]["id"]]) == {}
+
+
+async def test_references_and_conversations_have_as_much_as_a_chain(tmp_path: Path) -> None:
+    """A small body may refer to an item with images again and again."""
+    large = said("x" * (MAX_CHAIN_BYTES // 4))
+    async with SqliteStore(tmp_path / "r.db") as store:
+        conversation = (await store.create_conversation("ann", {}, [large])).id
+        assert list(await store.find_items("ann", [large["id"]] * 3)) == [large["id"]]
+        with pytest.raises(RequestError, match=r"`input` has 67,\d+,\d+ bytes: the limit is 67,108,864"):
+            await store.find_items("ann", [large["id"]] * 4)
+        await store.add_items("ann", conversation, [large, large])
+        with pytest.raises(RequestError, match=r"`conversation` has 67,\d+,\d+ bytes: the limit is 67,108,864"):
+            await store.add_items("ann", conversation, [large])
+        assert len(await store.conversation_items("ann", conversation) or ()) == 3
 
 
 async def test_another_owner_sees_and_changes_nothing(tmp_path: Path) -> None:
