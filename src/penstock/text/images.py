@@ -115,7 +115,7 @@ def _broken(value: Any, literals: re.Pattern[str]) -> Any:
         case str():
             return break_all(value, literals)
         case Mapping():
-            return {key: _broken(member, literals) for key, member in value.items()}
+            return {_broken(key, literals): _broken(member, literals) for key, member in value.items()}
         case list() | tuple():
             return [_broken(member, literals) for member in value]
     return value

@@ -139,7 +139,8 @@ def test_a_chat_has_the_tokens_of_transformers(kind: Kind, chat: list[tuple[str,
 def test_a_placeholder_in_a_text_stays_text(kind: Kind, parts: Parts) -> None:
     parts = [each.replace("PLACEHOLDER", PLACEHOLDERS[kind]) if isinstance(each, str) else each for each in parts]
     shown = [each for each in parts if isinstance(each, int)]
-    prompt = prompt_of(kind, ("user", parts), tools=[{"type": "function", "function": {"name": PLACEHOLDERS[kind]}}] if 0 in shown else ())
+    named = {"name": PLACEHOLDERS[kind], "parameters": {"properties": {PLACEHOLDERS[kind]: {}}}}
+    prompt = prompt_of(kind, ("user", parts), tools=[{"type": "function", "function": named}] if 0 in shown else ())
     if not shown:
         prompt = ChatPrompt(prompt.messages, image_placeholder=PLACEHOLDERS[kind])
     used = house_tokenizer(kind)
