@@ -119,7 +119,7 @@ def test_a_pdf_in_a_result(play: Play) -> None:
     body = "\n".join(f"{number} 0 obj{each}endobj" for number, each in enumerate(objects, 1))
     (scene.work / "page.pdf").write_text(f"%PDF-1.4\n{body}\ntrailer<</Root 1 0 R>>\n%%EOF\n")
     assert answer(claude(scene, "Read it.")) == "It goes on."
-    assert "[document left out: this model reads only text]" in scene.prompts[1].text
+    assert "[document left out: this model cannot read it]" in scene.prompts[1].text
 
 
 def test_a_search_of_the_web_fails_and_the_session_goes_on(play: Play) -> None:

@@ -47,6 +47,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "messages.content.content.type": ("text", "document", "image", "tool_reference"),
     "messages.content.tool.type": ("tool_reference", "tool_definition"),
+    "messages.content.source.content.type": ("text",),
     "messages.content.source.type": ("text or content in a document", "base64 or url in an image"),
     "messages.content.content.source.type": ("text or content in a document", "base64 or url in an image"),
     "messages.content.source.media_type": get_args(ImageType),

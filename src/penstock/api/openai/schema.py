@@ -307,7 +307,15 @@ class AudioPart(MediaPart, tag="input_audio"):
     pass
 
 
+class AudioUrlPart(MediaPart, tag="audio_url"):
+    pass
+
+
 class VideoPart(MediaPart, tag="video_url"):
+    pass
+
+
+class InputVideoPart(MediaPart, tag="input_video"):
     pass
 
 
@@ -317,7 +325,9 @@ class FilePart(MediaPart, tag="file"):
 
 MEDIA = {
     "input_audio": "audio",
+    "audio_url": "audio",
     "video_url": "video",
+    "input_video": "video",
     "file": "file",
     "input_file": "file",
 }
@@ -325,9 +335,9 @@ MEDIA = {
 
 
 def placeholder(kind: str) -> str:
-    """What the model reads in a tool's result in place of a part that is not text. Refused, such a part would end an agent's session: it
+    """What the model reads in place of a part that none reads here, such as audio. Refused, such a part would end an agent's session: it
     stays in its history."""
-    return f"[{kind} left out: this model reads only text]"
+    return f"[{kind} left out: this model cannot read it]"
 
 
 def unreadable(field: str, kind: str) -> RequestError:
@@ -364,7 +374,7 @@ class MessageToolCall(Struct):
     type: ToolType = "function"
 
 
-Part = ContentPart | ImagePart | InputImagePart | AudioPart | VideoPart | FilePart
+Part = ContentPart | ImagePart | InputImagePart | AudioPart | AudioUrlPart | VideoPart | InputVideoPart | FilePart
 
 
 class _Message(Struct, tag_field="role", forbid_unknown_fields=True):

@@ -404,7 +404,8 @@ def _explain(problem: str, content: Any, unsupported: frozenset[str], choices: M
         return RequestError(f"`{param}` has {counted}", param=param, code="too_long", limit=field)
     expected = located["problem"][:1].lower() + located["problem"][1:]
     if known := choices.get(field):
-        expected = f"expected one of {', '.join(known)}"
+        # A message of another role may have it.
+        expected = f"expected one of {', '.join(each for each in known if each != value)}"
     return RequestError(f"`{param}` is {_shown(value)}: {expected}", param=param, code="invalid_value")
 
 

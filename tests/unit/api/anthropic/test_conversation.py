@@ -319,7 +319,7 @@ def test_a_note_is_cleared_where_the_user_speaks_after_it() -> None:
 
 def test_what_is_not_text_in_a_result_leaves_a_placeholder() -> None:
     found = dialogue(user("a"), assistant(USE), user({**RESULT, "content": [text("seen"), IMAGE, PDF, text("end")]}))
-    unseen = "[document left out: this model reads only text]"
+    unseen = "[document left out: this model cannot read it]"
     assert found.prompt.messages[-1]["content"] == f"seen\n\n{image_mark(0)}\n\n{unseen}\n\nend"
 
 

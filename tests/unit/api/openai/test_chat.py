@@ -202,7 +202,9 @@ async def test_one_call_is_the_end_when_several_are_not_wanted(size: int) -> Non
         ({"type": "image_url", "image_url": "https://example.com/a.png"}, "", "no model at this server reads images"),
         ({"type": "input_image", "image_url": "data:,"}, "", "images are not supported by this model"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, ".type", "audio is not supported by this model"),
+        ({"type": "audio_url", "audio_url": {"url": "u"}}, ".type", "audio is not supported by this model"),
         ({"type": "video_url", "video_url": {"url": "u"}}, ".type", "videos are not supported by this model"),
+        ({"type": "input_video", "video_url": "u"}, ".type", "videos are not supported by this model"),
         ({"type": "file", "file": {"file_id": "f"}}, ".type", "files are not supported by this model"),
     ],
 )
@@ -222,8 +224,14 @@ async def test_what_is_not_text_is_refused_in_the_last_message_unless_a_tool_say
     assert front_end.status == 200
 
 
+async def test_an_answer_that_comes_back_has_no_images() -> None:
+    front_end = chat("x")
+    await front_end.post(messages=[{"role": "assistant", "content": [{"type": "image_url", "image_url": "data:,"}]}])
+    assert front_end.json["error"]["message"] == '`messages[0].content[0].type` is "image_url": expected one of text'
+
+
 def test_the_model_reads_a_placeholder() -> None:
     part = {"type": "input_audio", "input_audio": {}, "cache_control": {"type": "ephemeral"}}
     body = {"model": "m", "messages": [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen: "}, part]}]}
     [message] = read_chat(msgspec.convert(body, ChatRequest)).prompt.messages
-    assert message["content"] == "seen: [audio left out: this model reads only text]"
+    assert message["content"] == "seen: [audio left out: this model cannot read it]"
