@@ -129,8 +129,8 @@ class MediaReader:
 
         Raises RequestError as `read` does.
         """
+        self._check_number(refs)
         wanted = {ref.url: ref for ref in refs if _WEB.match(ref.url)}
-        self._check_number(list(wanted.values()))
         tenant, remotes = Tenant(lane, weight, b""), dict[str, _Remote]()
 
         async def file(ref: ImageRef) -> str:

@@ -45,12 +45,15 @@ async def test_each_is_fetched_once_and_given_back_in_base64() -> None:
 
 
 async def test_what_is_wrong_names_the_field() -> None:
-    reader = MediaReader(MediaSettings(max_images=2), Web(a=png(1), b=b"no picture"))
+    web = Web(a=png(1), b=b"no picture")
+    reader = MediaReader(MediaSettings(max_images=2), web)
     with pytest.raises(RequestError, match=r"`input\[1\]` cannot be read") as refused:
         await reader.fetch(refs("https://a", "https://b"), "")
     assert refused.value.param == "input[1]"
+    # All images count, before any is fetched.
     with pytest.raises(RequestError, match="one of 3 images"):
-        await reader.fetch(refs("https://a", "https://b", "https://c"), "")
+        await reader.fetch(refs("https://a", "data:,", "data:,"), "")
+    assert web.asked == ["https://a", "https://b"]
     reader.check_integrity()
     reader.close()
     reader = MediaReader()

@@ -92,11 +92,11 @@ class ResponseParser:
         context, read = await self._read_context(request, incoming)
         tools = await read(read_tools, request.tools, request.tool_choice)
         response_id = f"resp_{secrets.token_hex(24)}"
-        if is_kept:
-            await self._fetch(request.model, context, incoming)
         chat = await read(_chat, request, context, tools)
         common = _common(request, chat.marked)
         hints = _tied(read_hints(common, incoming.headers), context, response_id if is_kept else None)
+        if is_kept and await self._fetch(request.model, context, incoming):
+            chat = await read(_chat, request, context, tools)
         memo: Memo | None = {} if request.truncation == "auto" else None
 
         async def plan(chat: Chat, is_trial: bool) -> Plan:
@@ -127,13 +127,13 @@ class ResponseParser:
         size = len(incoming.body) + len(context.before) * ITEM_BYTES
         return context, partial(self.prompts.transcripts.encoder.read, incoming.tenant.lane, size)
 
-    async def _fetch(self, model: str, context: Context, incoming: Incoming) -> None:
+    async def _fetch(self, model: str, context: Context, incoming: Incoming) -> bool:
         """Puts the files of images that are on other servers into the items, which are stored with them: by the next turn such a server may
-        have another picture there, or none."""
+        have another picture there, or none. Returns whether there are any."""
         images = list(images_of(context.input))
         if not images or self.prompts.media is None or self.prompts.models.find(model).info.images is None:
-            return
-        refs = [ImageRef(f"input{place}", image["image_url"]) for place, image in images if FILE not in image]
+            return False
+        refs = [ImageRef(f"input{place}", "" if FILE in image else image["image_url"]) for place, image in images]
         files = await self.prompts.media.fetch(refs, incoming.tenant.lane, incoming.tenant.weight)
         if (size := sum(map(len, files.values()))) > MAX_FETCHED_CHARACTERS:
             message = (
@@ -144,6 +144,7 @@ class ResponseParser:
         for _, image in images:
             if image["image_url"] in files:
                 image[FILE] = files[image["image_url"]]
+        return bool(files)
 
     def _is_kept(self, request: ResponseRequest) -> bool:
         if request.stream_options is not None and not request.stream:

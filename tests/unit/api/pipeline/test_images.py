@@ -279,6 +279,15 @@ async def test_an_image_on_another_server_is_stored_with_its_file(tmp_path: Path
         assert (front_end.status, front_end.json["error"]["param"]) == (400, "input")
 
 
+@pytest.mark.parametrize("fields", [{"text": {"format": {"type": "json_schema"}}}, {"prompt_cache_key": ""}, {"model": "none"}])
+async def test_nothing_is_fetched_for_a_response_that_is_refused_anyway(fields: dict[str, Any], tmp_path: Path) -> None:
+    incoming, context, reader = await asked({"input": [given("https://example.com/a.png")], **fields})
+    async with SqliteStore(tmp_path / "r.db") as store:
+        with pytest.raises(RequestError):
+            await ResponseParser(context, store).parse(incoming)
+    assert not reader.fetched
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_conversation_gets_the_images_of_its_responses(stream: bool, tmp_path: Path) -> None:
     """Also of one whose input the store has had since its beginning."""
