@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from penstock.api.pipeline.response import Body, Response, Sink
 from penstock.api.pipeline.runner import Runner
 from penstock.api.responses.answers import ResponseObject
 from penstock.api.responses.dialect import TOO_LONG, ResponseDialect
+from penstock.api.responses.items import images_of
 from penstock.api.responses.parse import ParsedResponse, ResponseParser, TooLong
 from penstock.api.responses.rows import NewResponse, ResponseState
 from penstock.api.responses.store import SqliteStore
@@ -55,7 +57,10 @@ class CreateResponse:
             return await self.runner.run(parsed.plan, parsed.dialect, receive, response)
         if not parsed.is_background and not parsed.is_stream:
             sink = SavingSink(response, store, kept, parsed.dialect)
-            return await self.runner.run(parsed.plan, parsed.dialect, receive, sink)
+            try:
+                return await self.runner.run(parsed.plan, parsed.dialect, receive, sink, sink.store_images)
+            finally:
+                await sink.forget_unfinished()
         work = _Work(self.runner, self.detached, store, parsed, kept)
         run = ResponseRun(self.detached, kept, parsed.plan.tenant, parsed.dialect)
         if parsed.is_background:
@@ -205,7 +210,26 @@ class SavingSink:
     def stalled(self, stalled: bool) -> None:
         self.inner.stalled = stalled
 
+    def store_images(self) -> None:
+        """Stores the start of a response with images: until its end, which may be minutes away, nobody holds them."""
+        if next(images_of(self.response.input), None) is not None:
+            self._storing = asyncio.create_task(self._begin())
+
+    async def forget_unfinished(self) -> None:
+        """Deletes what `store_images` has stored if there is no end."""
+        if self._storing is not None and not self.is_stored:
+            await self._images_stored(self._storing)
+            with contextlib.suppress(RequestError):
+                await self.store.delete(self.response.owner, self.response.id)
+
+    async def _images_stored(self, storing: asyncio.Task[None]) -> None:
+        """Waits for it. If it failed, all is stored at the end."""
+        await all_done([storing])
+        storing.exception()
+
     async def send_whole(self, status: int, body: Body) -> None:
+        if self._storing is not None:
+            await self._images_stored(self._storing)
         await self._finish(None)
         await self.inner.send_whole(status, body)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
+import gc
 import json
 import struct
 import zlib
@@ -25,9 +27,11 @@ from penstock.api.responses.parse import MAX_FETCHED_BYTES, ResponseParser
 from penstock.api.responses.store import SqliteStore
 from penstock.media.families import simulator
 from penstock.media.picture import ImageRef, Picture
-from penstock.wire.errors import RequestError
+from penstock.stream.mailbox import Mailbox
+from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.images import FIRST_IMAGE_ID, ImageRules, sealed_name, wrong_images
-from penstock.wire.messages import ModelInfo
+from penstock.wire.messages import Fault, ModelInfo, Submit
+from sqlite_file import sql
 
 SEEING = msgspec.structs.replace(MODEL, name="seeing", images=simulator.make_rules())
 SIZE = (64, 32)
@@ -277,6 +281,35 @@ async def test_an_image_on_another_server_is_stored_with_its_file(tmp_path: Path
         reader.file = "A" * (MAX_FETCHED_BYTES // 3 * 4 + 4)
         await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url)]}).encode())
         assert (front_end.status, front_end.json["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_nobody_holds_the_images_of_a_response_while_its_whole_answer_is_made(fails: bool, tmp_path: Path) -> None:
+    """The store has them. It forgets them if there is no answer."""
+    go_on = asyncio.Event()
+
+    async def produce(request: Submit, mailbox: Mailbox) -> None:
+        await go_on.wait()
+        if fails:
+            raise GenerationFault(Fault("lost", "the worker is gone"))
+        await says("ok")(request, mailbox)
+
+    def count(table: str) -> int:
+        return int(sql(tmp_path / "r.db", f"SELECT COUNT(*) FROM {table}")[0][0])
+
+    url = f"data:{fails}"
+    async with SqliteStore(tmp_path / "r.db") as store:
+        front_end = FrontEnd(produce, images=SEEING.images, media=Reader(), responses=store)
+        body = json.dumps({"model": "m", "input": [given(url, "https://example.com/a.png")]}).encode()
+        answer = asyncio.create_task(front_end.send("POST", "/v1/responses", body))
+        while not count("items"):
+            await asyncio.sleep(0)
+        while any(isinstance(each, dict) and each.get("image_url") == url for each in gc.get_objects()):
+            await asyncio.sleep(0)
+        go_on.set()
+        await answer
+        assert front_end.status == (500 if fails else 200)
+        assert (count("responses"), count("items")) == ((0, 0) if fails else (1, 2))
 
 
 @pytest.mark.parametrize("fields", [{"text": {"format": {"type": "json_schema"}}}, {"prompt_cache_key": ""}, {"model": "none"}])
