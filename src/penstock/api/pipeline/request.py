@@ -65,6 +65,10 @@ async def _next_turn() -> None:
     await asyncio.sleep(0)
 
 
+async def _take_nothing(size: int) -> None:
+    pass
+
+
 class Incoming(Struct, gc=False):
     """A request whose body has been read, and its tenant. `path` has the parameters of its path, such as an id."""
 
@@ -77,6 +81,8 @@ class Incoming(Struct, gc=False):
     """Makes room for other bodies."""
     turn: Callable[[], Awaitable[None]] = _next_turn
     """Awaited before work that may hold the event loop for milliseconds. See LoopTurns."""
+    take: Callable[[int], Awaitable[None]] = _take_nothing
+    """Awaited before more is read into memory: it counts as the body does, until `release`. Raises RequestError (503)."""
 
     def drop_body(self) -> None:
         """The body has been decoded and its prompt tokenized. An answer may take minutes: it does not hold the body."""
@@ -197,15 +203,19 @@ async def decode_sent(body: bytes, coding: Coding, limits: Limits, bodies: FairB
     Raises RequestError: 413 when it is over the limit, 400 when it is broken, 503 when there is no room for it.
     """
 
-    async def take(size: int) -> None:
-        if not bodies.take(share, size):
-            await bodies.wait(share, size, MAX_BODY_WAIT_SECONDS)
-
     try:
         async with asyncio.timeout(limits.stall_seconds):
-            return _as_body(await decode_content(body, coding, limits.max_body_bytes, take))
+            return _as_body(await decode_content(body, coding, limits.max_body_bytes, partial(_take_room, bodies, share)))
     except TimeoutError as error:
         raise _no_room(bodies) from error
+
+
+async def _take_room(bodies: FairBudget, share: Share, size: int) -> None:
+    if not bodies.take(share, size):
+        try:
+            await bodies.wait(share, size, MAX_BODY_WAIT_SECONDS)
+        except TimeoutError as error:
+            raise _no_room(bodies) from error
 
 
 async def _wait_for_room(bodies: FairBudget, share: Share, size: int, deadline: _Deadline) -> None:
@@ -291,7 +301,8 @@ class Endpoint:
         share = Share(tenant.lane, tenant.weight)
         release = partial(bodies.release, share)
         turn = partial(self.admission.loop_turns.take, tenant.lane, tenant.weight)
-        incoming = Incoming(b"", scope["headers"], tenant, scope.get("path_params", {}), {}, release, turn)
+        take = partial(_take_room, bodies, share)
+        incoming = Incoming(b"", scope["headers"], tenant, scope.get("path_params", {}), {}, release, turn, take)
         try:
             try:
                 if self.is_charged:

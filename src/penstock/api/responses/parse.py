@@ -123,7 +123,7 @@ class ResponseParser:
 
     async def _read_context(self, asked: Asked, incoming: Incoming) -> tuple[Context, Read]:
         """The context, and what reads more of it beside the event loop if there is much."""
-        context = await read_context(asked, incoming.owner, self.store, partial(self.prompts.read, incoming))
+        context = await read_context(asked, incoming, self.store, partial(self.prompts.read, incoming))
         size = len(incoming.body) + len(context.before) * ITEM_BYTES
         return context, partial(self.prompts.transcripts.encoder.read, incoming.tenant.lane, size)
 
@@ -141,6 +141,7 @@ class ResponseParser:
                 "response that is stored, or `store` false"
             )
             raise RequestError(message, param="input", code="too_long", limit="fetched_bytes")
+        await incoming.take(size)
         for _, image in images:
             if image["image_url"] in files:
                 image[FILE] = files[image["image_url"]]
@@ -336,13 +337,16 @@ class Context:
         return [*[self.before_field] * len(self.before), *(f"input[{index}]" for index in range(len(self.input)))]
 
 
-async def read_context(asked: Asked, owner: str, store: SqliteStore | None, read: Read) -> Context:
-    """Raises RequestError: 404 for a response, conversation or item that the owner does not have."""
+async def read_context(asked: Asked, incoming: Incoming, store: SqliteStore | None, read: Read) -> Context:
+    """Takes memory for what is stored. Raises RequestError: 404 for a response, conversation or item that the owner does not have."""
     if asked.previous_response_id is not None and asked.conversation is not None:
         message = "`previous_response_id` and `conversation` cannot be combined"
         raise RequestError(message, param="previous_response_id", code="mutually_exclusive")
-    given = [] if asked.input is None else await read(read_items, "input", asked.input, True)
-    added = await _resolved(given, owner, store)
+    owner, given = incoming.owner, [] if asked.input is None else await read(read_items, "input", asked.input, True)
+    references = [item["id"] for item in given if item["type"] == "item_reference"]
+    if store is not None and (asked.previous_response_id or asked.conversation_id or references):
+        await incoming.take(await store.size_of(owner, asked.previous_response_id, asked.conversation_id, references))
+    added = await _resolved(given, references, owner, store)
     if asked.previous_response_id is not None:
         context = await _chain(asked.previous_response_id, added, owner, store)
     elif asked.conversation_id is not None:
@@ -358,12 +362,11 @@ async def read_context(asked: Asked, owner: str, store: SqliteStore | None, read
     return context
 
 
-async def _resolved(given: Sequence[Item], owner: str, store: SqliteStore | None) -> list[Item]:
+async def _resolved(given: Sequence[Item], references: Sequence[str], owner: str, store: SqliteStore | None) -> list[Item]:
     """The items, with each reference replaced by its item."""
-    wanted = [item["id"] for item in given if item["type"] == "item_reference"]
-    if not wanted:
+    if not references:
         return list(given)
-    found = {} if store is None else await store.find_items(owner, wanted)
+    found = {} if store is None else await store.find_items(owner, references)
     resolved: list[Item] = []
     for index, item in enumerate(given):
         if item["type"] == "item_reference" and item["id"] not in found:

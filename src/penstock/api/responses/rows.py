@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,6 +37,9 @@ WITH RECURSIVE chain (id, previous, depth) AS (
 _CHAIN_SIZE = f"{_CHAIN} SELECT MAX(depth), SUM(LENGTH(content)), COUNT(content) FROM chain LEFT JOIN items ON holder = chain.id"  # noqa: S608, constants alone
 _CHAIN_BEGINNING = f"{_CHAIN} SELECT previous FROM chain ORDER BY depth DESC LIMIT 1"  # noqa: S608, constants alone
 _CHAIN_ITEMS = f"{_CHAIN} SELECT content FROM chain JOIN items ON holder = chain.id ORDER BY depth DESC, number"  # noqa: S608, constants alone
+
+_MEMBERS_SIZE = "SELECT 0, SUM(LENGTH(content)), COUNT(*) FROM items WHERE holder = ? AND owner = ?"
+_ITEM_SIZE = "SELECT 0, MAX(LENGTH(content)), COUNT(*) FROM items WHERE owner = ? AND id = ?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,21 @@ def delete_response(connection: sqlite3.Connection, owner: str, response_id: str
     if deleted:
         delete_items(connection, [response_id])
     return bool(deleted)
+
+
+def size_of(connection: sqlite3.Connection, owner: str, previous: str | None, conversation: str | None, references: Sequence[str]) -> int:
+    queries: list[tuple[str, str, Any]] = []
+    if previous is not None:
+        queries.append(("previous_response_id", _CHAIN_SIZE, {"id": previous, "owner": owner, "depth": MAX_CHAIN}))
+    if conversation is not None:
+        queries.append(("conversation", _MEMBERS_SIZE, (conversation, owner)))
+    queries += [("input", _ITEM_SIZE, (owner, item_id)) for item_id in set(references)]
+    size = 0
+    for field, query, values in queries:
+        _, found, count = connection.execute(query, values).fetchone()
+        _check_size(field, count, found or 0)
+        size += found or 0
+    return size
 
 
 def read_chain(connection: sqlite3.Connection, owner: str, response_id: str) -> Chain | None:

@@ -103,6 +103,10 @@ class SqliteStore:
         """Raises RequestError when the chain is too long."""
         return await self._with(self._get, owner, response_id, lambda connection: rows.read_chain(connection, owner, response_id))
 
+    async def size_of(self, owner: str, previous: str | None, conversation: str | None, references: Sequence[str]) -> int:
+        """The bytes of the items of a chain, of a conversation and of those with these ids. Raises RequestError when it is too much."""
+        return await self._run(owner, rows.size_of, owner, previous, conversation, references)
+
     async def input_items(self, owner: str, response_id: str, wish: PageWish) -> Page | None:
         """Raises RequestError when there is no item `wish.after`."""
         return await self._with(self._get, owner, response_id, lambda connection: rows.read_page(connection, response_id, "input", wish))

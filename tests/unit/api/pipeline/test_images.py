@@ -9,7 +9,7 @@ import gc
 import json
 import struct
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,11 @@ class Reader:
         self.fetched: list[str] = []
         self.refused = ""
         self.file = "Zm9v"
+        self.noticed: Callable[[], object] = list
 
     async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
         self.read_refs += refs
+        self.noticed()
         return [self._picture(ref, root, rules) for ref in refs]
 
     async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float) -> dict[str, str]:
@@ -281,6 +283,30 @@ async def test_an_image_on_another_server_is_stored_with_its_file(tmp_path: Path
         reader.file = "A" * (MAX_FETCHED_BYTES // 3 * 4 + 4)
         await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url)]}).encode())
         assert (front_end.status, front_end.json["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize("by", ["chain", "conversation", "reference"])
+async def test_what_is_stored_counts_as_a_body_while_it_is_read(by: str, tmp_path: Path) -> None:
+    """A chain has up to 64 MiB, and a request that continues it a hundred bytes."""
+    reader = Reader()
+    async with stored(reader, tmp_path) as front_end:
+        held: list[int] = []
+        reader.noticed = lambda: held.append(front_end.admission.bodies.used)
+        large = {**given("data:" + "A" * 1_000_000), "id": "msg_large"}
+        await front_end.send("POST", "/v1/conversations", json.dumps({"items": [large]}).encode())
+        fields: dict[str, Any] = {"conversation": front_end.json["id"]}
+        if by == "chain":
+            await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [large]}).encode())
+            fields = {"previous_response_id": front_end.json["id"]}
+        elif by == "reference":
+            fields = {}
+        asking = [{"role": "user", "content": "?"}, *([{"type": "item_reference", "id": "msg_large"}] if by == "reference" else [])]
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            held.clear()
+            await front_end.send("POST", path, json.dumps({"model": "m", "input": asking, **fields}).encode())
+            assert front_end.status == 200
+            assert 1_000_000 < held[0] < 1_100_000
+            assert not front_end.admission.bodies.used
 
 
 @pytest.mark.parametrize("fails", [False, True])
