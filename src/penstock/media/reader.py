@@ -109,7 +109,7 @@ class MediaReader:
         """
         if not refs:
             return []
-        self._check_number(refs)
+        self.check_number(refs)
         tenant = Tenant(lane, weight, root)
         remotes: dict[str, _Remote] = {}
         sources: list[_Sent | _Remote] = []
@@ -129,8 +129,10 @@ class MediaReader:
 
         Raises RequestError as `read` does.
         """
-        self._check_number(refs)
         wanted = {ref.url: ref for ref in refs if _WEB.match(ref.url)}
+        if not wanted:
+            return {}
+        self.check_number(refs)
         tenant, remotes = Tenant(lane, weight, b""), dict[str, _Remote]()
 
         async def file(ref: ImageRef) -> str:
@@ -161,7 +163,8 @@ class MediaReader:
             waiting=self.memory.waiting + self.decoders.turns.waiting + (0 if self._fetcher is None else self._fetcher.turns.waiting),
         )
 
-    def _check_number(self, refs: Sequence[ImageRef]) -> None:
+    def check_number(self, refs: Sequence[ImageRef]) -> None:
+        """Raises RequestError when these are too many for a request."""
         if len(refs) > self._settings.max_images:
             first = refs[self._settings.max_images]
             message = f"`{first.field}` is one of {len(refs)} images: expected at most {self._settings.max_images} (--max-images)"

@@ -54,6 +54,7 @@ async def test_what_is_wrong_names_the_field() -> None:
     with pytest.raises(RequestError, match="one of 3 images"):
         await reader.fetch(refs("https://a", "data:,", "data:,"), "")
     assert web.asked == ["https://a", "https://b"]
+    assert await reader.fetch(refs("data:,", "data:,", "data:,"), "") == {}
     reader.check_integrity()
     reader.close()
     reader = MediaReader()

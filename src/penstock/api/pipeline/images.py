@@ -23,12 +23,16 @@ from penstock.wire.images import FIRST_IMAGE_ID, ImageRules
 if TYPE_CHECKING:
     from penstock.api.pipeline.request import PromptContext
 
+TOO_MANY = "too_many_images"
 FEW_NOTES = 16
 """Are made at once, if they are short. Looking at a header takes up to half a millisecond, and joining lines 1 ms for each megabyte."""
 
 
 class PictureReader(Protocol):
     """Reads images: see `media.reader`."""
+
+    def check_number(self, refs: Sequence[ImageRef]) -> None:
+        """Raises RequestError, with the code TOO_MANY, when these are too many for a request."""
 
     async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
         """The pictures, in order. Raises RequestError that names the field of the image that cannot be read."""
@@ -65,6 +69,7 @@ class Images(Struct, frozen=True):
                 found = await self._notes(refs, model, tenant, context)
             else:
                 assert context.media is not None, "a front end has a reader of images"
+                context.media.check_number([self.refs[index] for index in wanted])
                 found = await context.media.read(refs, tenant.lane, root, model.info.images, tenant.weight)
             self.seen.update(zip(missing, found, strict=True))
         shown = {index: self.seen[index] for index in wanted}

@@ -15,6 +15,7 @@ from msgspec import structs
 from penstock.api.openai.chat import template_arguments
 from penstock.api.openai.schema import Common, JsonSchemaFormat, Marked, PromptRequest, ResponseFormat
 from penstock.api.pipeline.hints import read_hints
+from penstock.api.pipeline.images import TOO_MANY
 from penstock.api.pipeline.plan import Chat, Plan, encode_prompt, plan_chat, wanted_grammar
 from penstock.api.pipeline.request import Incoming, PromptContext, decode_body
 from penstock.api.responses.answers import ResponseObject
@@ -217,11 +218,11 @@ def _without(chat: Chat, left_out: slice) -> Chat:
 
 
 async def _planned(chat: Chat, plan: Callable[[Chat, bool], Awaitable[Plan]], is_trial: bool) -> Plan | None:
-    """None when the chat is too long."""
+    """None when the chat is too long, or has too many images."""
     try:
         return await plan(chat, is_trial)
     except RequestError as error:
-        if error.code != TOO_LONG:
+        if error.code not in (TOO_LONG, TOO_MANY):
             raise
         return None
 

@@ -47,6 +47,11 @@ class Reader:
         self.refused = ""
         self.file = "Zm9v"
         self.noticed: Callable[[], object] = list
+        self.most = 1000
+
+    def check_number(self, refs: Sequence[ImageRef]) -> None:
+        if len(refs) > self.most:
+            raise RequestError(f"`{refs[-1].field}` is one of {len(refs)} images", param=refs[-1].field, code="too_many_images")
 
     async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
         self.read_refs += refs
@@ -257,6 +262,21 @@ async def test_truncation_drops_messages_with_their_images_and_reads_each_once()
     assert wrong_images(parsed.plan.submits[0].token_ids, kept) is None
     assert len(parsed.plan.pictures) == len(kept)
     assert parsed.plan.prompt_tokens <= SEEING.context_length - 10
+
+
+async def test_truncation_drops_images_beyond_their_limit() -> None:
+    """An agent that sends a screenshot with every turn goes on, also if some of them were read in an earlier try."""
+    turns = [given(f"data:{turn}") for turn in range(20)]
+    body = {"input": turns, "max_output_tokens": 10}
+    incoming, context, reader = await asked({**body, "truncation": "auto"})
+    reader.most = 7
+    parsed: Any = await ResponseParser(context, None).parse(incoming)
+    assert len(parsed.plan.pictures) == 7
+    assert len(reader.read_refs) == len({ref.field for ref in reader.read_refs}) == 7
+    incoming, context, reader = await asked(body)
+    reader.most = 7
+    with pytest.raises(RequestError, match="one of 20 images"):
+        await ResponseParser(context, None).parse(incoming)
 
 
 async def test_an_image_on_another_server_is_stored_with_its_file(tmp_path: Path) -> None:
