@@ -80,14 +80,15 @@ MakeFeed = Callable[[EventEndpoints, int, Callable[[KvEvents], None]], EventFeed
 
 
 class _Generation:
-    """One running generation.
+    """One running generation. `arrived` is the time of day when it came.
 
     `position` is the offset of its next token. Of the tokens that another worker generated, this engine generates `repeated` again: an
     engine can follow a grammar only from its start. `to_skip` are those that it has not generated yet.
     """
 
-    def __init__(self, request: Submit, session: Session | None, session_state: SessionState | None) -> None:
+    def __init__(self, request: Submit, session: Session | None, session_state: SessionState | None, arrived: float) -> None:
         self.request = request
+        self.arrived = arrived
         self.session = session
         self.session_state = session_state
         self.position = request.offset
@@ -146,6 +147,7 @@ class ExternalBackend:
         self._make_feed = make_feed
         self._on_failure = on_failure
         self._clock = clock
+        self._time_of_day = time_of_day
         self._placeholder = placeholder
         self._pictures = pictures or Pictures()
         self._handovers = Handovers(engine, self._report, kv_patience, clock, time_of_day)
@@ -228,7 +230,7 @@ class ExternalBackend:
         if request.source is not None and moves is None:
             self._report(TransferReport(request.source.transfer, "failed", reason="this engine moves no KV"))
         session, state = self._sessions.begin_turn(request.session, request.lane)
-        generation = self._open[request.id] = _Generation(request, session, state)
+        generation = self._open[request.id] = _Generation(request, session, state, self._time_of_day())
         work = self._run(generation) if self._places is None or not request.lane else self._run_in_turn(generation, self._places)
         task = generation.task = self._begin(work, f"generation {request.id.hex()}")
         # Not in a `finally` of the task: a task that is cancelled before its first step never gets there.
@@ -319,7 +321,10 @@ class ExternalBackend:
             request = await self._engine_request(generation)
             if len(self._open) == 1 and request.source is None:
                 generation.sent_at = self._clock()
-            made = self._engine.generate(request) if request.source is None else self._handovers.generate(request, request.source)
+            if request.source is None:
+                made = self._engine.generate(request)
+            else:
+                made = self._handovers.generate(request, request.source, generation.arrived)
             async with contextlib.aclosing(made) as chunks:
                 async for chunk in chunks:
                     if self._take(generation, chunk):

@@ -73,10 +73,11 @@ def unpack_ticket(packed: bytes) -> Ticket:
         raise HandoverFailed(f"its ticket cannot be read: {error}") from error
 
 
-def read_ticket(packed: bytes, now: float) -> Ticket:
-    """Raises HandoverFailed also for a ticket that is too old, or from the future: then the clocks differ."""
+def read_ticket(packed: bytes, arrived: float, now: float) -> Ticket:
+    """Raises HandoverFailed also for a ticket that is too old, or that came from the future: then the clocks differ, and its age is
+    unknown, however long it has waited here."""
     ticket = unpack_ticket(packed)
-    if not ticket.made - MAX_CLOCK_SECONDS <= now < ticket.usable_until:
+    if not (ticket.made - MAX_CLOCK_SECONDS <= min(arrived, now) and now < ticket.usable_until):
         usable = ticket.lease_seconds * USABLE_PART
         raise HandoverFailed(f"its ticket is {now - ticket.made:.1f} s old: expected 0 to {usable:.1f} s, by equal clocks")
     return ticket
@@ -130,8 +131,9 @@ class Handovers:
         for transfer in list(self._leases):
             self.end(transfer)
 
-    async def generate(self, request: EngineRequest, source: KvSource) -> AsyncGenerator[Chunk, None]:
-        """The chunks of a generation whose KV comes from another engine. If it does not come in time, the engine computes it.
+    async def generate(self, request: EngineRequest, source: KvSource, arrived: float) -> AsyncGenerator[Chunk, None]:
+        """The chunks of a generation whose KV comes from another engine. If it does not come in time, the engine computes it. `arrived`:
+        the time of day when the generation came to this worker, perhaps long before its turn.
 
         Raises EngineDied if the engine may have read what was no longer the prompt's: it would also cache it.
         """
@@ -139,7 +141,7 @@ class Handovers:
         began, ticket = self._clock(), None
         try:
             if self.moves.handover == "ticket":
-                ticket = read_ticket(source.ticket, self._time_of_day())
+                ticket = read_ticket(source.ticket, arrived, self._time_of_day())
             async with contextlib.aclosing(self._engine.generate(request)) as chunks:
                 first = await self._first_chunk(chunks, self._seconds(request, ticket))
                 self._check_certain(ticket)

@@ -60,13 +60,16 @@ class Rig:
     def __init__(self, engine: Engine, moves: KvMoves | None = None, patience: float = 60.0) -> None:
         self.engine = engine
         self.now = MADE
+        self.arrived: float | None = None
+        """None: now."""
         self.reports: list[TransferReport] = []
         self.handovers = Handovers(engine, self.reports.append, patience, lambda: 0.0, lambda: self.now)
         self.handovers.moves = moves or KvMoves("ticket", b"fingerprint", block_bytes=1024)
 
     async def tokens(self, request: EngineRequest = REQUEST) -> list[int]:
         assert request.source is not None
-        return [token async for chunk in self.handovers.generate(request, request.source) for token in chunk.token_ids]
+        arrived = self.now if self.arrived is None else self.arrived
+        return [token async for chunk in self.handovers.generate(request, request.source, arrived) for token in chunk.token_ids]
 
     @property
     def outcomes(self) -> list[str | None]:
@@ -87,12 +90,21 @@ async def test_a_ticket_is_used_in_the_first_third_of_its_lease(age: float) -> N
     """The engine would read the KV of another prompt, without an error."""
     rig = Rig(Engine(*CHUNKS))
     rig.now = MADE + age
-    assert read_ticket(SOURCE.ticket, MADE + LEASE / 3 - 0.1) == read_ticket(SOURCE.ticket, MADE - 0.9) == TICKET
+    assert [read_ticket(SOURCE.ticket, good, good) for good in (MADE + LEASE / 3 - 0.1, MADE - 0.9)] == [TICKET, TICKET]
     assert await rig.tokens() == [5, 6]
     assert [request.source for request in rig.engine.requests] == [None], "the engine never saw the ticket"
     assert rig.outcomes == ["failed"]
     with pytest.raises(HandoverFailed, match=r"s old: expected 0 to 4\.0 s"):
-        read_ticket(SOURCE.ticket, rig.now)
+        read_ticket(SOURCE.ticket, rig.now, rig.now)
+
+
+async def test_a_ticket_from_the_future_is_not_used_later_either() -> None:
+    """The clock of its engine is seven seconds ahead. After as many seconds in the queue it would look new, and its lease nearly be over."""
+    rig = Rig(Engine(*CHUNKS))
+    rig.arrived, rig.now = MADE - 7.0, MADE
+    assert await rig.tokens() == [5, 6]
+    assert [request.source for request in rig.engine.requests] == [None]
+    assert rig.outcomes == ["failed"]
 
 
 @pytest.mark.parametrize(
