@@ -155,8 +155,9 @@ class VisionPrompt:
     images: tuple[PreparedImage, ...]
 
 
-def make_prompt(directory: Path, text: str, pictures: Sequence[Image] = ()) -> VisionPrompt:
-    """`text` has the family's placeholder for each picture, as the chat template writes it."""
+def make_prompt(directory: Path, text: str, pictures: Sequence[Image] = (), *, as_engines: bool = False) -> VisionPrompt:
+    """`text` has the family's placeholder for each picture, as the chat template writes it. `as_engines`: transformers sees the pixels that
+    vLLM and SGLang see."""
     import torch
 
     kind = _kind(directory)
@@ -165,7 +166,7 @@ def make_prompt(directory: Path, text: str, pictures: Sequence[Image] = ()) -> V
     tokens = torch.tensor([ids])
     inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if pictures:
-        made = processor(directory)([list(pictures)], return_tensors="pt")
+        made = (engines_processor if as_engines else processor)(directory)([list(pictures)], return_tensors="pt")
         inputs |= {key: made[key] for key in ("pixel_values", "pixel_attention_mask", "image_grid_thw") if key in made}
         if kind != "idefics3":
             inputs["mm_token_type_ids"] = (tokens == IMAGE_TOKEN_ID).long()
@@ -264,6 +265,15 @@ def processor(directory: Path) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     made: Any = (Idefics3ImageProcessorPil if _kind(directory) == "idefics3" else Qwen2VLImageProcessorPil).from_pretrained(directory)
+    return made
+
+
+@functools.cache
+def engines_processor(directory: Path) -> Any:
+    """The one that transformers chooses where torchvision is installed. It resizes otherwise: up to 2 of 255 in a colour."""
+    from transformers import AutoImageProcessor
+
+    made: Any = AutoImageProcessor.from_pretrained(directory)
     return made
 
 

@@ -69,7 +69,7 @@ class VisionRig(Rig):
 
     def seen(self, text: str, pictures: Sequence[Image]) -> VisionPrompt:
         """By transformers' own processor."""
-        return make_prompt(self.directory, text, pictures)
+        return make_prompt(self.directory, text, pictures, as_engines=True)
 
     def check_seen(self, generation: Generation, text: str, pictures: Sequence[Image]) -> None:
         """It is what transformers makes of the same prompt."""

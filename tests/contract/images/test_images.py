@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from PIL import Image
 
 from contract.images.looking import VisionRig, picture
 from penstock.kv.blocks import block_hashes
 from penstock.wire.images import FIRST_IMAGE_ID
 from penstock.wire.messages import Fault
+from tiny_vision import PLACEHOLDERS
 
 SIZES = ((96, 64), (64, 96), (33, 200), (150, 20), (128, 128))
 
@@ -42,6 +44,18 @@ def test_swapped_and_other_pictures_have_other_answers(rig: VisionRig) -> None:
         rig.check_seen(generation, text, pair)
         answers.append(generation.tokens)
     assert len(set(answers)) == len(answers)
+
+
+def test_equal_patches_in_another_shape_are_another_picture(rig: VisionRig) -> None:
+    """Of one colour, so that all patches are equal, and there are as many of them: only the shape differs."""
+    text = rig.text("what shape is this: ", 0, " ")
+    answers = []
+    for size in ((256, 64), (64, 256), (128, 128), (256, 64)):
+        shape = Image.new("RGB", size, (90, 140, 30))
+        generation = rig.ask(rig.look(text, [shape]))
+        rig.check_seen(generation, text, [shape])
+        answers.append(generation.tokens)
+    assert answers[0] == answers[3]
 
 
 def test_many_at_once(rig: VisionRig) -> None:
@@ -149,6 +163,14 @@ def test_a_refused_picture_and_a_stray_placeholder_are_faults(rig: VisionRig) ->
     stray = rig.tokenizer.encode_part("<image>" if rig.kind == "idefics3" else "<|image_pad|>")
     fault = rig.ask(rig.request((*request.token_ids, *stray), 4, images=request.images)).fault
     assert fault.code == "invalid_images"
+
+
+def test_a_placeholder_in_a_prompt_without_images_harms_nobody(rig: VisionRig) -> None:
+    """A client can send any token id."""
+    stray = rig.tokenizer.encode_part(PLACEHOLDERS[rig.kind])
+    rig.ask(rig.request((*rig.tokenizer.encode_part("no picture: "), *stray * 3), 4))
+    text, pictures = rig.text("a picture: ", 0), [picture(96)]
+    rig.check_seen(rig.ask(rig.look(text, pictures)), text, pictures)
 
 
 def test_an_image_in_other_positions_than_the_engine_gives_it_is_a_fault(rig: VisionRig) -> None:

@@ -99,7 +99,7 @@ async def test_a_ticket_is_used_in_the_first_third_of_its_lease(age: float) -> N
 
 
 async def test_a_ticket_from_the_future_is_not_used_later_either() -> None:
-    """The clock of its engine is seven seconds ahead. After as many seconds in the queue it would look new, and its lease nearly be over."""
+    """The clock of its engine is seven seconds ahead. After as many seconds in the queue it looks new, and its lease is nearly over."""
     rig = Rig(Engine(*CHUNKS))
     rig.arrived, rig.now = MADE - 7.0, MADE
     assert await rig.tokens() == [5, 6]
