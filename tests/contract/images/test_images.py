@@ -146,6 +146,23 @@ def test_a_generation_is_cancelled_while_it_waits_for_its_picture(rig: VisionRig
     rig.run(cancel())
 
 
+def test_a_picture_that_others_have_left_is_right(rig: VisionRig) -> None:
+    """They leave while it is asked for, while the engine prepares it, or while it is computed: each a little later than the one before."""
+    text = rig.text("left alone: ", 0, " ")
+
+    async def leave() -> None:
+        for turn in range(20):
+            left = picture(200 + turn, 320, 256)
+            generation = rig.begin(rig.look(text, [left]))
+            await asyncio.sleep(turn / 500)
+            await rig.cancel(generation)
+            again = rig.begin(rig.look(text, [left], max_tokens=4))
+            await rig.ended(again)
+            rig.check_seen(again, text, [left])
+
+    rig.run(leave())
+
+
 def test_a_refused_picture_and_a_stray_placeholder_are_faults(rig: VisionRig) -> None:
     async def refuse() -> Fault:
         rig.tap.answers_images = False

@@ -8,8 +8,9 @@ import inspect
 import logging
 import multiprocessing
 import os
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,7 @@ Answer = TypeVar("Answer")
 # The engine core is killed if it has not ended by itself after this time.
 END_SECONDS = 3.0
 CORE = "EngineCore"
+GIVEN_UP = "error"
 WITHOUT_GRAMMAR: tuple[Capability, ...] = ("logprobs", "prompt_logprobs", "isolation")
 
 
@@ -65,12 +67,12 @@ class VllmEngine(InProcessEngine):
         self._check(request)
         llm, top = self._engine, request.logprobs
         lease = None if request.export is None else self._lease_seconds
-        sampling = _sampling(request, self._transfer(request))
+        transfer = self._transfer(request)
         is_over = False
         try:
             prompt = _prompt(request) if request.images is None else await asyncio.to_thread(_image_prompt, request, request.images)
-            outputs = llm.generate(prompt, sampling, request.id, **self._options(request))
-            async with contextlib.aclosing(outputs):
+            ask = partial(self._ask, prompt, request, transfer)
+            async with contextlib.aclosing(_with_pictures(ask) if request.images and not request.source else ask()) as outputs:
                 async for output in outputs:
                     is_over = output.finished
                     if request.images is not None and "multi_modal_data" in prompt:
@@ -177,6 +179,13 @@ class VllmEngine(InProcessEngine):
             for name in ours:
                 del os.environ[name]
 
+    def _ask(self, prompt: Any, request: EngineRequest, transfer: dict[str, Any] | None) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs. It keeps the parameters, so they are made each time."""
+        outputs: AsyncGenerator[Any, None] = self._engine.generate(
+            prompt, _sampling(request, transfer), request.id, **self._options(request)
+        )
+        return outputs
+
     def _transfer(self, request: EngineRequest) -> dict[str, Any] | None:
         """vLLM's `kv_transfer_params` of a request whose KV goes to another engine, or comes from one."""
         if request.export is not None:
@@ -244,6 +253,21 @@ def _image_prompt(request: EngineRequest, images: PromptImages) -> Any:
     uuids = [image_uuid(picture.name) for picture in images.pictures]
     prompt = TokensPrompt(prompt_token_ids=list(images.token_ids), multi_modal_data={"image": pictures}, multi_modal_uuids={"image": uuids})
     return prompt if request.salt is None else {**prompt, "cache_salt": request.salt}
+
+
+async def _with_pictures(ask: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    """vLLM sends its core only the pictures that the core does not have. After a request that left on its way there it is wrong about that.
+    It gives up the next one with such a picture, and then knows better: so that one is asked once more."""
+    async with contextlib.aclosing(ask()) as outputs:
+        first = await anext(outputs, None)
+        if first is not None and not (first.finished and first.outputs[0].finish_reason == GIVEN_UP):
+            yield first
+            async for output in outputs:
+                yield output
+            return
+    async with contextlib.aclosing(ask()) as outputs:
+        async for output in outputs:
+            yield output
 
 
 def _sampling(request: EngineRequest, transfer: dict[str, Any] | None) -> Any:
