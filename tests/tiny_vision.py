@@ -273,7 +273,7 @@ def engines_processor(directory: Path) -> Any:
     """The one that transformers chooses where torchvision is installed. It resizes otherwise: up to 2 of 255 in a colour."""
     from transformers import AutoImageProcessor
 
-    made: Any = AutoImageProcessor.from_pretrained(directory)
+    made: Any = AutoImageProcessor.from_pretrained(directory)  # type: ignore[no-untyped-call]
     return made
 
 
