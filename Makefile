@@ -12,7 +12,8 @@ JOBS ?= 2
 # Test processes share the cores, so a thread that waits must not spin: it would take the core from the thread it waits for.
 QUIET_THREADS := OMP_WAIT_POLICY=PASSIVE
 # vLLM and SGLang run in environments that tests/engines/setup.py makes outside the checkout. They download no models and report no usage.
-ENGINE_TESTS := tests/contract/backends tests/contract/images tests/contract/test_http_route.py tests/contract/test_streaming_sessions.py tests/e2e/engines
+ENGINE_TESTS := tests/contract/backends tests/contract/images tests/contract/test_http_route.py tests/contract/test_http_images.py \
+	tests/contract/test_streaming_sessions.py tests/e2e/engines tests/e2e/images
 ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 # vLLM leaves a ZMQ context open at the end of the process.
@@ -33,7 +34,7 @@ test: setup ## Run all tests. Options of pytest: make test ARGS="-k resume".
 test-vllm: ## Run the engine tests with a real vLLM.
 	python=$$($(ENGINE_PYTHON) vllm) && \
 	$(ENGINE_SETTINGS) $(QUIET_THREADS) PYTHONPATH=$(CURDIR)/src \
-	$$python -m pytest $(ENGINE_TESTS) tests/e2e/images --engine vllm $(ARGS)
+	$$python -m pytest $(ENGINE_TESTS) --engine vllm $(ARGS)
 
 # pip finds no build of SGLang's kernels for CPUs. A dense model needs none of them: see tests/engines/sglang_cpu.
 test-sglang: ## Run the engine tests with a real SGLang.

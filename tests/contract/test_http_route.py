@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -74,13 +75,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 class Running:
     """An engine's own server, in processes of its own."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, directory: Path | None = None) -> None:
+        """`directory`: another model than that of these tests."""
         self.kind = kind
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        model, address = str(chat_model()), ("--host", "127.0.0.1", "--port", str(port))
+        model, address = str(directory or chat_model()), ("--host", "127.0.0.1", "--port", str(port))
         if kind.engine == "vllm":
             command = ["-m", "vllm.entrypoints.cli.main", "serve", model, "--max-model-len", str(CONTEXT)]
         else:
