@@ -93,6 +93,8 @@ class Halves:
         self.judge = ModelJudge(chat_model())
         self.judge.expected(Submit(bytes(16), (5,), 1, 0), (5,))
         self.prefill, self.decode = (Half(role, Path(self._folder.name), core) for core, role in enumerate(FLAGS))
+
+    def connect(self) -> None:
         self.run(self.prefill.connected())
         self.run(self.decode.connected())
 
@@ -128,8 +130,11 @@ class Halves:
 @pytest.fixture(scope="module")
 def halves() -> Iterator[Halves]:
     halves = Halves()
-    yield halves
-    halves.close()
+    try:
+        halves.connect()
+        yield halves
+    finally:
+        halves.close()
 
 
 @pytest.mark.parametrize("length", [20, 600, 1500])
