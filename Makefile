@@ -16,7 +16,8 @@ ENGINE_TESTS := tests/contract/backends tests/contract/images tests/contract/tes
 	tests/contract/test_streaming_sessions.py tests/e2e/engines tests/e2e/images
 ENGINE_PYTHON = $(PYTHON) tests/engines/setup.py --torch '$(TORCH)'
 ENGINE_SETTINGS := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
-# vLLM leaves a ZMQ context open at the end of the process.
+# vLLM leaves a ZMQ context open. Python may notice after the last test, and pytest would fail.
+OPEN_CONTEXT := -W 'ignore:Unclosed context:ResourceWarning'
 PAIR_WARNINGS := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
 
@@ -34,7 +35,7 @@ test: setup ## Run all tests. Options of pytest: make test ARGS="-k resume".
 test-vllm: ## Run the engine tests with a real vLLM.
 	python=$$($(ENGINE_PYTHON) vllm) && \
 	$(ENGINE_SETTINGS) $(QUIET_THREADS) PYTHONPATH=$(CURDIR)/src \
-	$$python -m pytest $(ENGINE_TESTS) --engine vllm $(ARGS)
+	$$python -m pytest $(OPEN_CONTEXT) $(ENGINE_TESTS) --engine vllm $(ARGS)
 
 # pip finds no build of SGLang's kernels for CPUs. A dense model needs none of them: see tests/engines/sglang_cpu.
 test-sglang: ## Run the engine tests with a real SGLang.
