@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.pool import WorkerPool
+from penstock.cluster.pool import WorkerPool, next_look
 from penstock.text.tokenizers.cache import Fetch
 from penstock.wire.messages import ModelInfo
 from workers import SECRET, Worker, until
@@ -32,3 +32,14 @@ async def test_a_model_that_cannot_be_prepared_is_reported_once_and_tried_again(
         assert type(error).__name__ in caplog.text
         is_whole.set()
         await until(lambda: [member.name for member in pool.members] == ["a"])
+
+
+def test_looks_are_not_late_because_the_one_before_was() -> None:
+    """A front end that is busy notices a silent worker as soon as an idle one. One that has slept does not make up for its looks."""
+    due = now = 0.0
+    for _ in range(16):
+        due = next_look(due, 1.0, now)
+        now = due + 0.9
+    assert due == 16
+    due = next_look(due, 1.0, 100.0)
+    assert due == 101

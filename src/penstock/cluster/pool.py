@@ -213,8 +213,11 @@ class WorkerPool:
                 )
 
     async def _watch_stalls(self) -> None:
+        loop, interval = asyncio.get_running_loop(), self._stall_seconds / LOOKS
+        due = loop.time()
         while True:
-            await asyncio.sleep(self._stall_seconds / LOOKS)
+            due = next_look(due, interval, loop.time())
+            await asyncio.sleep(due - loop.time())
             for member in self.members:
                 member.link.tick()
                 if member.link.silent_ticks > LOOKS:
@@ -230,6 +233,12 @@ class WorkerPool:
                 if not member.link.beat():
                     seconds = MAX_UNANSWERED_LOOKS * self._heartbeat_seconds
                     member.link.give_up(LinkBroken(f"worker {member.name} has not answered for {seconds:g} s: its host is gone or hangs"))
+
+
+def next_look(due: float, interval: float, now: float) -> float:
+    """When to look next, after a look that was due at a time. Small delays do not add up. Looks that were missed are not made up for: this
+    front end may have slept, and must not take that for the silence of workers."""
+    return due + interval if now < due + interval else now + interval
 
 
 class _Unusable(PenstockError):
