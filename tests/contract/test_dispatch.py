@@ -134,6 +134,30 @@ async def test_a_lost_worker_loses_no_token(tmp_path: Path) -> None:
             assert delta.prompt.cached_tokens == 0, "the prompt is reported once, as the first worker found it"
 
 
+async def test_those_who_lost_their_worker_share_the_others(tmp_path: Path) -> None:
+    """A worker that owed nothing has not spoken for long. It gets its part all the same, not one to see whether it lives."""
+    async with AsyncExitStack() as stack:
+        lost, busy, idle = [await stack.enter_async_context(Worker(tmp_path, name)) for name in "abc"]
+        front_end = await stack.enter_async_context(FrontEnd([lost], trial_seconds=0.0))
+        started = [front_end.start(submit(number, 1000)) for number in range(30)]
+        front_end.pool.discovered([busy.address])
+        await until(lambda: front_end.pool.find("b") is not None)
+        _, other = front_end.start(submit(100, 4000))
+        await until(lambda: min(len(reader.tokens) for reader, _ in started) > 5)
+        front_end.pool.discovered([busy.address, idle.address])
+        await until(lambda: front_end.pool.find("c") is not None)
+        made = len(started[0][0].tokens)
+        await until(lambda: len(started[0][0].tokens) > made + 200)
+        lost.break_links()
+        await until(lambda: front_end.dispatcher.migrations["worker_lost"] == 30)
+        active = {member.name: member.link.active for member in front_end.pool.members}
+        async with asyncio.timeout(20):
+            await asyncio.gather(*[task for _, task in started])
+        assert [reader.tokens for reader, _ in started] == [expected(number, 1000) for number in range(30)]
+        assert min(active["b"], active["c"]) >= 10, active
+        other.cancel()
+
+
 async def test_generations_leave_a_worker_that_hands_over(tmp_path: Path) -> None:
     async with Worker(tmp_path, "a") as old, Worker(tmp_path, "b") as new, FrontEnd([old, new]) as front_end:
         started = [front_end.start(submit(number, 400)) for number in range(10)]

@@ -618,14 +618,14 @@ class Dispatcher:
         members = self._pool.usable(production.model)
         if production.failed:
             # It lost a worker before. Do not spend an attempt on one that may be dead, too.
-            members = [member for member in self._others(production) or members if member.link.has_just_spoken]
+            members = self._pool.speaking(self._others(production) or members)
         if self.suspects.deaths and production in self.suspects:
             members = [member for member in members if self.suspects.is_free(member.link)]
         helpers = self._helpers(production, members)
         complete = [member for member in members if self._is_complete(member, helpers)]
         if not complete and members and production.failed:
             # One half of a pair failed it: the same pair is the last resort.
-            members = [member for member in self._pool.usable(production.model) if member.link.has_just_spoken]
+            members = self._pool.speaking(self._pool.usable(production.model))
             helpers = self._helpers(production, members)
             complete = [member for member in members if self._is_complete(member, helpers)]
         members = _with_role(complete, production.wanted_role)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -27,6 +27,7 @@ MAX_PREPARE_RETRY_SECONDS = 5.0
 # A worker is looked at LOOKS times per `stall_seconds`. After QUIET_LOOKS silent ones, new work goes elsewhere.
 LOOKS = 16
 QUIET_LOOKS = 2
+JUST_NOW_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,13 @@ class WorkerPool:
         """The workers of this model that take generations."""
         found = [member for member in self._members.values() if member.link.is_usable and member.model.name == model]
         return [member for member in found if not member.is_encoder]
+
+    def speaking(self, members: Sequence[Member]) -> list[Member]:
+        """Those that are alive as far as we know: they owe nothing, or have spoken just now. Just before the latest frame of any worker, as
+        this front end may have been busy since. Those that have not answered a Ping are the last resort."""
+        latest = max([member.link.heard_at for member in self._members.values()], default=0.0)
+        alive = [member for member in members if not member.is_quiet and member.link.has_spoken_since(latest - JUST_NOW_SECONDS)]
+        return [member for member in alive if not member.link.is_unanswered] or alive
 
     def encoders(self, target: Member) -> list[Member]:
         """The workers that make features of images as this one needs them."""

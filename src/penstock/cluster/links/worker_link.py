@@ -75,7 +75,6 @@ _READY = encode_frame(Ready())
 _PING = encode_frame(Ping())
 # When many requests come at once, a turn of the event loop is long. Writing after this many messages lets the worker start before its end.
 MESSAGES_PER_WRITE = 8
-JUST_NOW_SECONDS = 0.1
 PIECE_SECONDS = 10.0
 """A worker that takes longer for one piece of its tokenizer is not used."""
 
@@ -160,7 +159,8 @@ class WorkerLink(LinkProtocol):
         self._piece: asyncio.Future[TokenizerPiece] | None = None
         self.silent_ticks = 0
         """How many looks in a row found it silent while it owed tokens."""
-        self._heard_at = 0.0
+        self.heard_at = 0.0
+        self._owes_since = 0.0
         self.unbegun = 0
         """Generations without a token so far: they wait at the worker, or their prompts are being computed."""
         self.on_report: Callable[[WorkerReport], None] = lambda _: None
@@ -189,9 +189,13 @@ class WorkerLink(LinkProtocol):
         return self.lost.done() and not self.draining and not isinstance(self.lost.result(), PeerLeft)
 
     @property
-    def has_just_spoken(self) -> bool:
-        """Whether it is alive as far as we know: it sent something just now, or owes nothing."""
-        return not self._generations or self._loop.time() - self._heard_at < JUST_NOW_SECONDS
+    def is_unanswered(self) -> bool:
+        """Whether it owed nothing, was asked whether it is alive, and a look found no answer."""
+        return self._unanswered > 1
+
+    def has_spoken_since(self, moment: float) -> bool:
+        """Whether it has sent something since then, or owed nothing."""
+        return not self._generations or max(self.heard_at, self._owes_since) > moment
 
     def tick(self) -> None:
         """One look at whether it is silent. Counts looks, not seconds: a front end that was itself busy must not take that for silence."""
@@ -237,6 +241,8 @@ class WorkerLink(LinkProtocol):
         if self.lost.done():
             raise self.lost.result()
         self._write_soon(encode_frame(self._without_prompt(request) if request.prompt else request))
+        if not self._generations:
+            self._owes_since = self._loop.time()
         self._generations[request.id] = generation
         self.unbegun += 1
         if request.images:
@@ -328,7 +334,7 @@ class WorkerLink(LinkProtocol):
         if any(type(message) is not Pong for message in messages):
             # A worker whose engine hangs still answers.
             self.silent_ticks = 0
-            self._heard_at = self._loop.time()
+            self.heard_at = self._loop.time()
         for message in messages:
             if self.is_established:
                 self._hear(message)
