@@ -467,6 +467,29 @@ async def test_a_decode_worker_that_dies_with_the_generation(tmp_path: Path) -> 
         assert reader.tokens == expected(1, 500)
 
 
+async def test_all_help_to_compute_what_a_decode_worker_has_lost(tmp_path: Path) -> None:
+    """Prompts for seconds would wait at the only decode worker that is left. A single one stays with the role, and those for which no
+    worker has room yet wait in the front end."""
+    async with cluster(tmp_path, "p d0 d1", RouterSettings(disaggregation="never"), trial_seconds=0.0) as both:
+        for count, helps in ((1, False), (20, True)):
+            started = [both.front_end.start(submit(number, 300, PROMPT)) for number in range(count)]
+            await until(lambda: min(len(reader.tokens) for reader, _ in started) > 5)  # noqa: B023
+            both["p"].submits.clear()
+            for name in ("d0", "d1"):
+                both[name].simulator.is_held = True
+            lost = max(("d0", "d1"), key=lambda name: both.member(name).link.active)
+            both[lost].break_links()
+            await until(lambda: any(len(both[name].simulator.held) for name in ("d0", "d1")))
+            await until(lambda: bool(both["p"].submits) or not helps)  # noqa: B023
+            assert max(len(both[name].simulator.held) for name in ("d0", "d1")) < max(2, count // 2)
+            for name in ("d0", "d1"):
+                both[name].simulator.let_go()
+            for _, task in started:
+                await finished(task)
+            assert [reader.tokens for reader, _ in started] == [expected(number, 300) for number in range(count)]
+            assert bool(both["p"].submits) == helps
+
+
 async def test_a_pull_that_nobody_reports_on_is_given_up(tmp_path: Path) -> None:
     """The generation waits at the decode worker for a transfer that does not end."""
     async with cluster(tmp_path, "p d") as both:

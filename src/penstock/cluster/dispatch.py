@@ -59,6 +59,9 @@ WATCH_SECONDS = 0.25
 # Added to what a prompt should take elsewhere, if it has images: nobody knows how long they wait for a tower. A helper that waits for them
 # says that it is alive; one that is silent is given up long before.
 IMAGE_SECONDS = 30.0
+# A worker with this many prompts to compute, for this long, gets no further generation that has lost its worker.
+MIN_UNBEGUN = 8
+MAX_WAIT_SECONDS = 0.25
 # Assumed for a worker that does not say how many generations it computes at once.
 UNKNOWN_BATCH = 4096
 
@@ -628,7 +631,7 @@ class Dispatcher:
             members = self._pool.speaking(self._pool.usable(production.model))
             helpers = self._helpers(production, members)
             complete = [member for member in members if self._is_complete(member, helpers)]
-        members = _with_role(complete, production.wanted_role)
+        members = self._with_role(complete, production)
         usable = {member.name: member for member in members}
         rooms = {name: self._has_room(member) for name, member in usable.items()}
         if not any(rooms.values()) and self._may_overdraw(production):
@@ -745,6 +748,19 @@ class Dispatcher:
         self._submit(attempt, request)
         return attempt
 
+    def _with_role(self, members: list[Member], production: Production) -> list[Member]:
+        """Those that are meant for it and answer. Without one, all of them: each can do everything.
+
+        A generation that has lost its worker is one of many. They are sent as the workers get on, so that workers of all roles take their
+        part, and the next loss does not hit all of them.
+        """
+        if production.failed:
+            members = [member for member in members if not self._is_swamped(member)]
+        return [member for member in members if member.is_for(production.wanted_role) and not member.is_quiet] or members
+
+    def _is_swamped(self, member: Member) -> bool:
+        return member.link.unbegun >= MIN_UNBEGUN and self._router.waiting_seconds(member.name) > MAX_WAIT_SECONDS
+
     def _has_room(self, member: Member) -> bool:
         """A quiet worker has no room: it would not begin before it speaks again."""
         link, batch = member.link, member.model.max_batch or UNKNOWN_BATCH
@@ -768,8 +784,3 @@ class Dispatcher:
                     message = f"no worker for model {model!r} came within {self._limits.worker_wait:g} s"
                     queue.fail(now - self._limits.worker_wait, Fault("no_worker", message))
                     self.suspects.fail(model, now - self._limits.worker_wait, Fault("no_worker", message))
-
-
-def _with_role(members: list[Member], wanted: Role) -> list[Member]:
-    """Those that are meant for this and answer. Without one, all of them: each can do everything."""
-    return [member for member in members if member.is_for(wanted) and not member.is_quiet] or members

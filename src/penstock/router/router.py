@@ -268,6 +268,13 @@ class Router:
         """Those that are known: encode workers are not."""
         return list(self._workers)
 
+    def waiting_seconds(self, worker: str) -> float:
+        """How long the worker takes for the prompts that it must compute already; 0 for an unknown worker."""
+        if worker not in self._workers:
+            return 0.0
+        place = self._place(worker, 0)
+        return place.waiting_tokens / place.prefill_rate
+
     def load_of(self, worker: str) -> float:
         """The worker's load in blocks, for metrics; 0 for an unknown worker."""
         known = self._workers.get(worker)
