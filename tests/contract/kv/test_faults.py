@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,21 @@ def test_an_injected_fault_spoils_one_transfer_and_no_other(workers: Workers, ki
         ended = here.until_ended(source.transfer)
         assert (failure in ended) if fate else (ended == "")
         there.until_released(source.transfer)
+
+
+def test_a_source_that_lives_and_does_not_name_a_pull_has_given_it_up(workers: Workers) -> None:
+    """The puller does not wait for the silence of a whole second: the source says which pulls go on. One that waits is named."""
+    workers.patience = replace(QUICK, silent_looks=1_000_000)
+    here, there = DictEngine(), DictEngine()
+    there.store(names_of(BLOCKS))
+    there_transport, here_transport = workers.start(there, faults=Faults(TransferFaults(stall=1.0))), workers.start(here)
+    waiting, stalled = source_of(there_transport, 1, waits=True), source_of(there_transport, 2)
+    here_transport.pull(waiting, [b"not computed yet"], [BLOCKS])
+    here_transport.pull(stalled, names_of(BLOCKS), list(range(BLOCKS)))
+    assert here.until_ended(stalled.transfer) == "the source is silent"
+    assert [transfer for transfer, _ in here.ended] == [stalled.transfer], "the one that waits goes on"
+    here_transport.stop(waiting.transfer)
+    assert "stopped" in here.until_ended(waiting.transfer)
 
 
 def test_an_injected_death(workers: Workers) -> None:

@@ -94,7 +94,8 @@ class Ended(Struct, frozen=True, tag="ended", gc=False):
 
 
 class Waiting(Struct, frozen=True, tag="waiting", gc=False):
-    """Source to puller, again and again: these pulls go on. Their blocks are computed, wait for their turn, or are on their way."""
+    """Source to puller, again and again: these pulls go on, and no others. Their blocks are computed, wait for their turn, or are on their
+    way."""
 
     numbers: tuple[int, ...]
 

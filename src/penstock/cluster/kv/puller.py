@@ -24,6 +24,9 @@ from penstock.wire.messages import KvSource
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.02
+MAX_NOT_NAMED = 3
+"""A pull that is not among those of which the source says that they go on, this many times in a row, has failed. The first may have been
+sent before the source knew of it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,11 @@ class ActivePull:
         self.checked = bytearray(self.blocks)
         self.offers: deque[Blocks] = deque()
         """In the source's slots, to be copied."""
-        self.silent_looks = 0
+        self.silent_looks = self.not_named = 0
+
+    def heard(self) -> None:
+        """Its source goes on."""
+        self.silent_looks = self.not_named = 0
 
     def announce(self, message: Blocks) -> None:
         """Raises FrameMalformed for blocks that were not asked for, or come twice."""
@@ -129,6 +136,17 @@ class Peer:
             if pull.silent_looks > silent_looks:
                 self.end(pull, "the source is silent")
 
+    def hear(self, numbers: Sequence[int]) -> None:
+        """The source says which pulls go on."""
+        named = set(numbers)
+        for number, pull in list(self.pulls.items()):
+            if number in named:
+                pull.heard()
+                continue
+            pull.not_named += 1
+            if pull.not_named >= MAX_NOT_NAMED:
+                self.end(pull, "the source is silent")
+
     def lose(self, error: LinkError) -> None:
         """Its connections are gone, or useless. The next pull connects again."""
         connections, self.connections = self.connections, []
@@ -192,7 +210,7 @@ class Peer:
         self.report(pull, before)
 
     def _ask(self, pull: ActivePull) -> None:
-        pull.silent_looks = 0
+        pull.heard()
         self.connections[0].send(Pull(pull.number, pull.transfer, pull.names, pull.waits))
 
     def _connect(self) -> None:
@@ -294,9 +312,7 @@ class PullerConnection(Connection):
                     pull.limit, pull.reason = message.blocks, message.reason or "the source ended it"
                     self._peer.report(pull, pull.arrived)
             case Waiting():
-                for number in message.numbers:
-                    if pull := self._peer.pulls.get(number):
-                        pull.silent_looks = 0
+                self._peer.hear(message.numbers)
             case _:
                 raise check_message(message, "blocks")
         return ()
@@ -308,7 +324,7 @@ class PullerConnection(Connection):
         pull = self._peer.pulls.get(message.number)
         if pull is not None:
             pull.announce(message)
-            pull.silent_looks = 0
+            pull.heard()
         if message.slots:
             if pull is not None:
                 self._peer.offer(pull, message)
@@ -323,7 +339,7 @@ class PullerConnection(Connection):
 
     def bytes_received(self) -> None:
         if self._coming is not None:
-            self._coming[0].silent_looks = 0
+            self._coming[0].heard()
 
     def blocks_received(self) -> None:
         if self._coming is None:

@@ -175,7 +175,7 @@ class Source:
         """Tells pullers which of their pulls go on, and notices those whose host is gone."""
         for session in list(self._sessions.values()):
             numbers = [*session.leaving, *[number for number, export in session.exports.items() if not export.is_stalled]]
-            if numbers and not session.connections[0].has_unsent_messages:
+            if (session.exports or session.leaving) and not session.connections[0].has_unsent_messages:
                 session.connections[0].send(Waiting(tuple(numbers)))
             for connection in list(session.connections):
                 if connection.is_host_gone():
