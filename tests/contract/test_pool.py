@@ -34,12 +34,12 @@ async def test_a_model_that_cannot_be_prepared_is_reported_once_and_tried_again(
         await until(lambda: [member.name for member in pool.members] == ["a"])
 
 
-def test_looks_are_not_late_because_the_one_before_was() -> None:
+@pytest.mark.parametrize("delay", [0.9, 2.9])
+def test_looks_are_not_late_because_the_one_before_was(delay: float) -> None:
     """A front end that is busy notices a silent worker as soon as an idle one. One that has slept does not make up for its looks."""
     due = now = 0.0
     for _ in range(16):
         due = next_look(due, 1.0, now)
-        now = due + 0.9
+        now = max(now, due + delay)
     assert due == 16
-    due = next_look(due, 1.0, 100.0)
-    assert due == 101
+    assert next_look(due, 1.0, 100.0) == 101

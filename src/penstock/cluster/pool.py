@@ -27,6 +27,7 @@ MAX_PREPARE_RETRY_SECONDS = 5.0
 # A worker is looked at LOOKS times per `stall_seconds`. After QUIET_LOOKS silent ones, new work goes elsewhere.
 LOOKS = 16
 QUIET_LOOKS = 2
+MAX_MADE_UP_LOOKS = 2
 JUST_NOW_SECONDS = 0.1
 
 
@@ -244,9 +245,9 @@ class WorkerPool:
 
 
 def next_look(due: float, interval: float, now: float) -> float:
-    """When to look next, after a look that was due at a time. Small delays do not add up. Looks that were missed are not made up for: this
-    front end may have slept, and must not take that for the silence of workers."""
-    return due + interval if now < due + interval else now + interval
+    """When to look next, after a look that was due at a time. Delays do not add up: a few looks that were missed are made up for, with what
+    has come read between them. Not more: this front end may have slept, and must not take that for the silence of workers."""
+    return due + interval if now < due + (1 + MAX_MADE_UP_LOOKS) * interval else now + interval
 
 
 class _Unusable(PenstockError):
