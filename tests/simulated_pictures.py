@@ -18,6 +18,7 @@ from workers import WORDS, submit
 
 RULES = simulator.make_rules()
 SIZE = (96, 64)
+POSITIONS = 24
 
 
 def picture(number: int, size: tuple[int, int] = SIZE) -> Picture:
