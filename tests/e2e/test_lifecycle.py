@@ -436,8 +436,8 @@ def test_the_soft_limit_of_files_is_raised(server: Server) -> None:
     assert soft == hard
 
 
-def test_code_in_the_working_directory_is_not_loaded(tmp_path: Path) -> None:
+def test_code_in_the_working_directory_is_not_loaded(serve: Callable[..., Server], tmp_path: Path) -> None:
     """The `penstock` command does not load it; nor may the processes that it starts."""
     (tmp_path / "msgspec.py").write_text('raise SystemExit("loaded from the working directory")')
     command = ["env", "-C", str(tmp_path), sys.executable, "-P", "-m", "penstock", "serve", "--port", "0", "--engine", "simulator"]
-    assert Server(command=command).wait_ready().stop() == 0
+    assert serve(command=command).stop() == 0
