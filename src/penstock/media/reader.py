@@ -124,21 +124,25 @@ class MediaReader:
             for remote in remotes.values():
                 self.memory.release(remote.share)
 
-    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float = 1.0) -> dict[str, str]:
+    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float, check: Callable[[int], None]) -> dict[str, str]:
         """The files of those images that must be fetched, in base64, by their URLs: for a request that is stored with them.
 
-        Raises RequestError as `read` does.
+        Raises RequestError as `read` does. `check` gets the bytes of all files that have come, with each of them, and may raise.
         """
         wanted = {ref.url: ref for ref in refs if _WEB.match(ref.url)}
         if not wanted:
             return {}
         self.check_number(refs)
         tenant, remotes = Tenant(lane, weight, b""), dict[str, _Remote]()
+        arrived = 0
 
         async def file(ref: ImageRef) -> str:
+            nonlocal arrived
             with self._naming(ref):
                 source = await self._source(ref, tenant, remotes)
                 sent = source if isinstance(source, _Sent) else await self._fetched(source, tenant)
+            arrived += sent.file.size
+            check(arrived)
             return await asyncio.get_running_loop().run_in_executor(self._hashing, sent.file.as_base64)
 
         try:

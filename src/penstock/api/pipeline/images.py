@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -37,8 +37,9 @@ class PictureReader(Protocol):
     async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
         """The pictures, in order. Raises RequestError that names the field of the image that cannot be read."""
 
-    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float) -> dict[str, str]:
-        """The files of those that must be fetched, in base64, by their URLs. Raises RequestError as `read` does."""
+    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float, check: Callable[[int], None]) -> dict[str, str]:
+        """The files of those that must be fetched, in base64, by their URLs. Raises RequestError as `read` does. `check` gets the bytes of
+        all files that have come, with each of them, and may raise."""
 
 
 class Shown(NamedTuple):

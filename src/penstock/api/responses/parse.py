@@ -51,7 +51,6 @@ _SHARED = tuple(
 
 MAX_FETCHED_BYTES = 32 * 2**20
 """Of images that a response is stored with. It is as much as a request may have itself, by default."""
-MAX_FETCHED_CHARACTERS = MAX_FETCHED_BYTES // 3 * 4
 
 ITEM_BYTES = 64
 """A stored item is as much to read as this many bytes of a body."""
@@ -135,14 +134,8 @@ class ResponseParser:
         if not images or self.prompts.media is None or self.prompts.models.find(model).info.images is None:
             return False
         refs = [ImageRef(f"input{place}", "" if FILE in image else image["image_url"]) for place, image in images]
-        files = await self.prompts.media.fetch(refs, incoming.tenant.lane, incoming.tenant.weight)
-        if (size := sum(map(len, files.values()))) > MAX_FETCHED_CHARACTERS:
-            message = (
-                f"`input` has images on other servers of {size * 3 // 4:,} bytes: expected at most {MAX_FETCHED_BYTES:,} in a "
-                "response that is stored, or `store` false"
-            )
-            raise RequestError(message, param="input", code="too_long", limit="fetched_bytes")
-        await incoming.take(size)
+        files = await self.prompts.media.fetch(refs, incoming.tenant.lane, incoming.tenant.weight, _check_fetched)
+        await incoming.take(sum(map(len, files.values())))
         for _, image in images:
             if image["image_url"] in files:
                 image[FILE] = files[image["image_url"]]
@@ -400,3 +393,12 @@ async def _conversation(conversation: str, added: list[Item], owner: str, store:
 def _not_found(name: str, kind: str, given: str, code: str) -> RequestError:
     """The same answer whether another key has it or nobody does: ids cannot be guessed."""
     return RequestError(f"`{name}` is {given!r}: there is no such {kind}", param=name, code=code, status=404)
+
+
+def _check_fetched(size: int) -> None:
+    if size > MAX_FETCHED_BYTES:
+        message = (
+            f"`input` has images on other servers of over {MAX_FETCHED_BYTES:,} bytes: expected at most that in a response that is "
+            "stored, or `store` false"
+        )
+        raise RequestError(message, param="input", code="too_long", limit="fetched_bytes")

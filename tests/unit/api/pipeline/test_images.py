@@ -58,9 +58,10 @@ class Reader:
         self.noticed()
         return [self._picture(ref, root, rules) for ref in refs]
 
-    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float) -> dict[str, str]:
+    async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float, check: Callable[[int], None]) -> dict[str, str]:
         wanted = {ref.url: self.file for ref in refs if ref.url.startswith("http")}
         self.fetched += wanted
+        check(sum(len(file) // 4 * 3 for file in wanted.values()))
         return wanted
 
     def _picture(self, ref: ImageRef, root: bytes, rules: ImageRules) -> Picture:
