@@ -351,7 +351,7 @@ async def test_nobody_holds_the_images_of_a_response_while_its_whole_answer_is_m
         answer = asyncio.create_task(front_end.send("POST", "/v1/responses", body))
         while not count("items"):
             await asyncio.sleep(0)
-        while any(isinstance(each, dict) and each.get("image_url") == url for each in gc.get_objects()):
+        while any(type(each) is dict and each.get("image_url") == url for each in gc.get_objects()):
             await asyncio.sleep(0)
         go_on.set()
         await answer
