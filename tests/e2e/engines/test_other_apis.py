@@ -56,9 +56,9 @@ def test_a_response_is_kept(server: Server, judge: Judge) -> None:
 
 
 def test_a_message_is_streamed(anthropic: Anthropic, judge: Judge) -> None:
-    expected = judge.chat(QUESTION, 40)
+    expected = judge.chat(QUESTION, 100)
     messages: Any = [{"role": "user", "content": QUESTION}]
-    with anthropic.messages.stream(model=MODEL, max_tokens=40, messages=messages, extra_body={"temperature": 0}) as stream:
+    with anthropic.messages.stream(model=MODEL, max_tokens=100, messages=messages, extra_body={"temperature": 0}) as stream:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert "".join(pieces) == expected.text
@@ -67,7 +67,7 @@ def test_a_message_is_streamed(anthropic: Anthropic, judge: Judge) -> None:
     assert block.type == "text"
     assert (block.text, final.stop_reason) == (expected.text, "max_tokens")
     usage = final.usage
-    assert usage.output_tokens == 40
+    assert usage.output_tokens == 100
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0) == len(expected.prompt_ids)
 
 
