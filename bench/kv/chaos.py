@@ -140,7 +140,7 @@ def main() -> int:
     )
     parser.add_argument("--prefill-budget", type=int, default=65_536, help="prompt tokens of a step")
     parser.add_argument("--link-gbps", type=float, default=400.0)
-    parser.add_argument("--stall", type=float, default=1.0, help="--worker-stall of the front end")
+    parser.add_argument("--stall", type=float, default=0.7, help="--worker-stall of the front end")
     parser.add_argument("--trial", type=float, default=0.0, help="--trial-seconds of the front end")
     parser.add_argument("--both", action="store_true", help="kill one and freeze another every two seconds, not by turns")
     parser.add_argument("--freeze", type=float, default=3.0, help="seconds that a worker is frozen")
