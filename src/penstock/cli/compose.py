@@ -1,4 +1,4 @@
-"""The one place that wires objects together: a worker, a front end, and the two on one machine."""
+"""The one place that wires objects together, and ends them in order: a worker, a front end, and the two on one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a file to pixels: decoded, turned upright, hashed, made RGB, and prepared for the model. Runs in a process of its own."""
+"""From a file to pixels: decoded, turned upright, made RGB, hashed, and prepared for the model. Runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of a vLLM request, and what vLLM answers, as our own types. Pure: vLLM is not imported here."""
+"""The sampling parameters of a vLLM request, and what vLLM answers, as our own types. Pure: vLLM is not imported here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a link: the proofs of the handshake, and TLS."""
+"""Who is at the other end of a link, or of a connection for KV: the proofs of the handshake, and TLS."""
 
 from __future__ import annotations
 
