@@ -12,13 +12,20 @@ from penstock.backends.simulated_images import promised_seals, seed_with_images
 from penstock.backends.simulator import tokens_between
 from penstock.media.families import simulator
 from penstock.media.picture import Picture
-from penstock.wire.images import ImageSpan, image_ids, sealed_name
+from penstock.wire.images import IMAGE_NAME_BYTES, SEAL_BYTES, ImageSpan, image_ids, seal_of
 from penstock.wire.messages import Submit
 from workers import WORDS, submit
 
 RULES = simulator.make_rules()
 SIZE = (96, 64)
 POSITIONS = 24
+
+
+def sealed_name(content: bytes, size: tuple[int, int], pixels: bytes) -> bytes:
+    """The name of an image: from the hash of its content, and the pixels and the size that a worker gets."""
+    seal = seal_of(size)
+    seal.update(pixels)
+    return content[: IMAGE_NAME_BYTES - SEAL_BYTES] + seal.digest()
 
 
 def picture(number: int, size: tuple[int, int] = SIZE) -> Picture:

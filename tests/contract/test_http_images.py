@@ -19,7 +19,7 @@ from penstock.backends.http.engine import HttpEngine
 from penstock.cli.engines import find_images
 from penstock.config.engines import HttpEngineSettings
 from penstock.text.tokenizers.source import pack_tokenizer
-from penstock.wire.images import sealed_name
+from simulated_pictures import sealed_name
 from tiny_vision import PLACEHOLDERS, Kind, generate, make_picture, make_prompt, vision_model
 
 pytestmark = [pytest.mark.timeout(START_SECONDS + 300), pytest.mark.filterwarnings("ignore:::(?!penstock)")]

@@ -69,13 +69,6 @@ def seal_of(size: tuple[int, int]) -> blake2b:
     return blake2b(b"%d %d" % size, digest_size=SEAL_BYTES, person=b"image pixels")
 
 
-def sealed_name(content: bytes, size: tuple[int, int], pixels: bytes) -> bytes:
-    """The name of an image: from the hash of its content, and the pixels and the size that a worker gets."""
-    seal = seal_of(size)
-    seal.update(pixels)
-    return content[: IMAGE_NAME_BYTES - SEAL_BYTES] + seal.digest()
-
-
 def image_ids(name: bytes, positions: int) -> tuple[int, ...]:
     """The ids of an image's positions: each carries 62 bits of its name."""
     drawn = struct.unpack(f"<{positions}Q", shake_128(name).digest(8 * positions))

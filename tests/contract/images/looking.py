@@ -13,8 +13,9 @@ from cpu_engines import SGLANG_IMAGES
 from penstock.media.families.make import layout, prepare
 from penstock.text.tokenizers.source import pack_tokenizer
 from penstock.text.tokenizers.tokenizer import Tokenizer
-from penstock.wire.images import IMAGE_NAME_BYTES, SEAL_BYTES, ImageSpan, image_ids, sealed_name
+from penstock.wire.images import IMAGE_NAME_BYTES, SEAL_BYTES, ImageSpan, image_ids
 from penstock.wire.messages import Submit
+from simulated_pictures import sealed_name
 from tiny_vision import PLACEHOLDERS, Kind, VisionPrompt, generate, make_picture, make_prompt, vision_model
 
 if TYPE_CHECKING:

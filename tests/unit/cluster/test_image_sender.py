@@ -7,7 +7,7 @@ import asyncio
 from penstock.cluster.links.images import MAX_UNANSWERED_PINGS, PIECES_PER_PING, AnswerImage, ImageAnswer, ImageSender, answer_with_pixels
 from penstock.media.picture import Picture
 from penstock.wire.errors import LinkBroken
-from penstock.wire.images import ImageLayout, ImageSpan, image_ids, sealed_name
+from penstock.wire.images import ImageLayout, ImageSpan, image_ids
 from penstock.wire.messages import (
     IMAGE_PIECE_BYTES,
     ImagePiece,
@@ -18,6 +18,7 @@ from penstock.wire.messages import (
     Message,
     Submit,
 )
+from simulated_pictures import sealed_name
 
 FIRST, SECOND = b"1" * 16, b"2" * 16
 SIZE = (1024, 1024)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.wire.images import IMAGE_NAME_BYTES, ImageSpan, image_ids, seal_of, sealed_name, whole_images, wrong_images
+from penstock.wire.images import IMAGE_NAME_BYTES, ImageSpan, image_ids, seal_of, whole_images, wrong_images
+from simulated_pictures import sealed_name
 
 
 def test_the_end_of_a_name_tells_the_pixels_and_the_size() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from hand_driven import FIRST, SECOND, HandDriven, Wire, begin, make, say
 from penstock.wire.errors import FrameMalformed
-from penstock.wire.images import sealed_name
 from penstock.wire.messages import (
     Cancel,
     Fault,
@@ -21,6 +20,7 @@ from penstock.wire.messages import (
     Step,
 )
 from penstock.worker.runtime import FrontEndPort, WorkerRuntime
+from simulated_pictures import sealed_name
 
 TRANSFER = b"t" * 16
 SIZE = (4, 2)

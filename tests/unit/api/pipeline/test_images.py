@@ -29,8 +29,9 @@ from penstock.media.families import simulator
 from penstock.media.picture import ImageRef, Picture
 from penstock.stream.mailbox import Mailbox
 from penstock.wire.errors import GenerationFault, RequestError
-from penstock.wire.images import FIRST_IMAGE_ID, ImageRules, sealed_name, wrong_images
+from penstock.wire.images import FIRST_IMAGE_ID, ImageRules, wrong_images
 from penstock.wire.messages import Fault, ModelInfo, Submit
+from simulated_pictures import sealed_name
 from sqlite_file import sql
 
 SEEING = msgspec.structs.replace(MODEL, name="seeing", images=simulator.make_rules())
