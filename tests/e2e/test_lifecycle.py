@@ -230,6 +230,25 @@ def test_sigterm_lets_what_runs_finish_and_exits_zero(serve: Callable[..., Serve
     assert server.join() == 0
 
 
+def test_the_end_of_an_answer_is_sent_before_its_connection_is_cut(serve: Callable[..., Server]) -> None:
+    """A request has ended when granian has its last bytes. Its client has the grace time to take them."""
+    server = serve("--step-ms", "0.2")
+    front_end = server.child("frontend")
+    with begin_stream(server, receive_buffer=4096, max_tokens=8000, ignore_eos=True, logprobs=1, seed=8) as connection:
+        wait_until(lambda: server.metric("penstock_requests_running", role="worker") == 1)
+        wait_until(lambda: idle(server), timeout=60)
+        response = b""
+        while server.metric("penstock_requests_running", role="frontend"):
+            response += connection.recv(4096)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(psutil.TimeoutExpired):
+            front_end.wait(1)
+        response += read_to_end(connection)
+    assert text_of(response) == predicted(8, 8000)
+    assert b"[DONE]" in response
+    assert server.join() == 0
+
+
 def test_a_worker_that_is_told_to_end_while_it_loads_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock", "worker", f"--listen=unix:{tmp_path}/w.sock"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as worker:

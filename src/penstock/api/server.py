@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import resource
 import socket
+import struct
+import termios
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from granian.constants import HTTPModes, Interfaces
@@ -95,12 +99,23 @@ class HttpServer:
         """Takes no more connections, and closes each that has nothing to send. Granian waits for the others without a limit."""
         self._server.stop()  # type: ignore[no-untyped-call]
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a client has yet to take what the kernel has. Only then may granian have more: it writes what the kernel takes."""
+        return any(_unsent(connection) for connection in self._connections())
+
     def cut(self) -> None:
         """Closes every connection now. What the kernel has of an answer is still sent."""
+        for connection in self._connections():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _connections(self) -> Iterator[socket.socket]:
+        """Copies, each closed when the next is taken."""
         for file in Path("/dev/fd").iterdir():
             with contextlib.suppress(OSError), _copied(int(file.name)) as connection:
                 if connection.getsockname()[1] == self._port and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    yield connection
 
 
 class _Granian(Server):
@@ -187,6 +202,11 @@ def _copied(number: int) -> socket.socket:
         found.close()
         raise OSError(errno.EAFNOSUPPORT, "not TCP")
     return found
+
+
+def _unsent(connection: socket.socket) -> bool:
+    """Whether the kernel has bytes that the other side has not acknowledged."""
+    return bool(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0])
 
 
 def _lowest_free_file(any_open: socket.socket) -> int:

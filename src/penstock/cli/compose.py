@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,9 +72,11 @@ KV_HAND_OVER_SECONDS = 5.0
 # How long each step may take when a front end ends. All steps and the clean-up take less than a second after the grace time.
 EXPEL_SECONDS = 0.15  # requests end with a fault
 CANCEL_SECONDS = 0.1  # those that cannot are cancelled
-CLOSE_SECONDS = 0.05  # granian sends what it has
+CLOSE_SECONDS = 0.05  # granian sends what it has: the last time after the grace time
 CUT_SECONDS = 0.2  # granian notices that its connections are cut
 EXIT_SECONDS = 0.05  # threads end
+# Before the end of the grace time, connections are cut when none has had anything to send for this long.
+QUIET_SECONDS = 0.25
 # What a clean-up may take whose store or peer does not answer.
 CLEAN_UP_SECONDS = 5.0
 # An engine that must stop while it loads may take this long.
@@ -307,18 +310,31 @@ async def _serve_until(stop: Stop, front_end: FrontEnd, announcement: Coroutine[
         asyncio.create_task(front_end.keyring.watch(), name="key file watch"),
     ]
     await asyncio.wait([asyncio.create_task(stop.requested.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
+    deadline = time.monotonic() + grace
     _exit_after(grace + CLEAN_UP_SECONDS, 1, "it did not stop within %g s: leaving without the rest of the clean-up")
     await _drain(stop, front_end, grace)
     for watch in watches:
         watch.cancel()
     await asyncio.wait(watches)
     front_end.server.stop()
-    await asyncio.wait([serving], timeout=CLOSE_SECONDS)
+    await _send_rest(stop, front_end.server, serving, deadline)
     if not serving.done():
         # Half a request, or an answer that nobody reads.
         front_end.server.cut()
         await asyncio.wait([serving], timeout=CUT_SECONDS)
     return serving
+
+
+async def _send_rest(stop: Stop, server: HttpServer, serving: asyncio.Task[None], deadline: float) -> None:
+    """Lets clients take the ends of their answers until the deadline: requests have ended, but granian may still have the last bytes."""
+    last_sent = time.monotonic()
+    while not serving.done():
+        await asyncio.wait([serving], timeout=CLOSE_SECONDS)
+        now = time.monotonic()
+        if server.is_sending:
+            last_sent = now
+        if stop.is_cut or now >= deadline or now - last_sent >= QUIET_SECONDS:
+            return
 
 
 async def _drain(stop: Stop, front_end: FrontEnd, grace: float) -> None:
