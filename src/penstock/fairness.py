@@ -268,11 +268,11 @@ class _Waiter:
 
 
 class FairBudget:
-    """What is used for a while, such as bytes or threads. At most `total` is in use, with one exception that keeps tenants apart.
+    """A budget for what is used for a while, such as bytes or threads. At most `total` is in use, with two exceptions.
 
-    A tenant alone may use it all. A tenant with nothing under way never waits. With `has_shares`, neither does one that stays below its
-    share: what each would have if one more came. Both may overdraw the budget; the latter by less than as much again. So however much one
-    tenant holds, and for how long, others go on. What else does not fit waits, and is served in turn. For one event loop.
+    One tenant alone may use all of it. A tenant with nothing under way never waits. With `has_shares`, a tenant below its share does not
+    wait either; the share is what each tenant would have if one more came. Both may overdraw the budget, the second by less than `total`.
+    So others go on, however much one tenant holds and for how long. Everything else waits for room, in turn. For one event loop.
     """
 
     def __init__(self, total: int, *, has_shares: bool = False) -> None:

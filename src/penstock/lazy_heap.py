@@ -21,8 +21,8 @@ Priority = TypeVar("Priority", bound=_Ordered)
 class LazyHeap(Generic[Item, Priority]):
     """Each item is in it once, with one priority. The least priority comes first; equal ones in the order of their `put`.
 
-    Removal is lazy: an entry that no longer counts stays in the heap until it comes up, or until such entries are more than half of the
-    heap, which is then rebuilt. So `put`, `discard` and `pop` take O(log n) on average, and memory is at most 2n + SLACK entries.
+    Removal is lazy: an outdated entry stays in the heap until it comes first. When more than half of the entries are outdated, the heap is
+    rebuilt. So `put`, `discard` and `pop` take O(log n) on average, and memory is at most 2n + SLACK entries.
     """
 
     __slots__ = ("_entries", "_heap", "_puts")

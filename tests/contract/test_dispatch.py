@@ -555,7 +555,7 @@ async def test_a_full_queue_refuses_with_the_reason(tmp_path: Path) -> None:
         with pytest.raises(GenerationFault) as caught:
             front_end.start(submit(9))
         assert fault_of(caught).code == "queue_full"
-        assert fault_of(caught).message == "the queue for a worker is full; the limit is 2"
+        assert fault_of(caught).message == "the queue is full: at most 2 generations wait for a worker (--max-queued)"
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()

@@ -118,7 +118,7 @@ async def test_a_relay_cannot_change_what_the_front_end_said() -> None:
 
         async with await asyncio.start_server(rogue, "127.0.0.1", 0) as server:
             address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
-            with pytest.raises(HandshakeRefused, match="does not know this link's secret, or a relay is between"):
+            with pytest.raises(HandshakeRefused, match=r"does not know this link's secret.* a relay is between them"):
                 await connect(address, "test", SECRET)
 
 
@@ -228,18 +228,30 @@ async def test_a_socket_that_takes_a_frame_over_tls_takes_the_next() -> None:
 @pytest.mark.parametrize(
     ("worker", "worker_ca", "front_end", "told", "logged"),
     [
-        ("expired", "ca", "front_end", r"ca\.pem does not accept the certificate of tcp://.*has expired", r"broke TLS off.*expired\.pem"),
+        (
+            "expired",
+            "ca",
+            "front_end",
+            r"ca\.pem does not accept the certificate of tcp://.*has expired",
+            r"ended the TLS handshake.*expired\.pem",
+        ),
         (
             "elsewhere",
             "ca",
             "front_end",
             r"does not accept the certificate of.*not valid for '127.0.0.1'",
-            r"broke TLS off.*elsewhere\.pem",
+            r"ended the TLS handshake.*elsewhere\.pem",
         ),
-        ("stranger", "ca", "front_end", r"ca\.pem does not accept the certificate of.*issuer", r"broke TLS off.*stranger\.pem"),
-        ("worker", "ca", "stranger", r"broke TLS off: its log.*stranger\.pem", r"ca\.pem does not accept the certificate of.*issuer"),
-        ("worker", "ca", "expired", r"broke TLS off: its log.*expired\.pem", r"ca\.pem does not accept the certificate of.*has expired"),
-        ("worker", "other_ca", "front_end", r"broke TLS off: its log.*front_end\.pem", r"other_ca\.pem does not accept the certificate of"),
+        ("stranger", "ca", "front_end", r"ca\.pem does not accept the certificate of.*issuer", r"ended the TLS handshake.*stranger\.pem"),
+        ("worker", "ca", "stranger", r"ended the TLS handshake.*stranger\.pem", r"ca\.pem does not accept the certificate of.*issuer"),
+        ("worker", "ca", "expired", r"ended the TLS handshake.*expired\.pem", r"ca\.pem does not accept the certificate of.*has expired"),
+        (
+            "worker",
+            "other_ca",
+            "front_end",
+            r"ended the TLS handshake.*front_end\.pem",
+            r"other_ca\.pem does not accept the certificate of",
+        ),
     ],
 )
 async def test_a_wrong_certificate_is_named_on_both_sides(
@@ -262,7 +274,7 @@ async def test_another_users_unix_socket_needs_the_secret(tmp_path: Path, monkey
         runtime = WorkerRuntime(Simulator(SimulatorConfig(), make_model(), Vocabulary(WORDS, 1)))
         server = WorkerServer(runtime, "a", address, secret)
         await server.start()
-        refused = contextlib.nullcontext() if secret else pytest.raises(HandshakeRefused, match="listens there, not user 12345")
+        refused = contextlib.nullcontext() if secret else pytest.raises(HandshakeRefused, match="listens there: expected user 12345")
         try:
             async with linked(address, secret):
                 pass
@@ -278,7 +290,7 @@ async def test_a_peer_that_leaves_before_tls_is_logged(caplog: pytest.LogCapture
     async with TcpWorker(SECRET, tls("worker", "worker")) as there:
         with socket.create_connection((there.address.host, there.address.port)) as peer:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        await until(lambda: "a connection was refused: a peer that has left broke TLS off" in caplog.text)
+        await until(lambda: "a connection was refused: a peer that has left ended the TLS handshake" in caplog.text)
 
 
 @pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64])
@@ -307,7 +319,7 @@ async def test_a_relay_with_a_certificate_of_its_own_fails() -> None:
 
         async with await asyncio.start_server(relay, "127.0.0.1", 0, ssl=outer.context) as server:
             address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
-            with pytest.raises(HandshakeRefused, match="or a relay is between"):
+            with pytest.raises(HandshakeRefused, match="a relay is between them"):
                 await connect(address, "test", SECRET, tls("front_end", "frontend"))
 
 

@@ -302,7 +302,7 @@ def test_sigterm_ends_a_front_end_whatever_its_clients_do(serve: Callable[..., S
     if again:
         wait_until(lambda: server.request("GET", "/ready")[0] == 503)
         front_end.terminate()
-        wait_until(lambda: any("a second signal: what runs is cut off now" in line for line in server.log))
+        wait_until(lambda: any("a second signal: running requests are cut off now" in line for line in server.log))
     # Of its supervisor it is a child that died, so this process cannot ask for its status: the log tells it.
     wait_until(lambda: any("frontend has ended" in line for line in server.log), timeout=20)
     wait_until(lambda: not front_end.is_running())

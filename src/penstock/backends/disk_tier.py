@@ -1,11 +1,11 @@
 """KV blocks on disk: a file of equal slots and an index of what is in them, read and written in a thread of its own.
 
-All blocks of a model have the same size. So a file of slots has a bound by itself, needs no compaction, and a block costs one write of its
-data and one of its record in the index. After a restart one read of the index finds all blocks. (A file per block would take a directory
-entry and an inode each; files that grow would have to be rewritten for the blocks that are left.)
+All blocks of a model have the same size. So a file of slots is bounded and needs no compaction, and a block costs one write of its data and
+one of its record in the index. After a restart one read of the index finds all blocks. (A file per block would cost a directory entry and
+an inode per block; growing files would have to be rewritten to drop blocks.)
 
-Nothing is synced. A record has the checksum of its block, and its own. What a crash has left half-written is found when it is read, and
-is dropped; then the block is computed. Written data that only the system's memory had is lost with the machine, never with the process.
+Nothing is synced. A record has a checksum of its block and one of itself. A block that a crash has left half-written is found when it is
+read, and dropped; then it is computed. Data that is only in the system's memory is lost with the machine, never with the process.
 
 The files hold users' text in the form of KV. Only the user of this process can read them: directories and files of other users, and links,
 are refused.
@@ -227,7 +227,7 @@ class DiskTier:
         size = os.fstat(self._index).st_size
         if os.pread(self._index, RECORD_BYTES, 0) != header:
             if size:
-                log.warning("%s is of another version or broken, and is begun anew", self._store)
+                log.warning("%s is from another version or damaged: its KV is deleted", self._store)
                 self.dropped += max(0, size // RECORD_BYTES - 1)
             os.ftruncate(self._index, 0)
             os.ftruncate(self._blocks, 0)

@@ -1,7 +1,7 @@
-"""An encode worker: it makes the features of images, which other workers pull, and nothing else.
+"""An encode worker: it only makes features of images, which other workers pull.
 
 A job is a Submit with one image, no token to make, and an Export. Its pixels come from the front end, unless the features are still here.
-Images have turns by lane, and a few of those whose turn it is have their pixels here. One is encoded at a time, in the tower's thread.
+Lanes take turns. At most MAX_PIXELS_AT_ONCE images have their pixels here or on the way. One is encoded at a time, in the tower's thread.
 """
 
 from __future__ import annotations

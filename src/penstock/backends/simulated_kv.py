@@ -147,9 +147,9 @@ class _Pull:
 class SimulatedKv:
     """Stands between the books and the transport: a `KvEngine` to the transport, a `KvTransport` to the books.
 
-    Calls of the transport's thread are handed over to the event loop. What is sent and what is received waits for its turn on a link.
-    A block that arrives must have the bytes of its name: the transport checks checksums, and this checks the transport. `wake` is called
-    after news, `fail` when a block is wrong.
+    Calls of the transport's thread are handed over to the event loop. Blocks that are sent or received wait for their turn on a link.
+    A block that arrives must have the bytes of its name: this checks the transport, which compares only checksums. `wake` is called after
+    news, `fail` when a block is wrong.
     """
 
     def __init__(

@@ -550,7 +550,7 @@ class Stop:
         if self.is_cut:
             os._exit(128 + number)
         if self.requested.is_set():
-            log.warning("a second signal: what runs is cut off now")
+            log.warning("a second signal: running requests are cut off now")
             self.is_cut = True
             self.status = 128 + number
         self.requested.set()

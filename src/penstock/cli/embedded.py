@@ -174,8 +174,8 @@ def _image_slots(settings: EmbeddedSettings, shape: TowerShape, context_length: 
     memory, available = int(settings.image_memory * GIB), _machine_bytes()
     if not size <= memory < available:
         raise ConfigError(
-            f"--image-memory is {settings.image_memory:g} GiB: expected at least the {size:,} bytes of {SLOT_POSITIONS} positions and less "
-            f"than the {available / GIB:.1f} GiB of this machine"
+            f"--image-memory is {settings.image_memory:g} GiB: expected at least {size:,} bytes, the size of {SLOT_POSITIONS} positions, "
+            f"and less than {available / GIB:.1f} GiB, the memory of this machine"
         )
     return memory // size
 
@@ -185,9 +185,11 @@ def _host_slots(settings: EmbeddedSettings, shape: ModelShape, dtype: torch.dtyp
     memory, most = settings.host_bytes(), _machine_bytes()
     if memory > most:
         # All of it is touched at the start. The system would kill the process.
-        raise ConfigError(f"--kv-host-memory is {memory / GIB:g} GiB: expected less than the {most / GIB:.1f} GiB of this machine")
+        raise ConfigError(f"--kv-host-memory is {memory / GIB:g} GiB: expected at most {most / GIB:.1f} GiB, the memory of this machine")
     if memory and memory < _page_bytes(shape, dtype):
-        raise ConfigError(f"--kv-host-memory is {memory / GIB:.3f} GiB: a KV block has {_page_bytes(shape, dtype):,} bytes")
+        raise ConfigError(
+            f"--kv-host-memory is {memory / GIB:g} GiB: expected at least {_page_bytes(shape, dtype):,} bytes, the size of a KV block"
+        )
     return memory // _page_bytes(shape, dtype)
 
 

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 HELP = {
     "serve": "the whole stack on this machine: workers and a front end, restarted when they die",
-    "worker": "one worker",
-    "frontend": "one front end",
+    "worker": "one worker, which runs the engine; front ends connect to it",
+    "frontend": "one front end, which serves the API and connects to workers",
 }
 TAKES_MODEL = ("serve", "worker")
 MODEL = "MODEL"
@@ -120,7 +120,7 @@ def _print_config(words: list[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock", description="An LLM serving stack. Tokens under pressure, none lost.")
+    parser = argparse.ArgumentParser(prog="penstock", description="An LLM serving stack with the OpenAI and Anthropic APIs.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, settings_class in COMMANDS.items():

@@ -147,9 +147,9 @@ class Production:
     """One generation, on as many workers as it takes. Its mailbox gets every token once and, unless it is cancelled, one terminal.
 
     It is in one place at a time: on a worker, in the queue of its model, or in a pause before the next attempt. It has no task: the
-    links and the queue call it. `failed` holds the links that failed it since its last token. While a worker computes its prompt for
-    another one, `relay` is its place there; if both must work at the same time, `beside` is the attempt that computes the prompt.
-    `left_behind` is the attempt on a worker that drains, which has its KV.
+    links and the queue call it. `failed` holds the links that failed it since its last token. While one worker computes its prompt for a
+    second one, `relay` is its place at the second. If both must work at the same time, `beside` is the attempt that computes the prompt.
+    `left_behind` is the attempt on a draining worker that still has its KV.
     """
 
     dispatcher: Dispatcher
@@ -416,7 +416,7 @@ class Production:
     def stop(self) -> None:
         """Ends it: it kills its workers."""
         self.dispatcher.suspects.stopped += 1
-        message = f"{len(self.turn.deaths)} workers died while they ran this request, the last of them while it was on trial"
+        message = f"{len(self.turn.deaths)} workers died while they ran this request, the last one in a trial of it (--trial-seconds)"
         log.error("%s: it is stopped", message)
         self.fail(Fault("kills_workers", f"{message}: it is not tried again"))
 
@@ -429,10 +429,10 @@ class Dispatcher:
     """Runs generations on the workers of a pool, while it is entered as a context. One call of `produce` is one generation.
 
     Delivery: a generation whose worker is lost, stalls, drains or gives a retryable fault continues on another worker from the next
-    offset, so no token is lost or repeated. It may do so without limit as long as every worker adds tokens, and at most
-    MAX_FRUITLESS_MIGRATIONS times in a row without one, or MAX_FRUITLESS_LOSSES if workers are lost. A request that kills its workers is
-    stopped after the second: see `suspects.py`. It waits in a queue while no worker has room, and at most `worker_wait`
-    seconds while its model has no worker at all.
+    offset, so no token is lost or repeated. There is no limit as long as every worker adds tokens. Without a new token, it continues at
+    most MAX_FRUITLESS_MIGRATIONS times in a row, or MAX_FRUITLESS_LOSSES if workers are lost. A request that kills its workers is stopped
+    after the second: see `suspects.py`. A generation waits in a queue while no worker has room, and at most `worker_wait` seconds while
+    its model has no worker at all.
     """
 
     def __init__(self, pool: WorkerPool, router: Router, limits: DispatchLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -488,9 +488,9 @@ class Dispatcher:
         is_next = not queue or (self._may_overdraw(production) and not queue.count(request.lane))
         if not (is_next and production.try_send()):
             if not may_wait(self._queues.values(), request, self._limits.max_queued, self.queued):
-                message = f"the queue for a worker is full; the limit is {self._limits.max_queued:,}"
+                message = f"the queue is full: at most {self._limits.max_queued:,} generations wait for a worker (--max-queued)"
                 if self.queued < self._limits.max_queued:
-                    message += ". What is left is for keys below their share"
+                    message += ". The free places are for keys below their share"
                 production.cancel()
                 raise GenerationFault(Fault("queue_full", message))
             self.enqueue(production, is_new=True)

@@ -1,7 +1,7 @@
-"""Who makes the features of an image for a worker that needs them: an encode worker, and another one when that fails, or the worker itself.
+"""Who makes the features of an image that a worker needs: an encode worker, another one if the first fails, or the worker itself.
 
-The worker that needs an image drives it: it asks, pulls, and asks again when that failed. An encode worker that fails, dies or is silent
-ends the pull there, so there is one way on from all of these. A worker that has asked MAX_TRIED encode workers in vain gets the pixels.
+The worker that needs the image acts: it asks, pulls, and asks again if the pull fails. When an encode worker fails, dies or is silent, the
+worker's pull ends, so all these cases continue alike. A worker that has asked MAX_TRIED encode workers in vain gets the pixels.
 """
 
 from __future__ import annotations

@@ -48,13 +48,13 @@ class RedisStore:
     After `start` no method raises. When Redis fails, is missing or takes longer than CALL_SECONDS, one error is logged, and every call
     answers at once as if this process were alone: `get` and the lists find nothing, claims and rebinds succeed and are not stored,
     renewals and releases succeed, members are unknown. Epochs then come from this process's clock. A call that was cut off may have
-    been carried out. The same happens when answers are slow again and again.
+    been carried out. Redis also counts as failed when its answers are slow again and again.
 
-    At most MAX_CALLS_AT_ONCE calls are under way. No call takes longer than CALL_SECONDS, waiting for its turn included: then it alone
-    is answered as if this process were alone.
+    At most MAX_CALLS_AT_ONCE calls are under way. No call takes longer than CALL_SECONDS, with its wait for a turn. If it waited for
+    most of that time, only this call is answered as if this process were alone.
 
-    A probe notices within about PROBE_SECONDS that Redis fails, or is back and fast. Bindings that Redis lost meanwhile are gone: their
-    next renewal returns False.
+    A probe notices within about PROBE_SECONDS that Redis fails, or is back and fast. If Redis lost a binding meanwhile, its next renewal
+    returns False.
     """
 
     def __init__(self, url: str, prefix: str = "penstock:", probe_seconds: float = PROBE_SECONDS) -> None:

@@ -1,9 +1,9 @@
-"""Which generations may have killed a worker, and how these are tried again, so that one request does not kill worker after worker.
+"""Which generations may have killed a worker, and how they are tried again, so that one request does not kill worker after worker.
 
-A worker's death makes a suspect of each generation that it had. Suspects are tried: each worker gets one of them at a time, until that
-one has come further than on the worker that died. If a worker dies meanwhile, the suspect on trial there is accused, and held back. Do
-workers die without it, then it is free; otherwise it is stopped. It is stopped, too, when it is accused again and again: where several
-requests kill workers at once, each of them has workers die without it.
+When a worker dies, its generations become suspects. Suspects are tried: each worker gets one of them at a time, until that one has come
+further than on the worker that died. If the worker dies before that, this suspect is accused and held back. If workers die while it is
+held back, it is tried again; otherwise it is stopped. It is also stopped when it is accused MAX_ACCUSED times in a row: if several
+requests kill workers at once, workers die while each of them is held back.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Suspects:
         if is_accused and turn.accused >= MAX_ACCUSED:
             suspect.stop()
         elif is_accused and guilt >= MAX_WORKERS_KILLED:
-            log.warning("worker after worker died with the same generation: it is held back for %g s", HOLD_SECONDS)
+            log.warning("several workers died while they ran the same generation: it waits at least %g s", HOLD_SECONDS)
             is_shared = self._held[suspect] = link.stats.other_front_ends > 0
             # The other front end's suspect is held, too: they must not meet again.
             suspect.hold(HOLD_SECONDS * (1 + random.random() * is_shared))  # noqa: S311, no secret

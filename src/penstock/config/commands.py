@@ -54,14 +54,15 @@ class LinkTlsSettings:
 
     cert: Path | None = setting(
         None,
-        "certificate of this process in PEM, for TLS on links over TCP; a worker's has the host of its address. Needs the next two",
+        "PEM file with the certificate of this process, for TLS on links over TCP. A worker's certificate names the host of its address. "
+        "Needs --link-tls-key and --link-tls-ca",
         name="link_tls_cert",
         unit="PATH",
         unset="no TLS",
     )
     key: Path | None = setting(None, "private key of the certificate, in PEM", name="link_tls_key", unit="PATH", unset="no TLS")
     ca: Path | None = setting(
-        None, "certificates in PEM that sign those of the other side", name="link_tls_ca", unit="PATH", unset="no TLS"
+        None, "PEM file with the CA certificates that sign the other side's certificate", name="link_tls_ca", unit="PATH", unset="no TLS"
     )
 
     def check(self) -> None:
@@ -153,10 +154,10 @@ class FrontEndSettings(ProcessSettings):
     )
     metrics_address: TcpAddress | None = setting(
         None,
-        "address of its own for /metrics, host:port; there it also has the metrics of each API key",
+        "serve /metrics at this address, host:port, and no longer at --port. It then includes the metrics of each API key",
         unit="ADDRESS",
         parse=parse_listener,
-        unset="/metrics on --port, without those of each key unless PENSTOCK_METRICS_KEY is set",
+        unset="/metrics is at --port, and includes the metrics of each key only if PENSTOCK_METRICS_KEY is set",
         group="server",
     )
     metrics_key: Key | None = setting(
@@ -283,21 +284,21 @@ class WorkerSettings(ProcessSettings):
         unit="ADDRESS",
         parse=parse_address,
         is_forwarded=False,
-        unset="beside --listen: its path and .kv; or its host and any free port",
+        unset="the path of --listen with .kv added, or the host of --listen with any free port",
         group="cluster",
     )
     kv_streams: int = count(
         4,
-        "connections to each worker that KV is pulled from over TCP; the first of several is for messages only",
+        "TCP connections to each worker from which KV is pulled. If more than one, the first carries only messages",
         minimum=1,
         maximum=16,
         group="cluster",
     )
     role: Role = setting(
         "aggregated",
-        "what the worker is for. prefill: it computes prompts, for others; decode: it continues them, with the KV of the prompt; "
-        "aggregated: both. Each can do both, and does where no worker of the other kind is left. encode: it makes features of images, for "
-        "all others, and nothing else",
+        "what the worker does. prefill: it computes prompts for decode workers; decode: it pulls the KV of these prompts and continues "
+        "them; aggregated: both. If no worker of the other role is left, a prefill or decode worker does both, except with SGLang. "
+        "encode: it only makes features of images, for all other workers",
         choices=get_args(Role),
         is_forwarded=False,
         group="cluster",
@@ -359,18 +360,18 @@ class ServeSettings:
     workers: int | None = count(None, "worker processes to start", minimum=1, unset="1", group="server")
     prefill_workers: int | None = count(
         None,
-        "worker processes that compute prompts, for those of --decode-workers; both instead of --workers",
+        "worker processes that compute prompts, which those of --decode-workers continue. Give both flags instead of --workers",
         minimum=1,
         unset="none",
         group="server",
     )
     decode_workers: int | None = count(
-        None, "worker processes that continue what --prefill-workers have computed", minimum=1, unset="none", group="server"
+        None, "worker processes that continue the prompts of --prefill-workers", minimum=1, unset="none", group="server"
     )
 
     encode_workers: int | None = count(
         None,
-        "worker processes that make features of images, beside the others; 0: the others make them themselves",
+        "additional worker processes that only make features of images; 0: the other workers make them",
         minimum=0,
         unset="1 with the embedded engine on a CPU, if the model reads images",
         group="server",

@@ -98,7 +98,7 @@ def _chances(text: str, kinds: tuple[str, ...]) -> tuple[dict[str, float], int]:
     for each in text.split(","):
         kind, _, value = each.partition("=")
         if kind not in (*kinds, "seed") or kind in given:
-            raise ValueError(f"{each!r} is not one of {', '.join(kinds)}, seed, or comes twice")
+            raise ValueError(f"{each!r} is unknown or given twice: expected {', '.join(kinds)} or seed, each at most once")
         try:
             if kind == "seed":
                 seed = int(value)
@@ -116,8 +116,8 @@ def _chances(text: str, kinds: tuple[str, ...]) -> tuple[dict[str, float], int]:
 # Settings that several engines have, each with its own default.
 context_length_setting = partial(
     setting,
-    help="most tokens of prompt and answer together. Beyond the length that the model was trained for, the embedded engine stretches "
-    "positions (YaRN). For --engine http: only used if the server does not report it",
+    help="most tokens of prompt and answer together. If this is more than the model was trained for, the embedded engine stretches "
+    "positions (YaRN). For --engine http: required if the server does not report its context length; else it can only lower that",
     unit="TOKENS",
     minimum=1,
     aliases=("--max-model-len",),
@@ -126,7 +126,8 @@ context_length_setting = partial(
 )
 _max_batch = partial(
     setting,
-    help="generations per step; further ones wait. For --engine http: only used if the server does not report it, so that keys take turns",
+    help="generations per step; further ones wait. For --engine http: how many generations the server runs at once, if it does not report "
+    "that; beyond them, API keys take turns",
     unit="N",
     minimum=1,
     group="engine",
@@ -165,7 +166,12 @@ class SessionSettings:
     """What every engine has for sessions and leases."""
 
     lease_share: float = setting(
-        0.5, "largest share of KV memory and of each tier that leases protect", unit="SHARE", minimum=0, maximum=1, group="sessions"
+        0.5,
+        "largest share of the KV memory, and of --kv-host-memory and --kv-disk-size each, that the leases of sessions protect",
+        unit="SHARE",
+        minimum=0,
+        maximum=1,
+        group="sessions",
     )
     max_sessions: int = count(1024, "sessions per worker; further ones get no lease", group="sessions")
     session_grace: float = seconds(30.0, "how long a worker keeps a session after its timeout, if no front end closes it", group="sessions")
@@ -213,14 +219,14 @@ class EmbeddedSettings(TierSettings):
     gpu_memory_utilization: float | None = _gpu_memory_utilization(None)
     kv_staging_memory: float = setting(
         2.0,
-        "pinned host memory through which KV goes from a GPU to other workers and back. What does not fit is computed; 0: no KV moves",
+        "pinned host memory that buffers KV between a GPU and other workers. KV without room there is computed, not moved; 0: no KV moves",
         unit="GIB",
         minimum=0,
     )
     image_memory: float | None = setting(
         None,
-        "host memory for the features of images, for models that read them. A prompt with more images is computed in parts; an image that "
-        "needs more is refused",
+        "host memory for the features of images, for models that read them. If the images of a prompt need more, the prompt is computed in "
+        "parts; an image that alone needs more is refused",
         unit="GIB",
         above=0,
         unset=f"as much as a prompt of --context-length tokens needs, at most {CPU_IMAGE_GIB:g} on a CPU and {GPU_IMAGE_GIB:g} on a GPU",
@@ -287,11 +293,11 @@ class SimulatorConfig(TierSettings):
     kv_host_gbps: float = setting(200.0, "rate between the device and --kv-host-memory", unit="GBIT/S", above=0)
     kv_disk_gbps: float = setting(24.0, "rate of --kv-disk", unit="GBIT/S", above=0)
     fatal_seed: int | None = setting(None, "fault injection: a generation with this seed kills its worker", unit="SEED")
-    fatal_tokens: int = count(0, "how many tokens that generation makes on each worker before it kills it")
+    fatal_tokens: int = count(0, "tokens that a generation with --fatal-seed makes on a worker before it kills that worker")
     fault: TransferFaults | None = setting(
         None,
-        "fault injection: with which probability a transfer of KV from this worker is spoiled, such as "
-        "transfer:drop=0.05,stall=0.05,corrupt=0.05,kill=0.01; seed=N to repeat it",
+        "fault injection: the probability that a transfer of KV from this worker ends (drop), stops (stall), brings wrong bytes (corrupt) "
+        "or kills the worker (kill), such as transfer:drop=0.05,stall=0.05,corrupt=0.05,kill=0.01; seed=N repeats the same faults",
         unit="FAULTS",
         parse=parse_fault,
         unset="none",
@@ -301,8 +307,8 @@ class SimulatorConfig(TierSettings):
     image_positions: int = setting(65_536, "positions of images whose features are kept", unit="N", minimum=PAGE_SIZE)
     image_fault: ImageFaults | None = setting(
         None,
-        "fault injection: with which probability an image that has come is lost, or kills the worker, such as lose=0.05,kill=0.01; "
-        "seed=N to repeat it",
+        "fault injection: the probability that an image that has arrived is lost (lose) or kills the worker (kill), such as "
+        "lose=0.05,kill=0.01; seed=N repeats the same faults",
         unit="FAULTS",
         parse=parse_image_fault,
         unset="none",
@@ -373,7 +379,7 @@ def checked_url(url: str) -> str:
 
 def check_engine_key(key: str) -> str:
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError("has characters that an HTTP header cannot have")
+        raise ValueError("expected visible ASCII characters, without spaces")
     return key
 
 

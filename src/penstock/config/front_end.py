@@ -58,15 +58,16 @@ class Limits:
     max_body_bytes: int = setting(32 * MIB, "largest request body; a larger one gets status 413", unit="BYTES", minimum=1)
     body_memory: int = setting(
         64 * MIB,
-        "request bodies at once, from their first byte until their prompt is tokenized; others wait, and after 10 seconds get status 503",
+        "memory for request bodies, from their first byte until their prompt is tokenized. Further bodies wait; after 10 seconds they get "
+        "status 503",
         unit="MIB",
         above=0,
         scale=MIB,
     )
     answer_memory: int = setting(
         128 * MIB,
-        "answers over 64 KiB that clients read from the store or the tokenizer, and logprobs of prompts, at once; others get status 503, "
-        "and a request that alone needs four times as much 400",
+        "memory for large answers that clients have not read yet: those over 64 KiB from the response store or the tokenizer, and logprobs "
+        "of prompts. Without room, a request gets status 503; with prompt logprobs over four times this size, it gets status 400",
         unit="MIB",
         above=0,
         scale=MIB,
@@ -76,13 +77,13 @@ class Limits:
     )
     keep_alive: float = seconds(
         5.0,
-        "a stream sends something this often, even without tokens: its headers after a second, then comments or pings. A fault after "
-        "that is an event, not a status. 0: nothing before the first token",
+        "a stream sends something at least this often, even without tokens: first its headers, after a second, then comments or pings. "
+        "After the headers, an error is an event: the status is 200. 0: a stream sends only tokens, and no headers before the first",
     )
     whole_keep_alive: float = seconds(
         40.0,
-        "an answer that is not a stream sends its headers after this time, with status 200, then white space as often as --keep-alive "
-        "says. 0: nothing before the answer",
+        "an answer that is not a stream sends its headers after this time, with status 200, and then white space at least every "
+        "--keep-alive seconds until it is ready. 0: it sends nothing before it is ready",
     )
 
 
@@ -93,14 +94,17 @@ class DispatchLimits:
     GROUP: ClassVar[str] = "limits"
 
     worker_queue: int = count(
-        4096, "generations that wait at one worker for their first token, and one more of each key; others wait at the front end", minimum=1
+        4096,
+        "generations that wait at one worker for their first token; the others wait at the front end. An API key that has none waiting at "
+        "a worker may always send one",
+        minimum=1,
     )
     max_queued: int = count(8192, "generations that wait at the front end until a worker has room; further ones get status 429")
     worker_wait: float = seconds(30.0, "how long a generation waits for a worker if its model has none")
     trial_seconds: float = seconds(
         2.0,
-        "after the death of a worker, its generations continue one at a time on each of the others for this long, then all at once; "
-        "so a request that kills workers is found. 0: all at once",
+        "when a worker dies, its generations are tried one at a time on each other worker, to find a request that kills workers. After "
+        "this time, the rest continue at once. 0: all continue at once",
     )
 
 
@@ -114,10 +118,10 @@ class RouterSettings:
 
     A preferred worker is overloaded when its load is more than `overload_blocks` above the load of the least loaded worker, and more than
     `overload_factor` times the load that the least loaded worker would have with this prompt added. So a longer prompt, which is more
-    expensive to compute elsewhere, tolerates more load; and a small load, however large its ratio, moves no session.
+    expensive to compute elsewhere, tolerates more load. A small load never moves a session, whatever the ratio.
 
-    Predictions last `sibling_seconds` for engines that report what they cache, long enough for requests that arrive together to find each
-    other, and `prediction_seconds` for engines that do not.
+    For engines that report what they cache, predictions last `sibling_seconds`: until the report, requests that arrive together go to the
+    same worker. For other engines they last `prediction_seconds`.
     """
 
     GROUP: ClassVar[str] = "routing"
@@ -126,7 +130,11 @@ class RouterSettings:
     overlap_weight: float = setting(1.0, "cost of one block to prefill", unit="WEIGHT", minimum=0)
     load_weight: float = setting(0.05, "cost of one block of load on a worker", unit="WEIGHT", minimum=0)
     temperature: float = setting(
-        0.0, "above 0: draw the worker at random, cheap ones more often", name="router_temperature", unit="NUMBER", minimum=0
+        0.0,
+        "for --router kv. 0: choose the cheapest worker; above 0: choose at random, cheap ones more often",
+        name="router_temperature",
+        unit="NUMBER",
+        minimum=0,
     )
     prediction_seconds: float = seconds(
         120.0,
@@ -135,32 +143,35 @@ class RouterSettings:
     )
     sibling_seconds: float = seconds(
         10.0,
-        "the same for engines that report their cache; until the report comes, requests with a new common prefix go to one worker",
+        "how long a prompt counts as cached where it was sent, for engines that report their cache. Until they report it, requests with "
+        "the same new prefix go to the same worker",
         name="router_sibling_seconds",
     )
     max_lead: int = count(
         64,
-        "a worker with over this many generations more than the least busy one is not chosen, even if it has the prefix cached",
+        "--router kv skips a worker with over this many generations more than the least busy one (and over 1.5 times as many), even if the "
+        "worker has the prefix cached. Sessions stay where they are",
         name="router_max_lead",
     )
     overload_blocks: float = setting(
         4096.0,
-        "a session leaves a worker whose load is over two limits. The first: this many blocks more than the least loaded worker",
+        "a session moves to another worker when the load of its worker is over two limits: this many blocks more than the least loaded "
+        "worker, and --router-overload-factor",
         name="router_overload_blocks",
         unit="BLOCKS",
         minimum=0,
     )
     overload_factor: float = setting(
         8.0,
-        "the second limit: this many times the load that the least loaded worker would have with the prompt added",
+        "the other limit of --router-overload-blocks: this many times the load that the least loaded worker would have with the prompt",
         name="router_overload_factor",
         unit="FACTOR",
         minimum=1,
     )
     disaggregation: Disaggregation = setting(
         "auto",
-        "whether prompts are computed by workers with --role prefill, for those that continue them; auto: when that is cheaper, by "
-        "measured rates and load; always: whenever there is such a worker; never: only if no other worker is left",
+        "when workers with --role prefill compute the prompts that other workers continue. auto: when that is cheaper, by measured rates "
+        "and load; always: whenever such a worker has room; never: only if no other worker is left",
         choices=get_args(Disaggregation),
     )
 
@@ -233,14 +244,23 @@ class QuotaLimits:
         None, "requests per minute of each key without its own limit in the key file", minimum=1, maximum=MAX_QUOTA, unset="no limit"
     )
     tokens_per_minute: int | None = count(
-        None, "the same for tokens per minute, of prompts and answers together", minimum=1, maximum=MAX_QUOTA, unset="no limit"
+        None,
+        "tokens per minute, of prompts and answers together, of each key without its own limit in the key file",
+        minimum=1,
+        maximum=MAX_QUOTA,
+        unset="no limit",
     )
     concurrency: int | None = count(
-        None, "the same for generations at once", name="key_concurrency", minimum=1, maximum=MAX_QUOTA, unset="no limit"
+        None,
+        "generations at once of each key without its own limit in the key file",
+        name="key_concurrency",
+        minimum=1,
+        maximum=MAX_QUOTA,
+        unset="no limit",
     )
     max_priority: int | None = count(
         None,
-        "the same for the priority that a client may claim; a higher one is lowered to this",
+        "highest priority that requests may claim, for each key without its own limit in the key file; a higher one is lowered to this",
         minimum=MIN_PRIORITY,
         maximum=MAX_PRIORITY,
         unset=f"{MAX_PRIORITY}, the highest",

@@ -89,21 +89,21 @@ class MediaSettings:
 
     hosts: tuple[MediaHost, ...] = setting(
         (),
-        "host from which the server fetches images that requests name by http or https URLs: a name, *.name, * (any public host), an "
-        "address or a network such as 10.0.0.0/8, each for the ports 80 and 443 or with :PORT; repeat for several. Private addresses "
-        "are refused, also after a redirect, unless a network here contains them",
+        "host from which the server may fetch the images that requests name by URL: a name, *.name, * (any public host), an address or a "
+        "network such as 10.0.0.0/8. Without :PORT, the ports 80 and 443. Repeat for several. Private addresses are refused, also after a "
+        "redirect, unless an address or network here contains them",
         name="allow_media_hosts",
         unit="HOST",
         parse=parse_media_host,
         unset="none: images come in data URLs",
     )
-    max_images: int = count(100, "images of a request; with more it gets status 400", minimum=1)
+    max_images: int = count(100, "images per request; a request with more gets status 400", minimum=1)
     max_bytes: int = setting(
         20 * MIB, "largest file of an image; a larger one gets status 400", name="max_image_bytes", unit="BYTES", minimum=1
     )
     max_pixels: int = setting(
         50_000_000,
-        "most pixels of an image, as its header says, before it is decoded",
+        "most pixels of an image, by its header; a larger image gets status 400 and is not decoded",
         name="max_image_pixels",
         unit="PIXELS",
         minimum=1,
@@ -115,8 +115,8 @@ class MediaSettings:
     max_redirects: int = count(3, "redirects that fetching an image follows", name="media_redirects", maximum=20)
     memory: int = setting(
         1024 * MIB,
-        "memory for images: while they are read, while requests use them, and else as a cache; requests that need more wait, and after 30 "
-        "seconds get status 503",
+        "memory for images: those that are read now, those that requests use, and a cache of earlier ones. A request that needs more "
+        "waits; after 30 seconds it gets status 503",
         name="media_memory",
         unit="MIB",
         above=0,
@@ -132,8 +132,8 @@ class MediaSettings:
     )
     drop_images: bool = setting(
         False,
-        "a model that reads only text gets a note in place of every image; otherwise an image in the last message gets status 400, and "
-        "only those before it and in the results of tools become notes",
+        "for models that read only text: replace every image by a note. If false, an image in the last message gets status 400; only "
+        "images in earlier messages and in results of tools become notes",
     )
 
     @property

@@ -37,8 +37,8 @@ class Declaration:
     field's units are one `unit`: 2**20 for a field in bytes that is given in MiB. `parse` turns text into a value. It raises ValueError, or
     ConfigError for a message that must not show the text; with `is_whole` it turns one text into the whole tuple. `hint` ends the message
     of a failed check. A secret is never read from the file and never shown. `without_password` makes a text that can be shown. With
-    `is_joined`, the values of flag and variable are joined. `engines` have the setting; by default, all engines of its class. `serve`
-    itself sets what is not `is_forwarded`.
+    `is_joined`, the values of flag and variable are joined. Only `engines` have the setting; by default, all engines of its class. Without
+    `is_forwarded`, `serve` itself sets the value for its children.
     """
 
     help: str
@@ -131,7 +131,7 @@ class Setting:
             self._refuse(where, text, f"expected one of {', '.join(declared.choices)}")
         if self.kind in (int, float):
             if declared.maximum is None and value * declared.scale >= _TOO_LARGE:
-                self._refuse(where, text, "expected a smaller number")
+                self._refuse(where, text, f"expected less than {_TOO_LARGE // declared.scale:,}")
             if not self._is_within(value):
                 self._refuse(where, text, f"expected {self.bounds}")
         return round(value * declared.scale) if declared.scale != 1 else value

@@ -1,16 +1,16 @@
 """Copies between pages of KV and host slots, beside the steps of the model.
 
-The KV of a page lies in 2 × layers strips, far apart; a slot is one strip. So some pages at a time are gathered into a buffer on the
+The KV of a page lies in 2 × layers strips, far apart; a slot is one strip. So several pages at a time are gathered into a buffer on the
 device, in the order of a slot, and then copied. A load goes the other way. Gathering is one kernel and takes a twentieth of the time.
 
-On a GPU each direction has a stream of its own. What could go wrong, and why it does not:
+On a GPU each direction has a stream of its own. What could go wrong, and what prevents it:
 
-- A save reads a page before the model has written it. Its stream waits for all that the model was given to do before.
-- The model overwrites a page before its save has read it. `protect` makes the model's stream wait. So the owner of a page may give it away
-  as soon as it has called `save`.
-- The model reads a page before its load is complete. The owner shows the page to nobody before it is told that the load has ended.
-- A step waits for copies. Its own small copies, of inputs and tokens, queue behind ours in the GPU's copy engine. So ours start when the
-  inputs are on their way and end before the tokens come back: `start` is told how long the step takes.
+- A save could read a page before the model has written it: the save's stream waits for all earlier work of the model.
+- The model could overwrite a page before its save has read it: `protect` makes the model's stream wait. So the owner of a page may give
+  it away as soon as it has called `save`.
+- The model could read a page before its load is complete: the owner uses the page only after it is told that the load has ended.
+- A step could wait for copies: its own small copies, of inputs and tokens, queue behind ours in the GPU's copy engine. So ours start when
+  the inputs are on their way and end before the tokens come back: `start` is told how long the step takes.
 """
 
 from __future__ import annotations

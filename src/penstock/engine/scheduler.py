@@ -6,14 +6,14 @@ Generations that have started come first, the oldest before the newest. Each one
 of the token budget is for prompts, in pieces. A generation starts when there are enough pages for its whole prompt. When pages run out,
 the newest generation gives its pages back and is computed again later. So the oldest always progresses, and none waits forever.
 
-Tenants that wait are served in turn, by weight and by what their generations cost. If others fill the batch, a tenant still gets a few
-places at once: the newest generations of the tenant with the most places wait instead.
+Waiting tenants are served in turn, by weight and by the cost of their generations. If others fill the batch, a waiting tenant still gets a
+few places soon: for these, the newest generations of the tenant with the most places are preempted.
 
 If a running generation computes the block that a waiting one needs next, the waiting one follows this leader, to share its pages later.
-It stays in the queue until the leader has computed all that they share, or has stopped. One whose KV is pulled from elsewhere stays in
-the queue until that is over, and one that would compute images without features until these are here. If the features of all its images
-have no room at once, it computes as far as they go, then pauses: it keeps its pages, and its next features come before those of others.
-What has not started gives its features back for it, so that no two wait for each other.
+It waits until the leader has computed all that they share, or has stopped. A generation whose KV is pulled from elsewhere waits until the
+pull is over. A generation that must compute images waits until it has their features. If there is no room for all of them at once, it
+computes as far as its features go, then pauses: it keeps its pages, and its next features come before those of other generations.
+Generations that have not started give their features back for it, so that no two generations wait for each other.
 """
 
 from __future__ import annotations

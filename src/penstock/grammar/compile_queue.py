@@ -49,11 +49,11 @@ class _Lane(Generic[Compiled]):
 
 @dataclass(eq=False)
 class CompileQueue(Generic[Compiled]):
-    """Compiles each grammar once, however many generations wait for it, and keeps the last MAX_KEPT results.
+    """Compiles each grammar once per tenant and root, however many generations wait for it, and keeps the last MAX_KEPT results.
 
-    Once for each root: otherwise a wait would tell one tenant whether another has used the same grammar. A tenant that shares the queue has
-    one grammar in a thread at a time, and the tenant with the most results loses its oldest. So slow grammars of one tenant leave a thread
-    to the others, however many there are.
+    Tenants and roots share no results: the waiting time would tell whether others have used the same grammar. If tenants share the queue,
+    each has one grammar in a thread at a time. So the slow grammars of one tenant, however many, leave a thread to the others. When there
+    are too many results, the tenant with the most loses its oldest.
     """
 
     compile_grammar: Callable[[Grammar], Compiled]

@@ -1,7 +1,7 @@
 """Features of images that move: those that this worker pulls from an encode worker, and those that others pull from it.
 
-The slots of an image are blocks to the transport, see `kv.moving`: this is the `KvEngine` of a pool of features. An image comes whole or
-not at all. One thread owns the books and calls all of this, except for the calls of the transport, which are handed to it by `ask`.
+To the transport, the slots of an image are blocks: this is the `KvEngine` of a pool of features, see `kv.moving`. An image arrives whole
+or not at all. All calls come from the thread that owns the books, except those of the transport, which `ask` hands to that thread.
 """
 
 from __future__ import annotations

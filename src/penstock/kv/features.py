@@ -1,13 +1,13 @@
 """The books of a pool of image features: which image is in which slots, which are in the making, and who waits for them.
 
 A **slot** has room for the features of SLOT_POSITIONS positions of one image. A generation asks for all images that it needs at once. It
-gets slots for all of them or for none, in its turn, and holds them until it says that it is done. Only what nobody holds is evicted, the
-least recently used first. What waits for slots holds none, so generations cannot wait for each other in a circle; one that waits for them
-with pages is urgent.
+gets slots for all of them or for none, in its turn, and holds them until it says that it is done. Only images that nobody holds are
+evicted, the least recently used first. A generation that waits for slots holds none, so generations cannot wait for each other in a circle.
+A generation that has pages and waits for slots is urgent.
 
 An image is **asked** for; then its pixels are here (**queued**) and it waits for the tower; then its slots are written (**making**), from
-the tower or from another worker; then it is **here**. Before anybody writes its slots, it is forgotten when nobody wants it any more.
-One thread calls all of this, the engine's.
+the tower or from another worker; then it is **here**. An image that is asked for or queued is forgotten when nobody wants it any more.
+All calls come from one thread.
 """
 
 from __future__ import annotations
@@ -179,10 +179,9 @@ class Features:
         *,
         is_urgent: bool = False,
     ) -> bool:
-        """A generation needs these images, none of them too large, and all of them together with room in the pool. What it wanted before
-        is replaced. Returns whether all are here and held for it. Otherwise either `wake` is called when they are, or `fail` with a
-        reason, and whether another worker may succeed. With its slots it has a turn by `lane`, and there by `place`; before all others if
-        it is urgent."""
+        """A generation needs these images, which together have room in the pool. They replace what it wanted before. Returns whether all
+        are here and held for it. If not, `wake` is called when they are, or `fail` with a reason and whether another worker may succeed.
+        Slots are given in turn by `lane`, within a lane by `place`, and to urgent generations first."""
         needed = {image.span.name: image for image in images}
         earlier = self._wants.get(key)
         if earlier is not None and earlier.missing is not None and earlier.images.keys() >= needed.keys():

@@ -107,10 +107,10 @@ class Session:
 class Sessions:
     """At most `max_sessions` at a time. `grace_seconds` is added to every timeout: a live front end closes its sessions before that.
 
-    A turn that gets no session is served without one; its state says why. When all are taken, a tenant below its share (`max_sessions`
-    divided by the tenants that have any) still opens one: the tenant with the most loses the idle one that would end first. Its KV
-    stays cached, without a lease. `cache` is None for an engine with its own KV cache: then
-    sessions open and expire, but hold no KV.
+    A turn that gets no session is served without one; its state says why. If all sessions are taken, a tenant below its share
+    (`max_sessions` divided by the number of tenants with sessions) still gets one: the tenant with the most loses the idle one that would
+    end first. The KV of that one stays cached, without a lease. `cache` is None for an engine with its own KV cache: then sessions open
+    and expire, but hold no KV.
     """
 
     def __init__(self, cache: KVCache | None, max_sessions: int, grace_seconds: float) -> None:
@@ -194,12 +194,12 @@ class Sessions:
             self._idle.put(session, session.lease.ends_at)
 
     def supersede(self, session: Session, since: int, path: Sequence[Node], others: Sequence[Sequence[Node]]) -> None:
-        """A turn has computed its whole prompt and ended with this path; `since` turns of the session had ended when it began.
+        """A turn has computed its whole prompt and ended with this path. When it began, `since` turns of the session had ended.
 
-        It says how the conversation goes on now. What else the session leases is superseded, and loses the lease at once: an answer
-        that was not continued, thinking that was left out, history that was made shorter. The branches of turns that ran beside this
-        one are not: those that ended since, and `others`, the paths of those that run. If one of them still waits, its path is not
-        known, and nothing is superseded yet.
+        The path is the conversation from now on. Everything else that the session leases loses its lease at once: an answer that was
+        not continued, thinking that was left out, history that was shortened. Parallel turns are spared: the branches of turns that
+        ended after this one began, and `others`, the paths of running turns. While a turn of the session waits, its path is unknown,
+        and everything keeps its lease.
         """
         if self._cache is None or session.is_over:
             return

@@ -1,9 +1,9 @@
 """Which block is in which slot of host memory or of the disk, who leases it, and which one gives way.
 
-Each tier keeps what was used last; leased blocks go last, but they protect at most a share of the tier, as on the device: beyond it they go
-like others. A whole chain is used at one time, and of blocks that were used at the same time
-the deeper one goes first. So children go before their parents. A tier may still have a block whose parent is nowhere, because the parent
-was dropped by a failure. Such a block is of no use until its parent is computed again. It grows old like any other.
+Each tier evicts unleased blocks first, the least recently used first. Leases protect at most a share of the tier, as on the device: beyond
+it, leased blocks are evicted like unleased ones. A chain is used as a whole, and of blocks used at the same time the deepest is evicted
+first. So children leave before their parents. If a failure drops a parent, its children are of no use until it is computed again. They are
+evicted like other blocks.
 """
 
 from __future__ import annotations

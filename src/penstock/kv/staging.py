@@ -1,8 +1,8 @@
-"""Pages that are not slots: on a GPU, blocks go through slots in host memory on their way to and from a transport.
+"""On a GPU, pages are not slots: blocks go through slots in host memory on their way to and from a transport.
 
-The books of transfers speak of pages, a transport speaks of slots. `Staging` is between them: to the books it is a transport, to a
-transport it is the books. A block that is exported is saved to a slot first, then the transport is told; a block that has arrived in a slot
-is loaded into its page first, then the books are told. If slots are too few, fewer blocks move, and the rest is computed.
+The books of transfers know pages, a transport knows slots. `Staging` is between them: it is a transport to the books, and the books to a
+transport. A block that is exported is saved to a slot first, then the transport is told. A block that has arrived in a slot is loaded into
+its page first, then the books are told. With too few slots, fewer blocks move, and the rest is computed.
 """
 
 from __future__ import annotations

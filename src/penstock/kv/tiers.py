@@ -1,8 +1,8 @@
 """The tiers below the device: KV blocks go down to host memory and to the disk, and are loaded again. Books only: others copy and write.
 
-A block goes down when it is evicted from the device, and before that when its session pauses, so that an eviction has mostly nothing
-left to copy. From host memory blocks are written to the disk in the background, the oldest first. A block comes up the same way: from the
-disk to host memory, from there to a page. It stays in the tiers that it was in.
+A block goes down when its session pauses, or at the latest when it is evicted from the device. So an eviction usually has nothing left to
+copy. From host memory blocks are written to the disk in the background, the oldest first. A block comes up the same way: from the disk to
+host memory, from there to a page. It also stays in the tiers that it was in.
 
 A block is loaded if that takes less time than computing it, by rates that are measured all the time. A tier that is slower than computing
 is not read, and nothing more goes there.

@@ -1,10 +1,10 @@
 """KV that moves: the books of an engine about what it pulls from elsewhere, and what others pull from it.
 
 An **import** reserves pages and has them filled, by the transport from another worker or by a tier of this one. Blocks that arrive enter
-the tree in order and are held for the generation that comes. It asks first what the tree has, and waits for blocks that another import
-is pulling. However it ends, the generation computes what is missing.
+the tree in order and are held for the generation that comes. An import pulls only what the tree lacks, and waits for blocks that another
+import is pulling. However an import ends, the generation computes what is missing.
 
-An **export** holds blocks while another worker reads them: those that are there, and those that a generation of this worker computes.
+An **export** holds blocks while another worker reads them: blocks in the tree, and blocks that a generation of this worker computes.
 
 Pages that a transport may touch are never freed: a pull that is stopped, or an export that is withdrawn, keeps its pages until the
 transport says that it is done. One thread calls all of this, the engine's.

@@ -34,9 +34,9 @@ def read_header(file: ImageFile) -> Header:
         if is_kind(start):
             size = read(file, start)
             if size is None:
-                raise ValueError(f"it is a {kind} that ends in its header or tells no size")
+                raise ValueError(f"it is a {kind} whose header is cut off or has no width and height")
             if not (size[0] and size[1]):
-                raise ValueError(f"its header says {size[0]} × {size[1]} pixels")
+                raise ValueError(f"its header says {size[0]} × {size[1]} pixels: expected at least 1 × 1")
             return Header(kind, *size)
     raise ValueError(f"it begins with {start[:8].hex(' ') or 'nothing'}: expected a PNG, JPEG, WebP or GIF")
 

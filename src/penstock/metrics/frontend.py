@@ -330,21 +330,21 @@ DECLARATIONS = (
         "Generations for which a prefill worker was free. elsewhere: it computed the prompt; here: the decode worker did, as that was "
         "cheaper; cached: the decode worker had it."),
     Declaration("counter", "penstock_kv_transfers", ("reason", "outcome"), lambda _, reading: reading.transfers,
-        "Transfers of KV between workers that have ended. done, failed: as the worker reports that pulled; cancelled: the generation was "
-        "over; lost: a worker was; stalled: given up. What did not come was computed."),
+        "Transfers of KV between workers that have ended. done, failed: what the pulling worker reports; cancelled: the generation ended; "
+        "lost: a worker was lost; stalled: it took too long. Missing KV was computed."),
     Declaration("gauge", "penstock_kv_transfers_open", (), lambda _, reading: reading.transfers_open,
         "Transfers of KV between workers that have not ended."),
     Declaration("counter", "penstock_kv_transfer_bytes", ("reason",), lambda _, reading: reading.transfer_bytes,
         "Bytes of KV that workers pulled from each other."),
     Declaration("counter", "penstock_encode_jobs", ("outcome",), lambda _, reading: reading.encode_jobs,
-        "Images that encode workers made for other workers. done: it was pulled; failed: it was not, or not made; lost: the encode worker "
-        "was; cancelled: nobody needed it any more. After the second failure the worker that needs it makes it itself."),
+        "Images that encode workers encoded for other workers. done: its features were pulled; failed: they were not made or not pulled; "
+        "lost: the encode worker was lost; cancelled: no worker needed them any more. After two failures the worker encodes it itself."),
     Declaration("gauge", "penstock_encode_jobs_open", (), lambda _, reading: reading.encode_jobs_open,
         "Images that encode workers make now, or that have not been pulled yet."),
     Declaration("gauge", "penstock_generations_suspected", (), lambda _, reading: reading.suspects,
         "Generations of a worker that died, which wait to be tried alone on another."),
     Declaration("counter", "penstock_generations_stopped", (), lambda _, reading: reading.stopped,
-        "Generations that were stopped because worker after worker died with them."),
+        "Generations that were stopped because several workers died while they ran them."),
     Declaration("gauge", "penstock_router_load_blocks", ("name",), lambda _, reading: reading.load,
         "Load of a worker in KV blocks, as the router estimates it."),
     Declaration("gauge", "penstock_router_index_blocks", ("name",), lambda _, reading: reading.index_blocks,

@@ -135,4 +135,4 @@ def describe(frame: FrameType | None) -> str:
             if (label := getattr(frame.f_locals.get("self"), "loop_label", None)) is not None:
                 labels[str(label)] = None
         frame = frame.f_back
-    return f"{' < '.join(places) or 'no code of ours'}{''.join(f', {label}' for label in labels)}"
+    return f"{' < '.join(places) or 'code outside Penstock'}{''.join(f', {label}' for label in labels)}"

@@ -40,7 +40,7 @@ class _Holding:
 
 
 class PrefixIndex:
-    """From the name of a KV block to the workers that have it.
+    """Maps the name of a KV block to the workers that have it.
 
     A block's name stands for all tokens up to its end, so a flat table is enough; no tree is needed. Each worker is one bit of a mask.
     The bit is used again after the worker left. Leaving takes one operation per block that the worker held.

@@ -55,8 +55,8 @@ class Router:
     """Knows the workers of all models, and chooses among the candidates of a call. No method waits or does I/O.
 
     A worker is known from `join` to `leave`. Reports of unknown workers are ignored: a link may end at any moment. `decisions` counts
-    choices by reason, `diversions` counts preferred workers that were not taken, by reason, `prefill_choices` who computed the prompts
-    that a prefill worker could have computed.
+    choices by reason, `diversions` counts preferred workers that were not taken, by reason. `prefill_choices` counts, for prompts that a
+    prefill worker could compute, where they were computed.
     """
 
     def __init__(
@@ -130,9 +130,10 @@ class Router:
     ) -> Decision | None:
         """The worker for a prompt of `blocks` blocks, the last of which may be partly filled; None when there is no candidate.
 
-        `prompt` is the names of its full blocks, or a function that returns them. The function is called only if they matter: there is
-        more than one candidate and the policy is `kv`, even if a worker is preferred, as without the overlap its load would be estimated
-        too high; or KV can be moved. The decision then has the names. `helpers` are workers that could compute the prompt for it.
+        `prompt` is the names of its full blocks, or a function that returns them. The function is called only if the names matter: if KV
+        can be moved, or if there are several candidates and the policy is `kv`. A preferred worker needs them, too: without its overlap,
+        its load would be estimated too high. The decision then has the names. `helpers` are workers that could compute the prompt for
+        the chosen one.
         """
         if not candidates:
             return None

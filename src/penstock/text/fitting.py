@@ -1,7 +1,7 @@
 """Fits the messages of chats to a chat template, so that no text is lost: tried when the template is loaded, checked in every prompt.
 
 Published templates leave out messages of some roles, the text beside calls, or all calls but the first. Others raise for two messages of
-one role in a row. For each such shape of a chat, the first way is used that has all of the text in the prompt.
+one role in a row. For each such shape of a chat, its rewrites are tried in order; the first that loses no text is used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Images in the texts of a chat, from their marks to their tokens.
 
 A mark has characters that no client can send: UTF-8 has no bytes for lone surrogates. So the content of a message stays a string, and
-rewrites, templates and transcripts carry marks along with the text. Every mark has the same length: naming an image moves nothing.
+rewrites, templates and transcripts carry marks along with the text. All marks have the same length, so naming an image moves no text.
 
-Many templates want an image as a part of its own and write a placeholder for it. These placeholders become marks again. The same letters in
-a text of the chat are cut by BREAK, so they stay text: only an image has the tokens of an image.
+Many templates want an image as a part of its own and write a placeholder for it. These placeholders become marks again. If a text of
+the chat has the same letters, BREAK cuts them, so they stay text: only an image has the tokens of an image.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class ChatTemplate:
     """One template. What it would leave out or refuse is rewritten: tools that it does not know, and the shapes of chats in `fitting`.
 
     `losses` says which shapes it cannot render in any way. `render` never returns a prompt without the text of a message, or without one
-    of its images: each is a mark there. Contents are strings, or lists of parts: those with images, if the template writes the model's
-    placeholder for images in messages of this role, and all others if it loses strings.
+    of its images: each image is a mark there. The template gets a content with images as a list of parts if it writes the model's
+    placeholder in messages of that role. It gets other contents as lists if it loses strings. Otherwise contents are strings.
     """
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:

@@ -217,11 +217,11 @@ class Transcripts:
         is_remembered: bool = True,
         places: Sequence[Place] = (),
     ) -> EncodedChat:
-        """The tokens of a chat. `lane` is the tenant whose chat it is. Without a key, nothing is looked up or remembered. A chat that is
-        not to be remembered leaves the session as it is.
+        """The tokens of a chat. `lane` is the tenant whose chat it is. Without a key, nothing is looked up or remembered. Without
+        `is_remembered`, the session stays as it is.
 
-        Parts in the memo are not tokenized again, the others are put there. `check` gets the number of tokens before they are made into a
-        tuple, which takes ten times the memory. What it raises is raised, and nothing is remembered.
+        Parts in the memo are not tokenized again; new parts are added to it. `check` gets the number of tokens before they are made into a
+        tuple, which takes ten times the memory. If it raises, the error passes through and nothing is remembered.
 
         Raises RequestError as the tokenizer does. Does not suspend when there is little to do.
         """

@@ -6,7 +6,7 @@
     │   └── MessageError        a message that the model's chat template cannot render
     ├── GenerationFault         a generation ended in a Fault
     ├── GrammarError            a wrong grammar, or a token that it does not allow; says where
-    ├── StreamError             the stream's contract is broken: loud, never silent
+    ├── StreamError             the stream's contract is broken
     │   ├── GapError            tokens are missing between two deltas
     │   ├── OverlapError        tokens come twice
     │   ├── UnmergeableError    two deltas with fields that cannot be merged

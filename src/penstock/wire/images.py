@@ -21,7 +21,7 @@ _BITS = FIRST_IMAGE_ID - 1
 
 
 class ImageRules(Struct, frozen=True):
-    """How a model wants its images. It is a part of each image's name: other rules, other KV.
+    """How a model wants its images. The rules are part of each image's name, so other rules mean other KV.
 
     `family` names the code that knows the layout (`media/families/`); `settings` are the processor's own, as numbers, such as the size of
     a patch. `placeholder` is what the chat template writes for one image. `is_prepared`: the worker gets pixels that are already resized
@@ -38,8 +38,8 @@ class ImageSpan(Struct, frozen=True, array_like=True, gc=False):
     """Where an image is in a prompt: its tokens from `start` to `end`. The ids from FIRST_IMAGE_ID on stand for its features, in order;
     others between them are ordinary tokens, such as those between tiles.
 
-    `grid` is how many rows and columns of features it has, or of tiles, as its family counts. `size` is the width and height of the pixels
-    that a worker gets, which have three bytes each. Tiles are one below the other.
+    `grid` has the image's rows and columns: of features or of tiles, which depends on the family. `size` is the width and height of the
+    pixels that a worker gets, with three bytes for each pixel. Tiles are one below the other.
     """
 
     name: bytes

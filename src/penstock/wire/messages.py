@@ -45,8 +45,8 @@ class PromptReport(Struct, frozen=True, array_like=True, gc=False):
     lease.
 
     The logprobs are those of `codec.pack_logprobs`: there may be hundreds of thousands, and a reader unpacks them piece by piece.
-    `retained` has what each mark of the request leases now, in whole blocks; of these, `written` tokens were computed for this request
-    and are counted under no earlier mark. `tier` is where the leased KV is; None: nothing is leased, or the engine cannot tell.
+    `retained` has what each mark of the request leases now, in whole blocks. `written` has, for each mark, the tokens that were computed
+    for this request and not counted for an earlier mark. `tier` is where the leased KV is; None: nothing is leased, or it is unknown.
     """
 
     cached_tokens: int
@@ -130,8 +130,8 @@ class WorkerStats(Struct, frozen=True, array_like=True):
 
     Rates are measured, 0 until they are: prompt tokens computed per second while nothing else runs, and bytes pulled per second from
     other workers, or loaded from its own host memory and disk. `tokens_to_compute` are those of prompts that run or wait.
-    `kv_tier_events` has blocks since its start, by tier and by what happened to them, such as `host loaded`: see `kv.tiers`.
-    `images_encoded` went through its tower since its start, and `images_reused` were found among the features that it keeps.
+    `kv_tier_events` counts blocks since its start, by tier and by what happened to them, such as `host loaded`: see `kv.tiers`.
+    `images_encoded` counts images that its tower encoded since its start, `images_reused` images found among the features that it keeps.
     """
 
     running: int = 0
@@ -169,9 +169,9 @@ Role = Literal["aggregated", "prefill", "decode", "encode"]
 KvHandover = Literal["blocks", "ticket", "meeting"]
 """How KV gets to another worker.
 
-`blocks`: the target pulls it by the names of blocks, also while the source computes. `ticket`: an engine of others pulls it with the
-ticket that the source's engine gave when it had computed the prompt. `meeting`: engines of others that work on the same prompt at the same
-time; both get the id of the transfer, and the target the address of the source.
+`blocks`: the target pulls it by the names of blocks, also while the source computes. `ticket`: an external engine pulls it with the ticket
+that the source's engine gave after it computed the prompt. `meeting`: two external engines work on the same prompt at the same time; both
+get the id of the transfer, and the target also gets the address of the source.
 """
 Capability = Literal["kv_events", "sessions", "logprobs", "prompt_logprobs", "grammar", "isolation"]
 
@@ -183,9 +183,9 @@ class ModelInfo(Struct, frozen=True):
     its own machine, else fetches them with TokenizerRequest. `max_batch` is how many generations the worker computes at once; 0: unknown.
     `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning; None: no known format. A worker with the capability
     `isolation` shares no KV between roots. Workers with the same `kv_fingerprint` can use each other's KV, which is pulled from
-    `kv_address`; a block has `kv_block_bytes`. Without a fingerprint its KV does not move. `kv_handover` says how it does. `images`: how
+    `kv_address`; a block has `kv_block_bytes`. Without a fingerprint, KV does not move. `kv_handover` says how KV moves. `images`: how
     the model wants its images; None: it reads only text. Workers with the same `image_fingerprint` compute the same features of an image.
-    One with the role `encode` computes nothing else, and others pull them from its `kv_address`.
+    A worker with the role `encode` computes only features; other workers pull them from its `kv_address`.
     """
 
     name: str
@@ -271,14 +271,14 @@ class Submit(Struct, frozen=True, tag="submit", omit_defaults=True):
 
     `offset` is the position of the first token to make. It is above zero for a generation that continues on another worker: then the
     last `offset` ids of `token_ids` were generated before. Each of `stop_ids` ends the generation, like the model's own end
-    token. For `retention_seconds` after the end, other KV is evicted before its KV, and for the time of each of `marks` before that part
-    of its prompt; a higher `priority` also keeps it longer. Marks come in the order of their times, the longest first.
+    token. For `retention_seconds` after the end, other KV is evicted before its KV. Each of `marks` does the same for the start of the
+    prompt, for its own seconds; marks are sorted, the longest time first. A higher `priority` also keeps KV longer.
     `is_seed_drawn`: no client asked for this `seed`, so an engine may use its own randomness. KV is shared only with generations of
-    the same `root`; empty: one that all tenants share. Generations that wait are served in turn by `lane`, in proportion to `weight`;
+    the same `root`; all tenants share the empty one. Waiting generations are served in turn by `lane`, in proportion to `weight`;
     without tenants the lane is "". `prompt` names a prompt that several generations share: on a link it travels once, as a Prompt, and
-    `token_ids` then has only the last `offset` ids. `export`: another worker pulls its blocks. `source`: it begins when the blocks that
-    are missing here were pulled from there, or that has failed. `images` are those of the prompt, in order. To a worker with the role
-    `encode` goes one image alone, with its `export`: it computes the features and makes no token.
+    `token_ids` then has only the last `offset` ids. `export`: another worker pulls its blocks. `source`: where missing blocks are pulled
+    from; the generation begins when the pull has ended or failed. `images` are those of the prompt, in order. A worker with the role
+    `encode` gets one image and an `export`: it computes the features and makes no token.
     """
 
     id: bytes

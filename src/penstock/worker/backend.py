@@ -64,10 +64,10 @@ class Backend(Protocol):
     Every submitted generation gets exactly one terminal through `emit`, except a cancelled one, which gets none. Deltas of a
     generation are disjoint and in order, and start at the `offset` of its Submit.
 
-    For each generation that needs images whose features it lacks, it calls `want`, whether or not another generation has asked for the
-    same ones. Each name gets one answer for all that wait for it: `image`, `image_at` or `image_refused`; none, if all of them have
-    ended. After `image_at` it may ask again, with `failed`. It asks only for as many as it has room for. An engine without images never
-    asks, and so is never answered.
+    The engine calls `want` for each generation that needs images whose features it lacks, even if another generation has asked for the
+    same images. Each name gets one answer for all generations that wait for it: `image`, `image_at` or `image_refused`. It gets none if
+    all of them have ended. After `image_at` the engine may ask again, with `failed`. It asks only for images that it has room for. An
+    engine that reads only text never asks.
     """
 
     @property
@@ -119,7 +119,7 @@ def moves_no_kv(request: Fetch) -> TransferReport:
 
 def image_fault(reason: str, *, retryable: bool) -> Fault:
     """How a generation ends whose image cannot be had."""
-    return Fault("image_lost", f"an image of the prompt cannot be had: {reason}", retryable=retryable)
+    return Fault("image_lost", f"an image of the prompt is not available: {reason}", retryable=retryable)
 
 
 class _LastPrompt:

@@ -59,11 +59,11 @@ class _Partial:
 
 
 class WantedImages:
-    """Asks one front end at a time for each image, however many generations wait for it. If that one leaves or does not have it, it asks
-    another one.
+    """Asks one front end at a time for each image, however many generations wait for it. If that front end leaves or does not have the
+    image, asks another one.
 
-    A front end sends one image after the other, so that at most one of each is held here. Images that nobody waits for any more are
-    dropped: a front end may learn of that too late. One that breaks these rules loses its link.
+    A front end sends one image after the other, so at most one incomplete image per front end is held here. An image that nobody waits
+    for any more is dropped: the front end may learn too late. A front end that breaks these rules loses its link.
     """
 
     def __init__(self, backend: Backend) -> None:

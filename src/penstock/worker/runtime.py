@@ -183,8 +183,7 @@ class WorkerRuntime:
     """Routes submissions to the backend and each step's results to the front ends that own them.
 
     When a front end leaves, its generations are cancelled and its transfers of KV are ended at once; its sessions stay until they expire
-    here. A generation that breaks the stream's contract ends in a fault. Questions that the engine takes time to answer are answered by
-    tasks and block nothing.
+    here. A generation that breaks the stream's contract ends in a fault. Tasks wait for slow answers of the engine, so these block nothing.
     """
 
     def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:

@@ -120,7 +120,7 @@ def test_the_text_is_a_function_of_seed_and_images_in_order() -> None:
 
 @pytest.mark.parametrize("text", ["lose=2", "drop=0.5", "lose=0.6,kill=0.6", "lose", ""])
 def test_faults_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not|are 1\.2"):
+    with pytest.raises(ValueError, match=r"is unknown or given twice|is not|are 1\.2"):
         parse_image_fault(text)
 
 

@@ -256,7 +256,7 @@ def test_a_share_of_the_gpu_is_refused_on_a_cpu() -> None:
 
 
 def test_more_host_memory_than_the_machine_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--kv-host-memory is 100000 GiB: expected less than the .* GiB of this machine$"):
+    with pytest.raises(ConfigError, match=r"^--kv-host-memory is 100000 GiB: expected at most .* GiB, the memory of this machine$"):
         make_backend(worker("--kv-host-memory=100000", "--device=cpu"), lambda: None)
 
 
@@ -363,7 +363,9 @@ def test_kv_events_without_zmq_say_what_to_install(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("memory", ["0.000001", "100000"])
 def test_image_memory_that_cannot_work_is_refused(memory: str) -> None:
     settings = worker(f"--image-memory={memory}", "--device=cpu", f"--model={vision_model('qwen3_vl')}")
-    with pytest.raises(ConfigError, match=r"^--image-memory is .* GiB: expected at least the .* of 16 positions and less than the .* GiB"):
+    with pytest.raises(
+        ConfigError, match=r"^--image-memory is .* GiB: expected at least .* bytes, the size of 16 positions, and less than .* GiB"
+    ):
         make_backend(settings, lambda: None)
 
 

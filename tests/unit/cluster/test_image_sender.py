@@ -148,7 +148,7 @@ async def test_an_image_that_is_gone_is_refused() -> None:
     link = Link(answer_with_pixels(lambda _: None))
     link.sender.want(ImagesWanted(SECOND, (CAT.name,)))
     await turns()
-    assert link.sent == [ImageRefused(CAT.name, "the front end has it no more", retryable=False)]
+    assert link.sent == [ImageRefused(CAT.name, "the front end no longer has it", retryable=False)]
 
 
 async def test_another_worker_may_compute_it_and_the_answer_is_cancelled_with_the_generation() -> None:

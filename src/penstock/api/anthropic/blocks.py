@@ -43,7 +43,7 @@ Step = BlockStart | BlockDelta | BlockStop
 
 
 class Blocks:
-    """Parts in, steps out. Blocks are numbered from 0, and each is complete before the next one starts.
+    """Turns parts into steps. Blocks are numbered from 0, and each is complete before the next one starts.
 
     Text of only whitespace before or after another block makes no block: models write line breaks between thinking, text and calls.
     Thinking that is not shown is put into its block's signature. A broken call ends its block, and its text goes into a text block.

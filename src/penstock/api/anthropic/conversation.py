@@ -1,4 +1,4 @@
-"""From Anthropic's messages to those of a chat template.
+"""Converts Anthropic's messages to those of a chat template.
 
 Anthropic's content consists of blocks, tool results are in the user's messages, and instructions may come anywhere. Chat templates take
 messages of plain text, tool results as separate messages, and instructions only at the start; many require that user and assistant

@@ -115,7 +115,9 @@ def read_chat(request: Prompted) -> Chat:
     choice = _tool_choice(request, has_tools=bool(tools.head or tools.later))
     field, grammar = _grammar(request)
     if continues and grammar is not None:
-        raise RequestError(f"`{field}` cannot be combined with a last message of the assistant, which the answer continues", param=field)
+        raise RequestError(
+            f"`{field}` needs a user message at the end of `messages`: an assistant message there is the start of the answer", param=field
+        )
     prompt = ChatPrompt(
         messages=messages,
         # With the choice `none`, the prompt does not mention the tools.
@@ -166,7 +168,7 @@ def check_marks(marked: Sequence[Marked], whole: CacheControl | None) -> None:
     for (earlier, before), (field, control) in pairwise([mark for mark in marks if mark[1].scope is None]):
         if ttl_seconds(control) > ttl_seconds(before):
             message = (
-                f"`{field}.ttl` is {control.ttl!r}: it must not come after a shorter one, and `{earlier}` has {before.ttl or '5m'!r}. "
+                f"`{field}.ttl` is {control.ttl!r}: expected at most {before.ttl or '5m'!r}, the ttl of the earlier `{earlier}`. "
                 "Blocks come in the order tools, system, messages"
             )
             raise RequestError(message, param=f"{field}.ttl")

@@ -62,7 +62,9 @@ def described_tools(tools: Sequence[Tool], field: str = "tools[{}]") -> list[dic
     for index, tool in enumerate(tools):
         if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
             param = f"{field.format(index)}.allowed_callers"
-            raise RequestError(f"`{param}` has no `direct`: on this server only the model itself calls tools", param=param)
+            raise RequestError(
+                f"`{param}` has no `direct`: expected it in the list; on this server, only the model calls tools", param=param
+            )
         if tool.input_schema is None and tool.type in (None, "custom"):
             param = f"{field.format(index)}.input_schema"
             raise RequestError(f"`{param}` is required", param=param, code="missing_field")

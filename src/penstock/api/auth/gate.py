@@ -60,8 +60,8 @@ _MESSAGES = {
 class Gate:
     """Passes requests with a known key to the application, with their tenant in the scope. Without any keys it passes all requests.
 
-    Other requests get 401. Without keys, requests that a web page may have made get 403 or 415: see `PageGuard`. Before that, a request
-    that announces too large a body gets 413. Answers get CORS headers only for the configured origins. OPTIONS needs no key and never
+    Other requests get 401. Requests that a web page may have made get 403 or 415: see `PageGuard`. A request that announces too large a
+    body gets 413, before its key is checked. Answers get CORS headers only for the configured origins. OPTIONS needs no key and never
     reaches the application.
     """
 
@@ -155,11 +155,11 @@ class Gate:
 class PageGuard:
     """Finds requests that a web page makes through its visitor's browser, which can reach servers that the page's owner cannot.
 
-    - A page whose host name suddenly means this machine (DNS rebinding) has that name in `Host`. No name can be made to mean another
-      machine if it is an IP address, and browsers resolve `localhost` themselves.
-    - Any other page has its `Origin`, unless it is this server's own.
-    - A page's form, or its request without CORS, has one of three content types, and none of them is JSON. Programs may leave it out;
-      a browser that does so sends an Origin.
+    - DNS rebinding makes the page's host name mean this machine. Then `Host` is that name. An IP address cannot be rebound, and browsers
+      resolve `localhost` themselves.
+    - A request of any other page has the page's `Origin`, unless the page is this server's own.
+    - A form, or a page's request without CORS, has one of three content types, none of them JSON. Programs may leave out the content
+      type; a browser that leaves it out sends an `Origin`.
 
     With keys only `Host` is checked: a page does not know the key.
     """

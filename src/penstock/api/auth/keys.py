@@ -55,11 +55,10 @@ _MAX_STRANGERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """To whom a request belongs. `owner` is the namespace of its sessions and answers, `quota` what it may use.
+    """The tenant that a request belongs to. `owner` is the namespace of its sessions and answers, `quota` what it may use.
 
-    `lane` is its name where it shares with others, `weight` its share there. The lane is empty if there are no others: on a server
-    with one key, and on one without keys, where anybody could invent names.
-    `root` is the root of its KV blocks, which tenants have in common if they share prefixes.
+    Where tenants share something, `lane` is its name and `weight` its share. The lane is empty on a server with one key, and on a server
+    without keys, where anybody could invent names. `root` is the root of its KV blocks. Tenants that share prefixes have the same root.
     """
 
     name: str
@@ -94,7 +93,7 @@ def check_name(name: str) -> str:
         # The message leaves out the name: it may be a key.
         raise ConfigError(f"a key name must not begin with {KEY_PREFIX}: it looks like a key, and names are shown in logs and metrics")
     if name == NOBODY or _GIVEN_NAME.fullmatch(name):
-        raise ConfigError(f"key name {name!r} is reserved: {NOBODY}, and api-key-1, api-key-2, … for the keys of --api-key")
+        raise ConfigError(f"key name {name!r} is reserved: expected a name other than {NOBODY}, api-key-1, api-key-2, …")
     return name
 
 
@@ -125,7 +124,7 @@ def read_key_file(path: Path) -> tuple[Key, ...]:
         raise ConfigError(f"key file {path}: {error}") from error
     except UnicodeDecodeError:
         # The cause is left out: it contains the text.
-        raise ConfigError(f"key file {path}: is not UTF-8") from None
+        raise ConfigError(f"key file {path}: expected UTF-8") from None
 
 
 def parse_keys(text: str) -> tuple[Key, ...]:

@@ -50,10 +50,10 @@ class Route:
     Exactly one of `handler` and `stream` is set. A `handler` returns its answer. A `stream`, made when the application starts, writes to
     the connection itself. `metric` names the route in the metric of requests; without it, requests are not counted.
 
-    `answer` is the JSON of a 200, or a tuple with each form of it, `event` the JSON of each event of a stream, `media_type` the type of a
-    body that is neither. `errors` are the statuses besides 401, and 429 where there is a body; `failure` is their body where it is not the
-    API's error. `example` is a body that can be sent as it is. `elements` has the types that the elements of some lists of the body may
-    have; the decoder of the body does not know them.
+    `answer` is the type of the JSON of a 200, or a tuple of such types; `event` is the type of each event of a stream; `media_type` is the
+    media type of any other body. `errors` are the statuses besides 401 and 403, and besides 415 and 429 where there is a body. `failure` is
+    the type of an error's body, if it is not the API's error. `example` is a body that can be sent as it is. `elements` has the types of
+    the elements of some lists, for which the decoder of the body takes any object.
     """
 
     method: Method

@@ -205,7 +205,10 @@ def _candidates(request: CompletionRequest) -> int | None:
     if best_of < n:
         raise RequestError(f"`best_of` is {best_of}: expected at least `n`, which is {n}", param="best_of")
     if best_of > n and request.stream:
-        raise RequestError(f"`best_of` is {best_of}: a stream cannot choose; expected `n`, which is {n}, or no `stream`", param="best_of")
+        raise RequestError(
+            f"`best_of` is {best_of} and `stream` is true: expected `best_of` equal to `n`, which is {n}, or `stream` false",
+            param="best_of",
+        )
     return best_of
 
 

@@ -56,9 +56,9 @@ class Ticket:
 class Admission:
     """Admits requests within the limits, and knows those inside.
 
-    While it drains, nothing new is admitted. `idle` is set when the last request has left. `bodies` are the bytes of requests that are
-    not admitted yet, `answers` those of large answers that are not taken yet: those without a generation, and the prompts of those that
-    repeat their prompt with logprobs.
+    While it drains, nothing new is admitted. `idle` is set when the last request has left. `bodies` is the budget for the bytes of requests
+    that are not admitted yet. `answers` is the budget for large answers that clients have not read yet: answers without a generation, and
+    the prompts in answers that repeat them with logprobs.
     """
 
     def __init__(self, limits: Limits, tally: Tally) -> None:
@@ -129,7 +129,7 @@ class Admission:
             self.bodies.release(waiting)
 
     def _no_memory(self) -> RequestError:
-        message = f"answers that are not read take all of their memory, {self.answers.total:,} bytes (--answer-memory)"
+        message = f"answers that clients have not read yet fill their memory, {self.answers.total:,} bytes (--answer-memory)"
         return RequestError(message, code="overloaded", status=503, limit="answer_memory")
 
     def start_running(self, waited: float) -> None:
@@ -143,7 +143,7 @@ class Admission:
         places = self._places
         message = f"the server is full; its limit is {places.limit:,} generations at once"
         if lane and places.used < places.limit:
-            message += f". What is left is for keys below their share; yours runs {places.own(lane):,}"
+            message += f". The free places are for keys below their share; your key has {places.own(lane):,} generations"
         return RequestError(message, code="overloaded", status=429)
 
     def leave(self, ticket: Ticket, generations: int, lane: str, was_running: bool) -> None:

@@ -306,7 +306,7 @@ class DetachedRuns:
         lane = self._lanes.get(tenant.lane) or _Lane(tenant.weight)
         others = sum([each.weight for each in self._lanes.values() if each is not lane])
         if self.bytes >= self.limits.memory and lane.bytes * (others + tenant.weight) >= self.limits.memory * tenant.weight:
-            message = f"the resumable answers take all of their memory, {self.limits.memory:,} bytes"
+            message = f"the resumable answers fill their memory, {self.limits.memory:,} bytes (--resume-memory)"
             raise RequestError(message, code="overloaded", status=429)
         self._runs[run.id] = run
         self._lanes[tenant.lane] = lane

@@ -71,7 +71,7 @@ class Chat(Struct, frozen=True, kw_only=True, gc=False):
     The model may call the prompt's tools, and `later_tools`, which messages describe, but not `removed_tools`. The text of the answer must
     follow `grammar`. Without `max_tokens` the answer may fill the context. A `max_tokens` that does not fit the context is an error; with
     `clips`, it is reduced. `marked` are the marks for the cache in its messages. `left_out` are messages that were dropped from the prompt.
-    `images` are those whose marks are in the messages: `image_mark(0)` stands for the first. `seen` is that of Images.
+    `images` are those whose marks are in the messages: `image_mark(0)` stands for the first. `seen`: see `Images`.
     """
 
     prompt: ChatPrompt
@@ -97,7 +97,7 @@ class Plan(Struct, frozen=True, kw_only=True, gc=False):
     Of the `candidates` of each prompt, the best `n` are the choices of the answer. `grammar_field` is the request's field with the
     grammar, for the errors of workers: only a worker knows whether it can follow a grammar. `parser` makes a parser for a choice's text; it
     needs the special tokens in `visible_tokens` as text. With `one_call`, a choice ends with its first tool call. `chat` is the encoded
-    prompt of a chat. `pictures` are those of its images: workers may ask for them as long as it runs.
+    prompt of a chat. `pictures` are those of its images: workers may ask for them as long as the request runs.
     """
 
     model: ServedModel

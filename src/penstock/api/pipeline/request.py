@@ -235,10 +235,10 @@ def _no_room(bodies: FairBudget) -> RequestError:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Charges a request to its key, reads its body and calls what answers it. Errors have the shape of the request's API.
+    """Charges a request to its key, reads its body and calls `answer`. Errors have the shape of the request's API.
 
-    What is cheap to check is checked first: the gate has checked size and key, then come the rate, before the body is read, and the number
-    of values, before it is decoded. It is an ASGI application: nothing stands between a stream and the server.
+    Cheap checks come first: size and key in the gate, the rate before the body is read, the number of values before the body is decoded.
+    An endpoint is an ASGI application: nothing stands between a stream and the server.
     """
 
     route: str | None

@@ -98,7 +98,9 @@ class Response:
         """After the headers of a whole answer the status is 200, whatever the error. Then the body alone tells an error that no other
         attempt would mend. For the others BrokenOff is raised."""
         if self.started and (status >= 500 or status == 429):
-            log.warning("a whole answer is broken off: its headers are sent, and it fails with status %d: %s", status, body[:300])
+            log.warning(
+                "an answer in one piece is broken off: it failed after its headers were sent, with status %d: %s", status, body[:300]
+            )
             raise BrokenOff(f"status {status} after the headers")
         await self.send_whole(status, body, error_headers(status, retry_after))
 

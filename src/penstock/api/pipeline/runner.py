@@ -436,7 +436,7 @@ class _Run:
         try:
             parts, logprobs = choice.advance(arrival.delta, arrival.terminal)
         except StreamError as error:
-            log.error("a choice broke its stream on the last hop: %s", error)  # noqa: TRY400, the message tells it all
+            log.error("the tokens of a choice do not fit together inside this front end: %s", error)  # noqa: TRY400, the message tells it all
             raise GenerationFault(Fault("stream_breach", f"the stream broke: {error}")) from error
         added = choice.tokens - before
         self.completion_tokens += added

@@ -127,7 +127,7 @@ def _read_item(field: str, value: dict[str, Any], is_new: bool) -> Item:
     if not isinstance(kind, str) or kind not in ITEMS:
         shown = msgspec.json.encode(kind)[:80].decode(errors="replace") if isinstance(kind, str) else "not a string"
         hosted = isinstance(kind, str) and kind.partition("_call")[0] in HOSTED_TOOLS
-        why = "the models here have no such tool" if hosted else f"expected one of {', '.join(ITEMS)}"
+        why = "this server has no such tool; leave the item out" if hosted else f"expected one of {', '.join(ITEMS)}"
         raise RequestError(f"`{field}.type` is {shown}: {why}", param=f"{field}.type")
     check_depth(field, value)
     # Stored items have one form, with defaults filled in.

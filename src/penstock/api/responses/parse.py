@@ -398,7 +398,7 @@ def _not_found(name: str, kind: str, given: str, code: str) -> RequestError:
 def _check_fetched(size: int) -> None:
     if size > MAX_FETCHED_BYTES:
         message = (
-            f"`input` has images on other servers of over {MAX_FETCHED_BYTES:,} bytes: expected at most that in a response that is "
-            "stored, or `store` false"
+            f"the server would store over {MAX_FETCHED_BYTES:,} bytes of images that `input` names by URL, the limit of a response: "
+            "send smaller images, or set `store` to false"
         )
         raise RequestError(message, param="input", code="too_long", limit="fetched_bytes")

@@ -36,9 +36,9 @@ class SqliteStore:
     the file fails. A method returns None, or False, where the owner has no such response, conversation or item.
 
     When the file is full, the owner who has the most loses its oldest; unfinished responses stay. Without `by_owner` the oldest of all
-    go: where no keys are needed, anybody could invent owners. A conversation that does not fit even so is refused (507).
+    are deleted: where no keys are needed, anybody could invent owners. A conversation that still does not fit is refused (507).
 
-    If the process that makes a response dies, the response is failed; this is stored when it is next read.
+    If the process that makes a response dies, the response counts as failed; this is stored when it is next read.
     """
 
     def __init__(

@@ -167,7 +167,9 @@ def _allowed(allowed: AllowedTools, index: _Index) -> tuple[ToolChoice, set[str]
             names.add(index.find(field, read_struct(field, named, NamedChoice)))
     names |= {name for name, each in index.known.items() if each.namespace in spaces}
     if allowed.mode == "required" and not names:
-        raise RequestError("`tool_choice` is 'required', but this server can call none of its `tools`", param="tool_choice")
+        raise RequestError(
+            "`tool_choice.mode` is 'required': expected at least one function or custom tool in `tool_choice.tools`", param="tool_choice"
+        )
     return ToolChoice(allowed.mode), names
 
 

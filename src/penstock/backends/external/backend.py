@@ -119,8 +119,8 @@ class _Generation:
 
 class ExternalBackend:
     """See `worker.backend.Backend`. Each generation is a task that reads the engine's chunks. The chunks of all tasks in one turn of the
-    event loop are emitted together. The engine serves what it has in its own order. So of tenants that share it, it gets little more than
-    it computes at once; the rest waits here, and is sent in turn.
+    event loop are emitted together. The engine serves its generations in its own order. So if tenants share it, it gets only a few more
+    generations than it computes at once; the others wait here and are sent in turn.
 
     When the engine dies, every generation gets one retryable fault and `on_failure` is called: the process should end and be restarted.
     """
@@ -216,14 +216,19 @@ class ExternalBackend:
             fault = Fault("unsupported", f"{self.model.engine} has no grammar on this worker: see the worker's log or `penstock doctor`")
         if fault is None and request.root and "isolation" not in self.model.capabilities:
             fault = Fault(
-                "unsupported", f"{self.model.engine} takes no `cache_salt`, and would share KV between API keys: --share-prefixes"
+                "unsupported",
+                f"{self.model.engine} takes no `cache_salt`, so it cannot keep the KV of API keys apart: use --share-prefixes",
             )
         if fault is None and moves is not None and not moves.computes and request.export is None and request.source is None:
-            fault = Fault("unsupported", f"{self.model.engine} is one half of a pair here, and cannot run this alone", retryable=True)
+            fault = Fault(
+                "unsupported",
+                f"{self.model.engine} with --role prefill or decode cannot run a request alone: it needs a worker of the other role",
+                retryable=True,
+            )
         if fault is None and request.prompt_logprobs and moves is not None and moves.handover == "meeting":
-            fault = Fault("unsupported", f"a pair of workers with {self.model.engine} has no logprobs of prompts")
+            fault = Fault("unsupported", f"{self.model.engine} with --role prefill or decode gives no logprobs of prompts")
         if fault is None and request.images and moves is not None and moves.handover == "meeting":
-            fault = Fault("unsupported", f"a pair of workers with {self.model.engine} reads no images")
+            fault = Fault("unsupported", f"{self.model.engine} with --role prefill or decode reads no images")
         if fault is not None:
             self._put(Segment(request.id, None, fault))
             return

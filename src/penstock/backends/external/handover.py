@@ -1,8 +1,8 @@
-"""KV that one external engine hands to another: tickets, how long they are good for, and what happens when no KV comes.
+"""KV that one external engine hands to another: tickets, how long they are valid, and what happens when no KV comes.
 
 An engine that has computed a prompt for another one keeps the KV for a lease, then uses its memory for something else. vLLM does not notice
-if the other one reads it later: that one goes on with the KV of another prompt, without an error. So no engine here begins to read after
-a third of the lease, and what was not read after three quarters of it is not used.
+a later read: the reader would continue with the KV of another prompt, without an error. So no engine here begins to read after a third of
+the lease, and KV that has not come after three quarters of it is not used.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def read_ticket(packed: bytes, arrived: float, now: float) -> Ticket:
     ticket = unpack_ticket(packed)
     if not (ticket.made - MAX_CLOCK_SECONDS <= min(arrived, now) and now < ticket.usable_until):
         usable = ticket.lease_seconds * USABLE_PART
-        raise HandoverFailed(f"its ticket is {now - ticket.made:.1f} s old: expected 0 to {usable:.1f} s, by equal clocks")
+        raise HandoverFailed(
+            f"its ticket is {now - ticket.made:.1f} s old: expected 0 to {usable:.1f} s; the clocks of both machines must agree"
+        )
     return ticket
 
 

@@ -31,8 +31,8 @@ MISMATCH = "image_mismatch"
 
 def mismatch(engine: str, found: int, expected: int) -> EngineRefused:
     """The engine has expanded a prompt to something else than we did. What it computes is of no use: our prompt has other places."""
-    lengths = f"{found} tokens instead of {expected}" if found != expected else f"other tokens, {expected} of them"
-    return EngineRefused(Fault(MISMATCH, f"{engine} makes something else of the prompt's images than Penstock: {lengths}"))
+    lengths = f"{found} tokens instead of {expected}" if found != expected else f"also {expected} tokens, but other ones"
+    return EngineRefused(Fault(MISMATCH, f"{engine} turns the prompt's images into other tokens than Penstock: {lengths}"))
 
 
 def data_url(picture: EngineImage) -> str:

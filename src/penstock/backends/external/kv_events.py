@@ -175,16 +175,16 @@ class _EventBuilder:
 class BlockMirror:
     """The blocks that an engine has cached, with the engine's hashes translated to the names that routers know.
 
-    A name depends only on the root, which is the engine's salt, and on tokens, among them those that stand for images: `images` finds
-    these in the events of vLLM. SGLang's are made from hashes of its own, so there names end before the first image. A block gets no name
-    if its KV depends on more (an adapter, an image that is not ours, a salt of others), if it is in none of our tiers, if it does not have
-    `block_size` tokens, or if its parent is unknown. Such blocks and those after them are ignored; `unnamed` counts them. vLLM may report
-    a block of its host tier without tokens: then it is known from its time on the device, or not at all.
+    A name depends only on the root, which is the engine's salt, and on tokens. Some tokens stand for images: `images` finds them in the
+    events of vLLM. SGLang makes such tokens from its own hashes, so its names end before the first image. A block gets no name if its KV
+    depends on more (an adapter, or an image or salt that is not ours), if it is in none of our tiers, if it does not have `block_size`
+    tokens, or if its parent is unknown. Such blocks and the blocks after them are ignored; `unnamed` counts them. vLLM may report a block
+    of its host tier without tokens: it is ignored unless it is already known.
 
-    The engine may have more blocks than are published, never fewer, except for events on their way. vLLM can have several copies of a
-    block and reports each as stored and removed, but it may report one copy twice as stored. So the first removal counts. Blocks after a
-    removed block are published as removed, too: a router that finds a block assumes the ones before it. They are remembered, and
-    published again if the block returns. `removed` counts those that left the device.
+    Except for events on their way, the engine has every published block, and perhaps more. vLLM can have several copies of a block and
+    reports each as stored and removed, but it may report one copy twice as stored. So the first removal counts for all copies. Blocks after
+    a removed block are published as removed, too: a router that finds a block assumes the ones before it. They are remembered, and
+    published again if the removed block returns. `removed` counts blocks that left the device.
     """
 
     def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS, images: KeyedImages | None = None) -> None:

@@ -76,7 +76,7 @@ class CompletionsDialect(Dialect):
 
     def body(self, request: EngineRequest) -> Body:
         if (request.logprobs is not None or request.prompt_logprobs) and not self.has_logprob_ids:
-            raise unsupported("logprobs; the server sends them without token ids")
+            raise unsupported("logprobs: the server sends them without token ids")
         params = sampling_arguments(request) | {"return_token_ids": True}
         if request.logprobs is not None:
             params["return_tokens_as_token_ids"] = True
@@ -98,7 +98,7 @@ def _streamed(request: EngineRequest) -> Body:
 
 def _structured(lark: str, has_grammar: bool, prefix: str) -> Body:
     if not has_grammar:
-        raise unsupported("a grammar; the server does not use llguidance")
+        raise unsupported("grammars: the server does not use llguidance")
     return {"grammar": lark if lark.startswith(_DIRECTIVE) else prefix + lark}
 
 

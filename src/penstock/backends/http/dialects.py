@@ -112,7 +112,7 @@ def message_in(content: object) -> str:
 
 
 def unsupported(what: str) -> EngineRefused:
-    return EngineRefused(Fault("unsupported", f"the engine behind this route cannot do this: {what}"))
+    return EngineRefused(Fault("unsupported", f"the engine behind --engine-url does not support {what}"))
 
 
 def raise_error(error: object) -> NoReturn:
@@ -144,7 +144,7 @@ class SglangDialect(Dialect):
 
     def body(self, request: EngineRequest) -> Body:
         if request.lark is not None and not self.traits.has_grammar:
-            raise unsupported("a grammar; SGLang must be started with --grammar-backend llguidance")
+            raise unsupported("grammars: start SGLang with --grammar-backend llguidance")
         body = as_parameters(request, None, tags_sessions=self.traits.has_sessions, has_priority=self.traits.has_priority)
         return body | {"stream": not request.prompt_logprobs}
 

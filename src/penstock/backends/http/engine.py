@@ -133,7 +133,7 @@ class HttpEngine:
             log.info("%s", hint)
         missing = [f"{feature.name} ({feature.detail})" for feature in report.features if not feature.is_available]
         if missing:
-            log.warning("this engine, as it runs, cannot do: %s", "; ".join(missing))
+            log.warning("the engine, with its version and settings, does not support: %s", "; ".join(missing))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         body, reader = self._dialect.body(request), self._dialect.reader(request)

@@ -264,8 +264,14 @@ def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any
         Feature("logprobs", True),
         Feature("prompt logprobs", True, "such answers are not streamed"),
         Feature("grammar", traits.has_grammar, "llguidance" if traits.has_grammar else "start SGLang with --grammar-backend llguidance"),
-        Feature("sessions", True, "tagged KV" if traits.has_sessions else "as affinity only; SGLang has --enable-session-radix-cache"),
-        Feature("retention", traits.has_priority, "as priority" if traits.has_priority else "SGLang has --radix-eviction-policy priority"),
+        Feature(
+            "sessions",
+            True,
+            "tagged KV" if traits.has_sessions else "as affinity only; for more, start SGLang with --enable-session-radix-cache",
+        ),
+        Feature(
+            "retention", traits.has_priority, "as priority" if traits.has_priority else "start SGLang with --radix-eviction-policy priority"
+        ),
         probe.events(hint),
         Feature("cached tokens", True),
         Feature("disaggregation", False, "not over HTTP: use --engine sglang with --role"),

@@ -73,7 +73,7 @@ def _check_supported(request: EngineRequest) -> None:
         (request.lark is not None, "a grammar"),
     ):
         if is_wanted:
-            raise unsupported(f"{what}; it answers with text only")
+            raise unsupported(f"{what}: it answers with text only")
 
 
 class _TextReader(CompletionReader):

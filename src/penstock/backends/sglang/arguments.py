@@ -126,7 +126,9 @@ def _role(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str, Any]:
         # Where the other half asks for it.
         wanted |= {"host": settings.kv_host, "disaggregation_bootstrap_port": free_port(settings.kv_host)}
     if given.get("disaggregation_mode", settings.role) != settings.role:
-        raise ConfigError(f"--role is {settings.role} and --engine-args has --disaggregation-mode {given['disaggregation_mode']}")
+        raise ConfigError(
+            f"--role is {settings.role} and --engine-args has --disaggregation-mode {given['disaggregation_mode']}: leave that out"
+        )
     return {field: value for field, value in wanted.items() if field not in given}
 
 

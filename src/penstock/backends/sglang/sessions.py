@@ -45,8 +45,9 @@ class Turn:
 
 
 class StreamingSessions:
-    """Decides which turns run in a session of the engine. SGLang refuses a second turn beside the first, and every turn that does not
-    continue the last one. So a second turn runs without the session, and a session is opened again if its tokens changed or are unknown.
+    """Decides which turns run in a session of the engine. SGLang refuses a turn while another one of the session runs, and a turn that
+    does not continue the last one. So a parallel turn runs without the session, and a session is opened again if its tokens changed or are
+    unknown.
 
     `open_session` returns whether the engine opened it. `start_id` is the token that begins a text: SGLang drops it from appended tokens.
     """

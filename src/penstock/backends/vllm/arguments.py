@@ -80,7 +80,7 @@ def merge_flags(settings: EngineSettings, given: Mapping[str, Any]) -> dict[str,
             raise ConfigError(f"--engine-args has --{name.replace('_', '-')}: {reason}")
     structured = given.get("structured_outputs_config")
     if structured is not None and structured.backend not in ("auto", GUIDANCE):
-        raise ConfigError(f"--engine-args asks for the grammars of {structured.backend!r}: Penstock's grammars need {GUIDANCE!r}")
+        raise ConfigError(f"--engine-args sets the backend of structured outputs to {structured.backend!r}: expected {GUIDANCE!r}")
     merged: dict[str, Any] = {"model": settings.model, "disable_log_stats": True}
     for field, (flag, theirs, name) in OUR_FLAGS.items():
         value = getattr(settings, field)

@@ -1,8 +1,8 @@
 """Slots of another worker on this machine, copied from the file that it has passed over a unix socket.
 
-Long strips are read from the file: that copies without the interpreter's lock. Short ones are copied from a mapping: a system call for
-each, and the wait for the lock behind it, would take longer than the copy. A file is mapped only if it is sealed: else its owner could make
-it shorter, and reading the mapping would end this process.
+Long strips are read from the file: that copies without the GIL. Short ones are copied from a mapping: a system call for each, and then a
+wait for the GIL, would take longer than the copy. A file is mapped only if it is sealed: otherwise its owner could make it shorter, and
+reading the mapping would end this process.
 """
 
 from __future__ import annotations

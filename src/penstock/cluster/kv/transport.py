@@ -216,7 +216,7 @@ class SocketTransport:
             self._loop.call_later(self._patience.look_seconds, self._listen, listener)
             return
         if len(self._opening) + len(self._source.connections) >= MAX_CONNECTIONS:
-            log.warning("a connection for KV was refused: there are %d", MAX_CONNECTIONS)
+            log.warning("a connection for KV was refused: %d are open, the maximum", MAX_CONNECTIONS)
             connection.close()
             return
         dialog = Dialog(connection)

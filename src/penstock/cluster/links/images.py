@@ -46,7 +46,7 @@ def answer_with_pixels(find: Callable[[bytes], Picture | None]) -> AnswerImage:
     """Every image is sent as pixels, if the front end still has them: a picture lives as long as its request runs."""
 
     async def answer(_: Submit, span: ImageSpan, __: str) -> ImageAnswer:
-        return find(span.name) or ImageRefused(span.name, "the front end has it no more", retryable=False)
+        return find(span.name) or ImageRefused(span.name, "the front end no longer has it", retryable=False)
 
     return answer
 

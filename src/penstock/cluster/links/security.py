@@ -52,7 +52,10 @@ class Handshake(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self, given: bytes, secret: str, side: Side, worker: str = "") -> None:
         if not hmac.compare_digest(self.proof(secret, side, worker), given):
-            raise HandshakeRefused("the peer does not know this link's secret, or a relay is between; give both ends the same secret")
+            raise HandshakeRefused(
+                "the peer does not know this link's secret: set the same PENSTOCK_LINK_SECRET on both ends. If it is the same, a relay is "
+                "between them"
+            )
 
 
 def check_reached(hello: Hello, own: str, advertised: Address) -> None:
@@ -72,7 +75,9 @@ def check_owner(transport: asyncio.BaseTransport, own: int) -> None:
         return
     _, owner, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if owner != own:
-        raise HandshakeRefused(f"user {owner} listens there, not user {own}: if that is right, give both ends PENSTOCK_LINK_SECRET")
+        raise HandshakeRefused(
+            f"a process of user {owner} listens there: expected user {own}. If you trust that user, set PENSTOCK_LINK_SECRET on both ends"
+        )
 
 
 def end_of(transport: asyncio.BaseTransport, which: Literal["peername", "sockname"]) -> str:
@@ -129,7 +134,7 @@ class LinkTls:
         if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
             return f"{peer} does not use TLS, and this process has --link-tls-cert"
         reason = "" if error is None else f" ({reason_of(error)})"
-        return f"{peer} broke TLS off{reason}: its log says whether it accepts --link-tls-cert {self.settings.cert}"
+        return f"{peer} ended the TLS handshake{reason}: see its log; it may not accept --link-tls-cert {self.settings.cert}"
 
 
 def needs_protection(address: Address, secret: str, tls: LinkTls | None) -> bool:

@@ -204,9 +204,8 @@ class WorkerLink(LinkProtocol):
     def beat(self) -> bool:
         """One look at whether the other host is still there, every HEARTBEAT_SECONDS. Returns False if it is not.
 
-        Pings an idle link, and a link with generations on which nothing came: so a worker can count on hearing from its front end.
-        Silence counts from a Ping on the idle link. A worker that is busy with generations falls under `tick`, and its host under
-        `is_host_gone`.
+        Pings an idle link, and a link with generations on which nothing came, so that a worker always hears from its front end. On an
+        idle link, silence counts from the first Ping. On a link with generations, `tick` watches the worker and `is_host_gone` its host.
         """
         if self.has_heard:
             self._unanswered = 0

@@ -51,9 +51,9 @@ def after_reasoning(
 ) -> Grammar:
     """The grammar with the model's reasoning before it: required if the prompt has begun it, else optional.
 
-    With a tool format, the answer may be calls of these tools instead: a grammar is for text. Calls in JSON are whole, so the answer is
-    never anything else; their arguments are any object. In other formats, what follows the opening of a call is free, as it is without a
-    grammar; those that open with a mere bracket could be text, too, so they are not allowed.
+    With a tool format, the answer may be calls of these tools instead: the grammar is only for text. In formats with JSON, the result
+    describes whole calls, with any object as arguments, so the answer is text or calls and nothing else. In other formats, anything may
+    follow the opening of a call, as without a grammar. A bare opening, such as a bracket, is not allowed there: it could be text.
 
     Raises RequestError for a grammar in GBNF, which cannot be extended, and when the result is too long.
     """

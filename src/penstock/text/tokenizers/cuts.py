@@ -1,8 +1,8 @@
 """Where a text can be cut so that its parts, tokenized one by one, give the tokens of the whole.
 
 At special tokens: the `tokenizers` library first looks for added tokens, from left to right, the longest first. It tokenizes the pieces
-between them independently; only the first piece of a text is special. So a text can be cut before a special token, if the library
-always finds it, whatever the text before it.
+between them independently; only the first piece of a text is treated differently. So a text can be cut before a special token, if the
+library finds that token after any text.
 
 At the ends of words, in a long text without special tokens: byte-level BPE never joins what its regular expressions split. They read
 from left to right, and may look ahead but not back. They always split after a letter if a digit, a punctuation mark, or a space and

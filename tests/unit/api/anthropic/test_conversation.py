@@ -248,7 +248,7 @@ def test_more_marks_than_anthropic_takes_are_refused() -> None:
     ],
 )
 def test_a_longer_time_may_not_come_after_a_shorter_one(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError, match=r"is '1h': it must not come after a shorter one, and `.*` has '5m'") as caught:
+    with pytest.raises(RequestError, match=r"is '1h': expected at most '5m', the ttl of the earlier `.*`") as caught:
         dialogue(**fields)
     assert caught.value.param == param
 
@@ -282,7 +282,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
         ({"messages": [{"role": "system", "content": ""}]}, "messages", "nothing to answer"),
         ({"messages": [assistant("")]}, "messages", "nothing to answer"),
         ({"messages": [{**user("a"), "clear_at": "never"}]}, "messages.clear_at", "role system"),
-        ({"messages": [user("a"), assistant("b")], "output_format": FORMAT}, "output_format.schema", "continues"),
+        ({"messages": [user("a"), assistant("b")], "output_format": FORMAT}, "output_format.schema", "needs a user message at the end"),
         ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "output_format", "cannot be combined"),
         ({"tools": [LOOK, LOOK]}, "tools[1].name", "look"),
         ({"tools": [{**LOOK, "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers", "direct"),

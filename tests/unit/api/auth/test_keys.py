@@ -279,7 +279,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, says: str)
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="is not UTF-8"):
+    with pytest.raises(ConfigError, match="expected UTF-8"):
         read_key_file(path)
     with pytest.raises(ConfigError, match="No such file or directory"):
         read_key_file(tmp_path / "nowhere")

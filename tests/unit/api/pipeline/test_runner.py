@@ -316,7 +316,7 @@ async def test_no_key_holds_all_generations_while_another_waits() -> None:
         return front_end.status
 
     assert [await status("psk-flood") for _ in range(9)] == [200] * 7 + [429] * 2
-    assert front_end.json["error"]["message"].endswith("What is left is for keys below their share; yours runs 7")
+    assert front_end.json["error"]["message"].endswith("The free places are for keys below their share; your key has 7 generations")
     assert await status("psk-other") == 200
     assert await status("psk-other") == 429
     front_end.gone.set()

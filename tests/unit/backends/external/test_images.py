@@ -237,7 +237,7 @@ async def test_a_refused_picture_ends_the_generation(retryable: bool) -> None:
         rig.answer(CAT)
         rig.backend.image_refused(DOG, "it is gone", retryable=retryable)
         fault = await rig.ended(submit())
-        assert fault == Fault("image_lost", "an image of the prompt cannot be had: it is gone", retryable=retryable)
+        assert fault == Fault("image_lost", "an image of the prompt is not available: it is gone", retryable=retryable)
         assert not rig.engine.requests
 
 

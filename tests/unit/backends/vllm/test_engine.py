@@ -96,7 +96,7 @@ def test_the_same_setting_twice_is_refused(ours: dict[str, Any], theirs: str, me
     [
         ({"model": "other"}, "--engine-args has --model: "),
         ({"reasoning_parser": "qwen3"}, "--engine-args has --reasoning-parser: "),
-        ({"structured_outputs_config": SimpleNamespace(backend="xgrammar")}, "the grammars of 'xgrammar'"),
+        ({"structured_outputs_config": SimpleNamespace(backend="xgrammar")}, "the backend of structured outputs to 'xgrammar'"),
     ],
 )
 def test_arguments_that_the_user_cannot_set_are_refused(given: dict[str, Any], message: str) -> None:
@@ -416,7 +416,7 @@ def test_a_worker_with_a_role_has_the_connector() -> None:
 
 def test_a_prompt_that_vllm_expands_to_something_else_is_refused() -> None:
     check_expanded(SimpleNamespace(prompt_token_ids=[5, 6]), request())
-    for prompt, said in (([5, 6, 6], "3 tokens instead of 2"), ([5, 7], "other tokens, 2 of them"), (None, "0 tokens instead of 2")):
+    for prompt, said in (([5, 6, 6], "3 tokens instead of 2"), ([5, 7], "also 2 tokens, but other ones"), (None, "0 tokens instead of 2")):
         with pytest.raises(EngineRefused, match=said) as refused:
             check_expanded(SimpleNamespace(prompt_token_ids=prompt), request())
         assert (refused.value.fault.code, refused.value.fault.retryable) == ("image_mismatch", False)
