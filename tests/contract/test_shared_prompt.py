@@ -126,7 +126,7 @@ async def test_choices_that_the_queue_refuses_free_the_prompt(tmp_path: Path) ->
         requests = choices(4, max_tokens=50)
         started = start(front_end, requests[:3])
         turn = front_end.turn()
-        with pytest.raises(Exception, match="the limit is 2"):
+        with pytest.raises(Exception, match="at most 2 generations wait"):
             front_end.start(requests[3], turn)
         await finish(started, 50)
         assert not front_end.dispatcher.shared_prompts

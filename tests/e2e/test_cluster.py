@@ -299,7 +299,7 @@ def test_a_full_queue_is_429_with_the_reason(serve: Callable[..., Server]) -> No
         wait_until(lambda: server.metric("penstock_generations_queued") == 1)
         status, headers, body = server.post("/v1/completions", prompt="x")
         assert (status, body["error"]["code"]) == (429, "queue_full")
-        assert "the limit is 1" in body["error"]["message"]
+        assert "at most 1 generations wait" in body["error"]["message"]
         assert headers["retry-after"] == "1"
         assert [future.result() for future in running] == [predicted(seed, 100) for seed in range(3)]
 
