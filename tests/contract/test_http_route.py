@@ -346,7 +346,7 @@ async def test_sessions_and_pings(running: Running) -> None:
     async with running_engine(running) as (engine, _):
         await engine.ping()
         prompt = random_prompt(4, 100)
-        first = await read_all(engine, ask(token_ids=prompt, session_id="a" * 32, is_retained=True))
+        first = await read_all(engine, ask(token_ids=prompt, session_id="a" * 32, session_seconds=60.0))
         again = await read_all(engine, ask(token_ids=prompt, session_id="a" * 32))
         assert tokens(first) == tokens(again)
         if running.kind.engine == "sglang":

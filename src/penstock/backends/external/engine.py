@@ -48,7 +48,8 @@ class EngineRequest(Struct, frozen=True, gc=False):
 
     `id` is unique and of a fixed length, so no id is a prefix of another. Token ids, context length and sampling are already checked.
     `seed` is in [0, 2**63), or None: any seed. `lark` is a grammar for llguidance. `session_id` names a session that has a lease.
-    `is_retained`: the engine should keep this KV longer than other KV. KV is shared only between requests with the same `salt`.
+    `session_seconds`: how long the session lasts after this turn. `keep_seconds`: how long a client asked to keep the KV, session or not.
+    KV is shared only between requests with the same `salt`.
     `export`: the engine computes the prompt for another engine, and makes one token. `source`: it gets the prompt's KV from another
     engine. Both are only set for an engine with `EngineFacts.moves`. With `images`, `token_ids` is what the engine must make of
     `images.token_ids` when it expands the placeholders.
@@ -68,7 +69,8 @@ class EngineRequest(Struct, frozen=True, gc=False):
     lark: str | None = None
     session_id: str | None = None
     priority: int = 0
-    is_retained: bool = False
+    session_seconds: float = 0.0
+    keep_seconds: float = 0.0
     salt: str | None = None
     export: Export | None = None
     source: KvSource | None = None

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 
 from penstock.backends.external.engine import Chunk, EngineRefused, EngineRequest, PromptImages
-from penstock.backends.sglang.requests import ChunkReader, as_parameters, image_parameters
+from penstock.backends.sglang.requests import ChunkReader, PriorityUse, as_parameters, image_parameters
 from penstock.wire.messages import Fault
 
 MAX_MESSAGE_CHARACTERS = 500
@@ -131,7 +131,7 @@ class SglangTraits:
     is_incremental: bool
     has_grammar: bool = False
     has_sessions: bool = False
-    has_priority: bool = False
+    priority: PriorityUse = "none"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class SglangDialect(Dialect):
     def body(self, request: EngineRequest) -> Body:
         if request.lark is not None and not self.traits.has_grammar:
             raise unsupported("grammars: start SGLang with --grammar-backend llguidance")
-        body = as_parameters(request, None, tags_sessions=self.traits.has_sessions, has_priority=self.traits.has_priority)
+        body = as_parameters(request, None, tags_sessions=self.traits.has_sessions, priority=self.traits.priority)
         return body | {"stream": not request.prompt_logprobs}
 
     def image_fields(self, images: PromptImages, urls: Sequence[str]) -> Body:

@@ -17,6 +17,7 @@ from penstock.backends.http.completions import FOR_LLGUIDANCE, ID_MARK, Completi
 from penstock.backends.http.dialects import Body, Dialect, SglangDialect, SglangTraits
 from penstock.backends.http.text import TextDialect, byte_tokens
 from penstock.backends.sglang.arguments import MERGES_FROM
+from penstock.backends.sglang.requests import PriorityUse, priority_use
 from penstock.config.engines import ENGINE_KEY_VARIABLE, HttpEngineSettings
 from penstock.text.tokenizers.tokenizer import Tokenizer
 from penstock.wire.errors import ConfigError
@@ -31,6 +32,11 @@ SGLANG_RESERVE = 4
 ANY_TOKEN = 0
 SOME_GRAMMAR = FOR_LLGUIDANCE + 'start: "a"'
 
+_RETENTION: dict[PriorityUse, str] = {
+    "eviction": "as priority",
+    "scheduling": "not with --enable-priority-scheduling",
+    "none": "start SGLang with --radix-eviction-policy priority",
+}
 _CACHE_LABELS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -195,7 +201,7 @@ async def _sglang(probe: _Probe, info_path: str, info: dict[str, Any]) -> Found:
         is_incremental=is_incremental,
         has_grammar=info.get("grammar_backend") == "llguidance" and not info.get("skip_tokenizer_init"),
         has_sessions=bool(info.get("enable_session_radix_cache")),
-        has_priority=bool(info.get("enable_priority_scheduling")) or info.get("radix_eviction_policy") == "priority",
+        priority=priority_use(info),
     )
     page_size, states = info.get("page_size") or None, info.get("internal_states") or [{}]
     takes_salt = await probe.takes_salt(SglangDialect.path, {"input_ids": [ANY_TOKEN], "sampling_params": {"max_new_tokens": 1}})
@@ -269,9 +275,7 @@ def _sglang_features(probe: _Probe, traits: SglangTraits, info: Mapping[str, Any
             True,
             "tagged KV" if traits.has_sessions else "as affinity only; for more, start SGLang with --enable-session-radix-cache",
         ),
-        Feature(
-            "retention", traits.has_priority, "as priority" if traits.has_priority else "start SGLang with --radix-eviction-policy priority"
-        ),
+        Feature("retention", traits.priority == "eviction", _RETENTION[traits.priority]),
         probe.events(hint),
         Feature("cached tokens", True),
         Feature("disaggregation", False, "not over HTTP: use --engine sglang with --role"),

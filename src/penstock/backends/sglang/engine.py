@@ -26,7 +26,7 @@ from penstock.backends.external.engine import Chunk, EngineFacts, EngineImage, E
 from penstock.backends.external.images import Placeholder, pil_image
 from penstock.backends.external.in_process import InProcessEngine
 from penstock.backends.sglang.arguments import PACKAGE, make_arguments
-from penstock.backends.sglang.requests import ChunkReader, as_parameters, image_parameters, meeting_parameters
+from penstock.backends.sglang.requests import ChunkReader, PriorityUse, as_parameters, image_parameters, meeting_parameters, priority_use
 from penstock.backends.sglang.sessions import StreamingSessions
 from penstock.config.engines import EngineSettings
 from penstock.wire.address import TcpAddress
@@ -57,7 +57,7 @@ class SglangEngine(InProcessEngine):
         self._address = ""
         self._is_incremental = False
         self._tags_sessions = False
-        self._has_priority = False
+        self._priority: PriorityUse = "none"
         self._manager: Any = None
         self._endpoints: EventEndpoints | None = None
         self._streaming: StreamingSessions | None = None
@@ -97,7 +97,7 @@ class SglangEngine(InProcessEngine):
         reader = ChunkReader(request, is_incremental=self._is_incremental)
         turn = None if self._streaming is None else await self._streaming.begin(request)
         try:
-            parameters = as_parameters(request, turn, tags_sessions=self._tags_sessions, has_priority=self._has_priority)
+            parameters = as_parameters(request, turn, tags_sessions=self._tags_sessions, priority=self._priority)
             if request.images is not None:
                 # Converted in a thread. SGLang prepares them in one of its own, and puts them in place of the placeholders.
                 parameters |= image_parameters(request.images, await asyncio.to_thread(_pil_images, request.images.pictures))
@@ -163,7 +163,7 @@ class SglangEngine(InProcessEngine):
         # There is one entry per rank of a model on several devices. SGLang itself uses the first.
         scheduler = self._engine._scheduler_init_result.scheduler_infos[0]
         self._is_incremental = bool(arguments["incremental_streaming_output"])
-        self._has_priority = arguments["radix_eviction_policy"] == "priority"
+        self._priority = priority_use(arguments)
         self._tags_sessions = bool(arguments["enable_session_radix_cache"])
         self.disaggregation = arguments["disaggregation_mode"]
         self.has_grammar = _has_grammar(arguments)

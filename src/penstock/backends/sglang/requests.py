@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -16,8 +17,11 @@ from penstock.backends.sglang.sessions import Turn
 from penstock.wire.address import TcpAddress, parse_address
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
-RETAINED_PRIORITY = 1 << 20
-"""Added to the priority of retained KV. The priorities that clients may give are far below it."""
+PriorityUse = Literal["none", "eviction", "scheduling"]
+"""What SGLang does with a priority: nothing; it evicts KV in this order; it also orders its queue by it."""
+
+PRIORITY_SECONDS = 600
+"""KV of a priority one higher is evicted as if it had been used so much later."""
 
 MAX_PRIORITY = 1 << 62
 MAX_ROOM = 2**63 - 1
@@ -28,7 +32,7 @@ _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
 Entry = tuple[float | None, int, str | None]
 
 
-def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: bool, has_priority: bool) -> dict[str, Any]:
+def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: bool, priority: PriorityUse) -> dict[str, Any]:
     """The arguments of `Engine.async_generate`. With a `turn`, the engine already has the earlier tokens of the session."""
     parameters: dict[str, Any] = {
         "input_ids": list(request.token_ids if turn is None else turn.new),
@@ -46,8 +50,10 @@ def as_parameters(request: EngineRequest, turn: Turn | None, *, tags_sessions: b
         parameters["session_id"] = request.session_id
     if request.salt is not None:
         parameters["cache_salt"] = request.salt
-    if has_priority:
-        parameters["priority"] = engine_priority(request)
+    if priority == "scheduling":
+        parameters["priority"] = _bounded(request.priority)
+    elif priority == "eviction":
+        parameters["priority"] = kept_until(request, time.time(), tags_sessions=tags_sessions)
     return parameters
 
 
@@ -106,10 +112,29 @@ def as_ebnf(lark: str) -> str:
     return lark if _IS_LARK.search(lark) else "%llguidance {}\n" + lark
 
 
-def engine_priority(request: EngineRequest) -> int:
-    """SGLang evicts the KV with the lowest priority first. The number must fit into 64 bits."""
-    wanted = request.priority + (RETAINED_PRIORITY if request.is_retained else 0)
-    return max(-MAX_PRIORITY, min(MAX_PRIORITY, wanted))
+def kept_until(request: EngineRequest, now: float, *, tags_sessions: bool) -> int:
+    """The priority of the KV: a time of day in milliseconds.
+
+    SGLang evicts the KV with the lowest priority first, and KV keeps the highest priority that it ever had. A time makes it age. With any
+    other number, KV that somebody asked to keep would be in the way of all later prompts long after that. And SGLang adds one to the
+    priority of a prompt whose answer fills a page: a millisecond.
+
+    `tags_sessions`: SGLang knows which KV belongs to an open session, and evicts it last of all. It needs no time besides.
+    """
+    seconds = max(request.keep_seconds, 0.0 if tags_sessions else request.session_seconds)
+    return _bounded(int((now + seconds) * 1000) + request.priority * PRIORITY_SECONDS * 1000)
+
+
+def priority_use(arguments: Mapping[str, Any]) -> PriorityUse:
+    """`arguments`: what SGLang says of its start."""
+    if arguments.get("enable_priority_scheduling"):
+        return "scheduling"
+    return "eviction" if arguments.get("radix_eviction_policy") == "priority" else "none"
+
+
+def _bounded(priority: int) -> int:
+    """SGLang keeps priorities in 64 bits."""
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, priority))
 
 
 class ChunkReader:

@@ -349,8 +349,8 @@ async def test_a_generation_that_another_worker_completed_needs_no_engine(gramma
 
 async def test_marks_are_a_wish_and_nothing_is_reported_as_kept() -> None:
     async with running() as rig:
-        request = await rig.begin(submit(1, marks=(Mark(2, 60.0),)))
-        assert request.is_retained
+        request = await rig.begin(submit(1, marks=(Mark(2, 60.0), Mark(3, 20.0))))
+        assert (request.keep_seconds, request.session_seconds) == (60.0, 0.0)
         rig.say(request, chunk(5, cached_tokens=1, finish="length"))
         await rig.until(lambda: bool(rig.terminals(1)))
         assert [delta.prompt for delta in rig.deltas(1)] == [PromptReport(1)]
@@ -367,7 +367,7 @@ async def test_every_field_of_a_request_reaches_the_engine() -> None:
     async with running() as rig:
         request = await rig.begin(submit(1, retention_seconds=5.0, **asked))
         assert {field: getattr(request, field) for field in asked} == asked
-        assert request.is_retained
+        assert (request.keep_seconds, request.session_seconds) == (5.0, 0.0)
         assert request.session_id is None
 
 
@@ -647,7 +647,7 @@ async def test_the_engine_gets_an_opaque_session_name() -> None:
         assert request.session_id is not None
         assert len(request.session_id) == 32
         assert "agent" not in request.session_id
-        assert request.is_retained
+        assert (request.keep_seconds, request.session_seconds) == (0.0, 300.0)
         rig.backend.close_session("tenant/agent", 1)
         assert not rig.engine.closed_sessions
         rig.say(request, chunk(5, 6, cached_tokens=1, finish="length"))

@@ -12,7 +12,7 @@ from penstock.backends.external.image_events import image_uuid
 from penstock.backends.http.completions import CompletionsDialect, VllmDialect
 from penstock.backends.http.dialects import Dialect, Reader, SglangDialect, SglangTraits, message_in
 from penstock.backends.http.text import TextDialect, byte_tokens
-from penstock.backends.sglang.requests import RETAINED_PRIORITY
+from penstock.backends.sglang.requests import PRIORITY_SECONDS
 from penstock.wire.messages import Fault, Sampling, TokenLogprob
 from tokenizer_kinds import tokenizer_of
 
@@ -20,7 +20,7 @@ TOKENIZER = tokenizer_of("llama3")
 TEXT = TextDialect("model", TOKENIZER, byte_tokens(TOKENIZER))
 VLLM = VllmDialect("model", has_grammar=True)
 COMPLETIONS = CompletionsDialect("model", has_logprob_ids=True, has_grammar=True)
-ALL_ON = SglangTraits(True, has_grammar=True, has_sessions=True, has_priority=True)
+ALL_ON = SglangTraits(True, has_grammar=True, has_sessions=True, priority="scheduling")
 
 
 def request(**fields: Any) -> EngineRequest:
@@ -155,8 +155,10 @@ def test_a_salt_is_sent(dialect: Dialect) -> None:
 
 
 def test_retained_kv_is_worth_more() -> None:
-    dialect = SglangDialect(ALL_ON)
-    assert [dialect.body(request(is_retained=kept, priority=0))["priority"] for kept in (False, True)] == [0, RETAINED_PRIORITY]
+    dialect = SglangDialect(SglangTraits(True, priority="eviction"))
+    kept = {"keep_seconds": 2.5 * PRIORITY_SECONDS}
+    plain, important, retained = (dialect.body(request(**fields))["priority"] for fields in ({}, {"priority": 2}, kept))
+    assert plain < important < retained
 
 
 def test_under_a_grammar_the_end_is_never_banned() -> None:

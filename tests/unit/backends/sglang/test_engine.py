@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import logging.config
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,9 +22,10 @@ from penstock.backends.sglang.requests import (
     ChunkReader,
     as_ebnf,
     as_parameters,
-    engine_priority,
     image_parameters,
+    kept_until,
     meeting_parameters,
+    priority_use,
     sampling_parameters,
 )
 from penstock.backends.sglang.sessions import StreamingSessions
@@ -229,7 +231,7 @@ class TestParameters:
 
     def test_logprobs_and_those_of_the_prompt(self) -> None:
         def logprobs(request: EngineRequest) -> tuple[Any, ...]:
-            parameters = as_parameters(request, None, tags_sessions=False, has_priority=False)
+            parameters = as_parameters(request, None, tags_sessions=False, priority="none")
             return tuple(parameters.get(name) for name in ("return_logprob", "top_logprobs_num", "logprob_start_len"))
 
         assert logprobs(asked()) == (None, None, None)
@@ -238,17 +240,35 @@ class TestParameters:
         assert logprobs(asked(prompt_logprobs=True)) == (True, 0, 0)
 
     def test_session_and_priority_are_sent_only_if_sglang_uses_them(self) -> None:
-        request = asked(session_id="s", priority=4, is_retained=True)
-        without = as_parameters(request, None, tags_sessions=False, has_priority=False)
+        request = asked(session_id="s", priority=4, session_seconds=60.0)
+        without = as_parameters(request, None, tags_sessions=False, priority="none")
         assert not {"session_id", "session_params", "priority"} & without.keys()
-        with_both = as_parameters(request, None, tags_sessions=True, has_priority=True)
+        before = time.time()
+        with_both = as_parameters(request, None, tags_sessions=True, priority="eviction")
         assert with_both["session_id"] == "s"
-        assert with_both["priority"] == engine_priority(request)
+        assert kept_until(request, before, tags_sessions=True) <= with_both["priority"]
+        assert with_both["priority"] <= kept_until(request, time.time(), tags_sessions=True)
 
-    def test_retained_kv_has_a_higher_priority_than_any_other(self) -> None:
-        assert engine_priority(asked(priority=1000)) < engine_priority(asked(is_retained=True))
-        assert engine_priority(asked(is_retained=True)) < engine_priority(asked(is_retained=True, priority=1))
-        assert engine_priority(asked(priority=2**70)) < 2**63
+    def test_kv_is_kept_as_long_as_asked_and_no_longer(self) -> None:
+        def until(now: float, *, tags_sessions: bool = False, **fields: Any) -> int:
+            return kept_until(asked(**fields), now, tags_sessions=tags_sessions)
+
+        assert until(0) < until(0, priority=1) < until(0, keep_seconds=6000.0)
+        assert until(0, keep_seconds=50.0) == until(50)
+        assert until(0, session_seconds=50.0, keep_seconds=20.0) == until(50)
+        # SGLang evicts the KV of open sessions last; when one is closed, its KV is as old as any other.
+        assert until(0, tags_sessions=True, session_seconds=50.0) == until(0)
+        # One more is what SGLang adds itself.
+        assert until(0) + 1 < until(0.01)
+        assert -(2**63) <= until(0, priority=-(2**70)) < until(2e9, priority=2**70) < 2**63
+
+    def test_where_sglang_schedules_by_priority_it_is_the_clients_own(self) -> None:
+        arguments = {"enable_priority_scheduling": True, "radix_eviction_policy": "priority"}
+        assert priority_use(arguments) == "scheduling"
+        assert priority_use({**arguments, "enable_priority_scheduling": False}) == "eviction"
+        assert priority_use({"radix_eviction_policy": "lru"}) == "none"
+        request = asked(priority=4, keep_seconds=60.0)
+        assert as_parameters(request, None, tags_sessions=True, priority=priority_use(arguments))["priority"] == 4
 
     def test_both_engines_of_a_meeting_get_the_same_fields(self) -> None:
         transfer, address = bytes(range(255, 239, -1)), "tcp://[fd00::9]:8998"
