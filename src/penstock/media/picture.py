@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from penstock.wire.images import ImageLayout
+from penstock.wire.images import PICTURE_BYTES, ImageLayout
 
 Detail = Literal["auto", "low", "high", "original"]
 
@@ -22,8 +22,8 @@ class ImageRef(Struct, frozen=True, gc=False):
     is_old: bool = False
 
 
-class Picture(Struct, frozen=True, weakref=True):
-    """An image that was read. `pixels` are what a worker gets: see ImagePiece."""
+class Picture(Struct, frozen=True, weakref=True, eq=False):
+    """An image that was read. `pixels` are what a worker gets: see ImagePiece. There is one of each name: it equals only itself."""
 
     layout: ImageLayout
     size: tuple[int, int]
@@ -32,3 +32,8 @@ class Picture(Struct, frozen=True, weakref=True):
     @property
     def name(self) -> bytes:
         return self.layout.name
+
+    @property
+    def memory(self) -> int:
+        """The bytes that it takes of --media-memory."""
+        return len(self.pixels) + PICTURE_BYTES

@@ -29,7 +29,7 @@ from penstock.media.job import Refused
 from penstock.media.picture import ImageRef, Picture
 from penstock.metrics.frontend import MediaReading
 from penstock.wire.errors import RequestError
-from penstock.wire.images import IMAGE_NAME_BYTES, SEAL_BYTES, ImageRules
+from penstock.wire.images import IMAGE_NAME_BYTES, PICTURE_BYTES, SEAL_BYTES, ImageRules
 
 Result = TypeVar("Result")
 
@@ -79,8 +79,8 @@ class Counts:
 class MediaReader:
     """The pictures of all requests of a front end, while anybody holds them. For one event loop.
 
-    All memory is taken from one budget that tenants share: a picture that is read takes an estimate, one that was read its pixels, until
-    nobody holds it. The cache holds pictures only while nobody waits for memory.
+    All memory is taken from one budget that tenants share: a picture that is read takes an estimate, one that was read its pixels and
+    PICTURE_BYTES, until nobody holds it. The cache holds pictures only while nobody waits for memory.
     """
 
     def __init__(self, settings: MediaSettings = DEFAULTS, fetcher: Fetcher | None = None, decoders: Decoders | None = None) -> None:
@@ -95,7 +95,7 @@ class MediaReader:
         self.decoders = decoders or Decoders(settings.decoders, settings.max_bytes, settings.max_pixels)
         self.counts = Counts()
         self.held_bytes = 0
-        """Of the pixels of all pictures that anybody holds."""
+        """Of all pictures that anybody holds."""
 
     def __len__(self) -> int:
         """The number of pictures that anybody holds."""
@@ -282,7 +282,7 @@ class MediaReader:
         share = Share(tenant.lane, tenant.weight)
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
-                await self._take(share, 2 * sent.file.stored + BYTES_PER_PIXEL * sent.header.pixels)
+                await self._take(share, 2 * sent.file.stored + BYTES_PER_PIXEL * sent.header.pixels + PICTURE_BYTES)
                 decoding = await self.decoders.begin(sent.file, sent.header, key.is_low, rules, tenant.lane, tenant.weight)
             flight.has_begun = True
             answer = await decoding
@@ -323,9 +323,9 @@ class MediaReader:
         if picture is None:
             layout = families.layout(rules, name, done.size)
             picture = self._alive[name] = Picture(layout, layout.size, pixels)
-            self.memory.settle(share, len(pixels))
-            self.held_bytes += len(pixels)
-            weakref.finalize(picture, self._drop, asyncio.get_running_loop(), share, len(pixels)).atexit = False
+            self.memory.settle(share, picture.memory)
+            self.held_bytes += picture.memory
+            weakref.finalize(picture, self._drop, asyncio.get_running_loop(), share, picture.memory).atexit = False
         else:
             self.memory.release(share)
         self._cache(key, picture)
@@ -352,7 +352,7 @@ class MediaReader:
         """Raises AssertionError unless all memory in use belongs to a picture. For a time when nothing is being read."""
         self._forget_dropped()
         assert not self._flights
-        assert self.memory.used == self.held_bytes == sum(len(picture.pixels) for picture in self._alive.values())
+        assert self.memory.used == self.held_bytes == sum(picture.memory for picture in self._alive.values())
         self.memory.check_integrity()
         self.decoders.turns.check_integrity()
         self.cache.check_integrity()

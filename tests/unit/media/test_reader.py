@@ -20,10 +20,12 @@ from typing import Any
 import msgspec
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import penstock
 from penstock.config.media import DEFAULTS
 from penstock.fairness import Share
+from penstock.media.cache import MAX_FILES
 from penstock.media.child import answer
 from penstock.media.decoders import Decoders
 from penstock.media.families.simulator import make_rules
@@ -31,7 +33,7 @@ from penstock.media.job import Done, Job, Refused
 from penstock.media.picture import ImageRef, Picture
 from penstock.media.reader import BYTES_PER_PIXEL, MediaReader
 from penstock.wire.errors import RequestError
-from penstock.wire.images import IMAGE_NAME_BYTES
+from penstock.wire.images import IMAGE_NAME_BYTES, PICTURE_BYTES
 from pictures import noise, saved, sent
 
 RULES = make_rules()
@@ -66,6 +68,12 @@ async def forget(reader: MediaReader) -> None:
     reader.check_integrity()
 
 
+def comment(text: str) -> PngInfo:
+    made = PngInfo()
+    made.add_text("comment", text)
+    return made
+
+
 async def refused(reader: MediaReader, *refs: ImageRef) -> RequestError:
     with pytest.raises(RequestError) as raised:
         await read(reader, *refs)
@@ -81,7 +89,7 @@ async def test_a_picture_is_found_by_its_name_while_somebody_holds_it(reader: Me
     assert (pictures[0].size, pictures[0].pixels) == ((24, 16), noise().tobytes())
     await forget(reader)
     assert reader.find(name) is pictures[0], "a request holds it"
-    assert reader.memory.used == reader.held_bytes == 24 * 16 * 3
+    assert reader.memory.used == reader.held_bytes == 24 * 16 * 3 + PICTURE_BYTES
     pictures.clear()
     await forget(reader)
     assert reader.find(name) is None
@@ -206,7 +214,7 @@ async def test_requests_that_send_the_same_file_at_once_share_its_decoding(reade
     file = sent(noise(size=(300, 300)))
     pictures = await asyncio.gather(*[read(reader, file) for _ in range(10)])
     assert len({id(picture) for (picture,) in pictures}) == 1
-    assert reader.memory.used == reader.held_bytes == 300 * 300 * 3
+    assert reader.memory.used == reader.held_bytes == 300 * 300 * 3 + PICTURE_BYTES
 
 
 async def test_one_that_leaves_does_not_take_the_picture_from_others(reader: MediaReader) -> None:
@@ -249,6 +257,26 @@ async def test_the_cache_makes_room_for_what_is_needed(decoders: Decoders) -> No
     await read(reader, sent(noise("L", size, 7)), lane="a")
     assert reader.counts.images["data", "cached"] == 1, "the newest is still there"
     reader.check_integrity()
+
+
+async def test_a_picture_in_ever_other_files_is_remembered_by_a_few(reader: MediaReader) -> None:
+    """Each file has other metadata. The picture is charged once, so the memory of its files must have a bound."""
+    files = [saved(noise(), pnginfo=comment(f"number {number}")) for number in range(5 * MAX_FILES)]
+    pictures = {id((await read(reader, sent(file)))[0]) for file in files}
+    assert (len(pictures), len(reader.cache)) == (1, 1)
+    for file in reversed(files):
+        await read(reader, sent(file))
+    assert reader.counts.images["data", "cached"] == MAX_FILES, "the last ones"
+    await forget(reader)
+
+
+async def test_tiny_pictures_take_memory_for_their_books(decoders: Decoders) -> None:
+    reader = MediaReader(replace(DEFAULTS, memory=10 * PICTURE_BYTES), decoders=decoders)
+    for shade in range(20):
+        await read(reader, sent(Image.new("RGB", (1, 1), (shade, 0, 0))))
+        assert reader.memory.used <= reader.memory.total
+    assert 0 < len(reader.cache) <= 10
+    await forget(reader)
 
 
 async def test_pictures_in_use_are_waited_for(decoders: Decoders) -> None:
