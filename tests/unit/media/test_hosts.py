@@ -65,6 +65,21 @@ def test_names_ports_and_networks() -> None:
     assert not allows("::ffff:0:0/96", "http://10.1.2.3/"), "forms of IPv6 do not list those of IPv4"
 
 
+def test_any_public_host_lends_its_ports_to_no_network() -> None:
+    """A listed name does, on its own ports. `*` names nobody."""
+    private = "10.0.0.5"
+    assert not allows("* 10.0.0.5:8080", "http://10.0.0.5/")
+    assert not allows("* 10.0.0.5:8080", "http://evil.com/", private)
+    assert allows("* 10.0.0.5:8080", "http://10.0.0.5:8080/")
+    assert allows("* 10.0.0.5:8080", "http://inner.lan:8080/", private)
+    assert allows("* 10.0.0.5:8080", "http://evil.com/", "93.184.216.34")
+    assert not allows("*:9000 10.0.0.0/8", "http://10.0.0.5:9000/")
+    assert not allows("*:9000 10.0.0.0/8", "http://evil.com:9000/", private)
+    assert allows("*:9000 10.0.0.0/8", "http://10.0.0.5/")
+    assert allows("* a.com:81 10.0.0.0/8", "http://a.com:81/", private)
+    assert not allows("* a.com:81 10.0.0.0/8", "http://evil.com:81/", private)
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
