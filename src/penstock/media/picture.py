@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from msgspec import Struct
 
 from penstock.wire.images import PICTURE_BYTES, ImageLayout
+
+_WEB = re.compile("https?:", re.IGNORECASE)
 
 Detail = Literal["auto", "low", "high", "original"]
 
@@ -20,6 +23,11 @@ class ImageRef(Struct, frozen=True, gc=False):
     data: str = ""
     detail: Detail = "auto"
     is_old: bool = False
+
+    @property
+    def is_remote(self) -> bool:
+        """Its file must be fetched."""
+        return _WEB.match(self.url) is not None
 
 
 class Picture(Struct, frozen=True, weakref=True, eq=False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 import weakref
 from collections import Counter, deque
@@ -46,7 +45,6 @@ BYTES_PER_PIXEL = 12
 """What decoding takes of memory for most pictures. What it takes at most is the limit of a process: decoders.BYTES_PER_PIXEL."""
 
 HASH_THREADS = 2
-_WEB = re.compile("https?:", re.IGNORECASE)
 _STATUS = {"killed": 503, "overloaded": 503, "missing": 501}
 
 
@@ -129,7 +127,7 @@ class MediaReader:
 
         Raises RequestError as `read` does. `check` gets the bytes of all files that have come, with each of them, and may raise.
         """
-        wanted = {ref.url: ref for ref in refs if _WEB.match(ref.url)}
+        wanted = {ref.url: ref for ref in refs if ref.is_remote}
         if not wanted:
             return {}
         self.check_number(refs)
@@ -185,7 +183,7 @@ class MediaReader:
         try:
             yield
         except RequestError as error:
-            source = "http" if _WEB.match(ref.url) else "data"
+            source = "http" if ref.is_remote else "data"
             self.counts.images[source, "refused" if error.status < 500 else "failed"] += 1
             message = f"`{ref.field}` cannot be read: {error.message}"
             named = RequestError(message, param=ref.field, code=error.code, status=error.status, limit=error.limit)
@@ -196,7 +194,7 @@ class MediaReader:
 
     async def _source(self, ref: ImageRef, tenant: Tenant, remotes: dict[str, _Remote]) -> _Sent | _Remote:
         """Checks what costs next to nothing. Raises RequestError."""
-        if _WEB.match(ref.url):
+        if ref.is_remote:
             if self._fetcher is None:
                 raise RequestError(f"this server fetches no images (--allow-media-hosts): {EXPECTED}", code="media_not_allowed")
             return remotes.setdefault(ref.url, _Remote(ref.url, Share(tenant.lane, tenant.weight)))

@@ -8,8 +8,9 @@ import contextlib
 import gc
 import json
 import struct
+import threading
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from front_end import MODEL, WORDS, FrontEnd, Turns, request, says
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.openai.chat import parse_chat
-from penstock.api.pipeline.images import FEW_NOTES
+from penstock.api.pipeline.images import FEW_NOTES, Images
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.responses.parse import MAX_FETCHED_BYTES, ResponseParser
@@ -28,6 +29,8 @@ from penstock.api.responses.store import SqliteStore
 from penstock.media.families import simulator
 from penstock.media.picture import ImageRef, Picture
 from penstock.stream.mailbox import Mailbox
+from penstock.text.images import image_mark
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.images import FIRST_IMAGE_ID, ImageRules, wrong_images
 from penstock.wire.messages import Fault, ModelInfo, Submit
@@ -216,6 +219,34 @@ async def test_a_history_with_many_images_does_not_hold_the_event_loop() -> None
         plan, _ = await parse_chat(incoming, context)
         assert turns.count
     assert said(plan).count("[image: 64 × 32 JPEG, left out: this model reads only text]") == FEW_NOTES + 1
+
+
+class Watched(list[ImageRef]):
+    """Images that note whether the event loop's thread has looked at one."""
+
+    was_seen = False
+
+    def __getitem__(self, index: Any) -> Any:
+        self.was_seen |= threading.current_thread() is threading.main_thread()
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[ImageRef]:
+        self.was_seen |= threading.current_thread() is threading.main_thread()
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("model", [SEEING, MODEL])
+async def test_all_images_of_a_long_history_are_looked_at_beside_the_event_loop(model: ModelInfo) -> None:
+    """A request of 200 bytes may continue one with hundreds of thousands."""
+    incoming, context, reader = await asked({}, model)
+    refs = Watched([ImageRef("conversation", "data:a", is_old=True) for _ in range(1000)])
+    content = "".join([image_mark(index) for index in range(1000)])
+    prompt = ChatPrompt([ChatMessage(role="user", content=content)])
+    shown = await Images(refs, {}).show(prompt, {}, context.models.find(model.name), incoming.tenant, b"", context)
+    assert not refs.was_seen
+    assert len(reader.read_refs) == (1000 if model is SEEING else 0)
+    notes = shown.prompt.messages[0]["content"].count("[image left out: this model reads only text]")
+    assert notes == (0 if model is SEEING else 1000)
 
 
 async def test_a_note_tells_the_size_of_an_image_in_lines_of_base64() -> None:
