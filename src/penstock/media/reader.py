@@ -19,7 +19,7 @@ import msgspec
 from penstock.config.media import DEFAULTS, MediaSettings
 from penstock.fairness import FairBudget, Share
 from penstock.media.cache import FileKey, PictureCache
-from penstock.media.decode import LOW_PIXELS
+from penstock.media.decode import LOW_PIXELS, shrunk_size
 from penstock.media.decoders import Answer, Decoders
 from penstock.media.families import make as families
 from penstock.media.file import EXPECTED, ImageFile, sent_file
@@ -116,8 +116,12 @@ class MediaReader:
                 sources.append(await self._source(ref, tenant, remotes))
             # Looking at a header takes up to half a millisecond.
             await asyncio.sleep(0)
+        needs = _Needs(self.memory.total)
+        # In the order in which they need least memory together: see _Needs.
+        begun = sorted(range(len(refs)), key=lambda index: _passing_bytes(refs[index], sources[index], rules), reverse=True)
         try:
-            return await _all_of([self._read(ref, source, tenant, rules) for ref, source in zip(refs, sources, strict=True)])
+            pictures = await _all_of([self._read(refs[index], sources[index], tenant, rules, needs) for index in begun])
+            return [picture for _, picture in sorted(zip(begun, pictures, strict=True))]
         finally:
             for remote in remotes.values():
                 self.memory.release(remote.share)
@@ -197,7 +201,9 @@ class MediaReader:
         if ref.is_remote:
             if self._fetcher is None:
                 raise RequestError(f"this server fetches no images (--allow-media-hosts): {EXPECTED}", code="media_not_allowed")
-            return remotes.setdefault(ref.url, _Remote(ref.url, Share(tenant.lane, tenant.weight)))
+            remote = remotes.setdefault(ref.url, _Remote(ref.url, Share(tenant.lane, tenant.weight)))
+            remote.images += 1
+            return remote
         file = sent_file(ref)
         if file.has_lines:
             file = await asyncio.get_running_loop().run_in_executor(self._hashing, file.joined)
@@ -217,21 +223,27 @@ class MediaReader:
             raise RequestError(message, code="image_too_large", limit="max_image_pixels")
         return _Sent(file, header)
 
-    async def _read(self, ref: ImageRef, source: _Sent | _Remote, tenant: Tenant, rules: ImageRules) -> Picture:
+    async def _read(self, ref: ImageRef, source: _Sent | _Remote, tenant: Tenant, rules: ImageRules, needs: _Needs) -> Picture:
         with self._naming(ref):
             sent = source if isinstance(source, _Sent) else await self._fetched(source, tenant)
-            is_low = ref.detail == "low" and max(sent.header.width, sent.header.height) > LOW_PIXELS
             rules_key = msgspec.msgpack.encode(rules, order="sorted")
-            key = FileKey(tenant.lane, tenant.root, rules_key, is_low, await self._digest(sent.file))
+            key = FileKey(tenant.lane, tenant.root, rules_key, _is_low(ref, sent), await self._digest(sent.file))
             picture = self.cache.get(key)
             outcome = "decoded" if picture is None else "cached"
             if picture is None:
+                needs.add(key, _kept_bytes(ref, sent, rules), _passing_bytes(ref, sent, rules))
                 picture = await self._flight(key, sent, tenant, rules)
             else:
+                needs.add(key, picture.memory)
                 self._cache(key, picture)
         origin = "data" if isinstance(source, _Sent) else "http"
         self.counts.images[origin, outcome] += 1
         self.counts.bytes[origin] += sent.file.size
+        if isinstance(source, _Remote):
+            source.images -= 1
+            if not source.images:
+                source.fetching = None
+                self.memory.release(source.share)
         return picture
 
     async def _fetched(self, remote: _Remote, tenant: Tenant) -> _Sent:
@@ -280,7 +292,7 @@ class MediaReader:
         share = Share(tenant.lane, tenant.weight)
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
-                await self._take(share, 2 * sent.file.stored + BYTES_PER_PIXEL * sent.header.pixels + PICTURE_BYTES)
+                await self._take(share, _decoding_bytes(sent))
                 decoding = await self.decoders.begin(sent.file, sent.header, key.is_low, rules, tenant.lane, tenant.weight)
             flight.has_begun = True
             answer = await decoding
@@ -364,11 +376,12 @@ class _Sent(NamedTuple):
 
 
 class _Remote:
-    """A file that must be fetched, and the memory that it takes."""
+    """A file that must be fetched, and the memory that it takes. `images` need it still."""
 
     def __init__(self, url: str, share: Share) -> None:
         self.url = url
         self.share = share
+        self.images = 0
         self.fetching: asyncio.Task[_Sent] | None = None
 
 
@@ -383,6 +396,27 @@ class _Flight:
         """It is being decoded, which cannot be stopped."""
 
 
+class _Needs:
+    """The memory that the pictures of one request take together, as their sizes become known. It holds each until it ends."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._pictures: dict[FileKey, tuple[int, int]] = {}
+        """What decoding takes for a while, and what the picture takes until the end."""
+
+    def add(self, key: FileKey, kept: int, passing: int = 0) -> None:
+        """Raises RequestError if they do not fit, in whatever order they are decoded. The best begins with what takes most for a while."""
+        self._pictures[key] = passing, kept
+        held = 0
+        for most, own in sorted(self._pictures.values(), reverse=True):
+            # While nothing else is held, a picture never waits.
+            if held and held + own + most > self._total:
+                message = f"the images of this request need {held + own + most:,} bytes of memory at once"
+                limit = f"expected at most {self._total:,} (--media-memory)"
+                raise RequestError(f"{message}: {limit}", code="image_too_large", limit="media_memory")
+            held += own
+
+
 async def _all_of(readings: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
     """All results. After an error the others are cancelled."""
     if len(readings) == 1:
@@ -393,6 +427,31 @@ async def _all_of(readings: Sequence[Coroutine[None, None, Result]]) -> list[Res
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def _is_low(ref: ImageRef, sent: _Sent) -> bool:
+    """Whether it is shrunk."""
+    return ref.detail == "low" and max(sent.header.width, sent.header.height) > LOW_PIXELS
+
+
+def _decoding_bytes(sent: _Sent) -> int:
+    """An estimate of what decoding takes."""
+    return 2 * sent.file.stored + BYTES_PER_PIXEL * sent.header.pixels + PICTURE_BYTES
+
+
+def _kept_bytes(ref: ImageRef, sent: _Sent, rules: ImageRules) -> int:
+    """What the picture takes when it is decoded. 0 if the model's processor will refuse it."""
+    size = sent.header.width, sent.header.height
+    try:
+        width, height = families.layout(rules, b"", shrunk_size(size) if _is_low(ref, sent) else size).size
+    except RequestError:
+        return 0
+    return 3 * width * height + PICTURE_BYTES
+
+
+def _passing_bytes(ref: ImageRef, source: _Sent | _Remote, rules: ImageRules) -> int:
+    """What decoding takes beyond that. 0 if it is not here yet."""
+    return max(_decoding_bytes(source) - _kept_bytes(ref, source, rules), 0) if isinstance(source, _Sent) else 0
 
 
 def picture_name(content: bytes, key: FileKey, seal: bytes) -> bytes:

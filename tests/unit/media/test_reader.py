@@ -12,7 +12,7 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import penstock
 from penstock.config.media import DEFAULTS
-from penstock.fairness import Share
+from penstock.fairness import FairBudget, Share
 from penstock.media.cache import MAX_FILES
 from penstock.media.child import answer
 from penstock.media.decoders import Decoders
@@ -34,7 +34,7 @@ from penstock.media.picture import ImageRef, Picture
 from penstock.media.reader import BYTES_PER_PIXEL, MediaReader
 from penstock.wire.errors import RequestError
 from penstock.wire.images import IMAGE_NAME_BYTES, PICTURE_BYTES
-from pictures import noise, saved, sent
+from pictures import data_url, noise, saved, sent
 
 RULES = make_rules()
 ROOT = b"tenant"
@@ -296,6 +296,59 @@ async def test_pictures_in_use_are_waited_for(decoders: Decoders) -> None:
     assert len(await waiting) == 1
     del other
     await forget(reader)
+
+
+async def test_a_request_whose_images_can_never_fit_does_not_wait(decoders: Decoders) -> None:
+    """All its pictures are held until it ends."""
+    files = [saved(noise("L", (100, 100), seed)) for seed in range(4)]
+    kept = 100 * 100 * 3 + PICTURE_BYTES
+    decoding = 2 * max(len(data_url(file)) for file in files) + 100 * 100 * BYTES_PER_PIXEL + PICTURE_BYTES
+    reader = MediaReader(replace(DEFAULTS, memory=decoding + 2 * kept), decoders=decoders)
+    async with asyncio.timeout(10):
+        with pytest.raises(RequestError, match=rf"expected at most {reader.memory.total:,} \(--media-memory\)") as raised:
+            await read(reader, *[sent(file, field=f"messages[{number}]") for number, file in enumerate(files)])
+        error = raised.value
+        assert (error.status, error.code, error.limit, error.param) == (400, "image_too_large", "media_memory", "messages[3]")
+        del error, raised  # their tracebacks hold what was read
+        while reader.memory.used != reader.held_bytes:
+            await asyncio.sleep(0)
+        await forget(reader)
+        assert len(await read(reader, *map(sent, files[:3] * 2))) == 6, "equal ones count once"
+        alone = MediaReader(replace(DEFAULTS, memory=decoding // 2), decoders=decoders)
+        assert len(await read(alone, sent(files[0]))) == 1, "one picture never waits for room"
+
+
+async def test_what_takes_most_memory_to_decode_is_decoded_first(decoders: Decoders) -> None:
+    """After the small picture there would never be room for the large one."""
+    small, large = sent(noise("L", (10, 10))), sent(noise("L", (200, 200)))
+    reader = MediaReader(replace(DEFAULTS, memory=200 * 200 * BYTES_PER_PIXEL), decoders=decoders)
+    async with asyncio.timeout(10):
+        pictures = await read(reader, small, large, small)
+    assert [len(picture.pixels) for picture in pictures] == [300, 120_000, 300]
+
+
+async def test_the_file_of_a_picture_is_let_go_when_it_is_decoded(decoders: Decoders) -> None:
+    """Not when the request has all its pictures: another host may take long."""
+    go_on = asyncio.Event()
+    files = {"https://a": saved(noise(seed=1)), "https://b": saved(noise(seed=2))}
+
+    class Web:
+        turns = FairBudget(2)
+
+        async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes:
+            if url == "https://b":
+                await go_on.wait()
+            await take(len(files[url]))
+            return files[url]
+
+    reader = MediaReader(fetcher=Web(), decoders=decoders)
+    reading = asyncio.create_task(read(reader, *[ImageRef(FIELD, url) for url in ("https://a", "https://b", "https://a")]))
+    while reader.counts.images.total() < 2:
+        await asyncio.sleep(0)
+    assert reader.memory.used == reader.held_bytes == 24 * 16 * 3 + PICTURE_BYTES
+    go_on.set()
+    assert len(await reading) == 3
+    reader.check_integrity()
 
 
 async def test_a_process_that_somebody_killed_is_replaced(reader: MediaReader) -> None:
