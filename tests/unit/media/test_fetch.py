@@ -224,7 +224,7 @@ async def test_equal_urls_of_a_request_are_fetched_once() -> None:
             await reader.read(cats[:1], "", b"root", make_rules())
             assert len(web.requests) == 2, "another request asks again: the file may have changed"
             assert reader.counts.images == {("http", "decoded"): 3, ("http", "cached"): 1}
-            with pytest.raises(RequestError, match=r"`input\[1\]` cannot be read: it begins with 6e 6f 20"):
+            with pytest.raises(RequestError, match=r"`input\[1\]` cannot be read: it is not a picture: expected a PNG"):
                 await reader.read([cats[0], ImageRef("input[1]", url=f"http://{ALLOWED}/dog.png")], "", b"root", make_rules())
             del pictures
             await asyncio.sleep(0)
