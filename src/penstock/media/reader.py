@@ -169,11 +169,16 @@ class MediaReader:
             waiting=self.memory.waiting + self.decoders.turns.waiting + (0 if self._fetcher is None else self._fetcher.turns.waiting),
         )
 
+    @property
+    def max_images(self) -> int:
+        """The most of a request."""
+        return self._settings.max_images
+
     def check_number(self, refs: Sequence[ImageRef]) -> None:
         """Raises RequestError when these are too many for a request."""
-        if len(refs) > self._settings.max_images:
-            first = refs[self._settings.max_images]
-            message = f"`{first.field}` is one of {len(refs)} images: expected at most {self._settings.max_images} (--max-images)"
+        if len(refs) > self.max_images:
+            first = refs[self.max_images]
+            message = f"`{first.field}` is one of {len(refs)} images: expected at most {self.max_images} (--max-images)"
             raise RequestError(message, param=first.field, code="too_many_images", limit="max_images")
 
     def close(self) -> None:

@@ -31,6 +31,10 @@ FEW_NOTES = 16
 class PictureReader(Protocol):
     """Reads images: see `media.reader`."""
 
+    @property
+    def max_images(self) -> int:
+        """The most of a request."""
+
     def check_number(self, refs: Sequence[ImageRef]) -> None:
         """Raises RequestError, with the code TOO_MANY, when these are too many for a request."""
 

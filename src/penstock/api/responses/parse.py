@@ -93,7 +93,7 @@ class ResponseParser:
         chat = await read(_chat, request, context, tools)
         common = _common(request, chat.marked)
         hints = _tied(read_hints(common, incoming.headers), context, response_id if is_kept else None)
-        if is_kept and await self._fetch(request.model, context, incoming, read):
+        if is_kept and await self._fetch(request, context, incoming, read):
             chat = await read(_chat, request, context, tools)
         memo: Memo | None = {} if request.truncation == "auto" else None
 
@@ -119,16 +119,18 @@ class ResponseParser:
         tools = await read(read_tools, asked.tools, asked.tool_choice)
         return len(await encode_prompt(model, await read(_base_chat, asked, context, tools), incoming.tenant, self.prompts))
 
-    async def _fetch(self, model: str, context: Context, incoming: Incoming, read: Read) -> bool:
+    async def _fetch(self, request: ResponseRequest, context: Context, incoming: Incoming, read: Read) -> bool:
         """Puts the files of images that are on other servers into the items, which are stored with them: by the next turn such a server may
         have another picture there, or none. Returns whether there are any."""
-        if self.prompts.media is None or self.prompts.models.find(model).info.images is None:
+        media, tenant = self.prompts.media, incoming.tenant
+        if media is None or self.prompts.models.find(request.model).info.images is None:
             return False
-        remote = await read(_remote_images, context.input)
+        # Of more images, truncation drops the oldest, whatever their files are.
+        refs, remote = await read(_remote_images, context.input, media.max_images if request.truncation == "auto" else None)
         if not remote:
             return False
-        refs = [ref for _, ref in remote]
-        files = await self.prompts.media.fetch(refs, incoming.tenant.lane, incoming.tenant.weight, _check_fetched)
+        media.check_number(refs)
+        files = await media.fetch([ref for _, ref in remote], tenant.lane, tenant.weight, _check_fetched)
         await incoming.take(sum(map(len, files.values())))
         for image, ref in remote:
             image[FILE] = files[ref.url]
@@ -393,10 +395,12 @@ def _not_found(name: str, kind: str, given: str, code: str) -> RequestError:
     return RequestError(f"`{name}` is {given!r}: there is no such {kind}", param=name, code=code, status=404)
 
 
-def _remote_images(items: Sequence[Item]) -> list[tuple[dict[str, Any], ImageRef]]:
-    """The images that are on other servers."""
-    refs = ((image, ImageRef(f"input{place}", "" if FILE in image else image["image_url"])) for place, image in images_of(items))
-    return [(image, ref) for image, ref in refs if ref.is_remote]
+def _remote_images(items: Sequence[Item], most: int | None) -> tuple[list[ImageRef], list[tuple[dict[str, Any], ImageRef]]]:
+    """The images, at most the last `most`; and those of them that are on other servers, each with its part. A stored file stays."""
+    images = list(images_of(items))
+    images = images if most is None else images[-most:]
+    refs = [ImageRef(f"input{place}", "" if FILE in image else image["image_url"]) for place, image in images]
+    return refs, [(image, ref) for (_, image), ref in zip(images, refs, strict=True) if ref.is_remote]
 
 
 def _check_fetched(size: int) -> None:

@@ -51,10 +51,10 @@ class Reader:
         self.refused = ""
         self.file = "Zm9v"
         self.noticed: Callable[[], object] = list
-        self.most = 1000
+        self.max_images = 1000
 
     def check_number(self, refs: Sequence[ImageRef]) -> None:
-        if len(refs) > self.most:
+        if len(refs) > self.max_images:
             raise RequestError(f"`{refs[-1].field}` is one of {len(refs)} images", param=refs[-1].field, code="too_many_images")
 
     async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
@@ -64,6 +64,7 @@ class Reader:
 
     async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float, check: Callable[[int], None]) -> dict[str, str]:
         wanted = {ref.url: self.file for ref in refs if ref.url.startswith("http")}
+        self.check_number(refs)
         self.fetched += wanted
         check(sum(len(file) // 4 * 3 for file in wanted.values()))
         return wanted
@@ -302,12 +303,12 @@ async def test_truncation_drops_images_beyond_their_limit() -> None:
     turns = [given(f"data:{turn}") for turn in range(20)]
     body = {"input": turns, "max_output_tokens": 10}
     incoming, context, reader = await asked({**body, "truncation": "auto"})
-    reader.most = 7
+    reader.max_images = 7
     parsed: Any = await ResponseParser(context, None).parse(incoming)
     assert len(parsed.plan.pictures) == 7
     assert len(reader.read_refs) == len({ref.field for ref in reader.read_refs}) == 7
     incoming, context, reader = await asked(body)
-    reader.most = 7
+    reader.max_images = 7
     with pytest.raises(RequestError, match="one of 20 images"):
         await ResponseParser(context, None).parse(incoming)
 
@@ -336,6 +337,40 @@ async def test_an_image_on_another_server_is_stored_with_its_file(tmp_path: Path
         reader.file = "A" * (MAX_FETCHED_BYTES // 3 * 4 + 4)
         await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url)]}).encode())
         assert (front_end.status, front_end.json["error"]["param"]) == (400, "input")
+
+
+async def test_a_stored_image_stays_what_it_was(tmp_path: Path) -> None:
+    """Also beside a new one with the same URL."""
+    url = "https://example.com/now.png"
+    reader = Reader()
+    async with stored(reader, tmp_path) as front_end:
+        await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url)]}).encode())
+        first = front_end.json["id"]
+        await front_end.send("GET", f"/v1/responses/{first}/input_items")
+        earlier = {"type": "item_reference", "id": front_end.json["data"][0]["id"]}
+        shown, reader.file = reader.file, "YmFy"
+        reader.read_refs.clear()
+        body = {"model": "m", "input": [earlier, given(url)]}
+        await front_end.send("POST", "/v1/responses", json.dumps(body).encode())
+        assert front_end.status == 200, front_end.body
+        assert [ref.data for ref in reader.read_refs] == [shown, "YmFy"]
+        assert reader.fetched == [url, url]
+
+
+async def test_truncation_fetches_no_more_images_than_their_limit(tmp_path: Path) -> None:
+    """Older ones are left out of every prompt, so nobody needs their files."""
+    urls = [f"https://example.com/{turn}" for turn in range(20)]
+    body = {"model": "m", "input": [*map(given, urls[:10]), given("data:a"), *map(given, urls[10:])], "max_output_tokens": 10}
+    reader = Reader()
+    reader.max_images = 12
+    async with stored(reader, tmp_path) as front_end:
+        await front_end.send("POST", "/v1/responses", json.dumps({**body, "truncation": "auto"}).encode())
+        assert front_end.status == 200, front_end.body
+        assert reader.fetched == urls[9:], "and the one that the request has itself"
+        reader.fetched.clear()
+        await front_end.send("POST", "/v1/responses", json.dumps(body).encode())
+        assert (front_end.status, front_end.json["error"]["code"]) == (400, "too_many_images")
+        assert not reader.fetched
 
 
 @pytest.mark.parametrize("by", ["chain", "conversation", "reference"])
