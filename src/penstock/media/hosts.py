@@ -17,9 +17,9 @@ MAX_URL_CHARACTERS = 8192
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[^\]/?#]*\]|[^:/?#\[\]]*)(:(?P<port>[0-9]{0,5}))?(?P<path>[/?][^#]*)?(#.*)?",
-    re.IGNORECASE | re.DOTALL,
+    re.IGNORECASE | re.DOTALL | re.ASCII,
 )
-_USER = re.compile("https?:[/\\\\]*+[^/?#]*@", re.IGNORECASE)
+_USER = re.compile("https?:[/\\\\]*+[^/?#]*@", re.IGNORECASE | re.ASCII)
 _BAD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\<>\"^`{|}\ud800-\udfff]")
 
 _GLOBAL_IPV6 = ip_network("2000::/3")

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from penstock.wire.images import PICTURE_BYTES, ImageLayout
 
-_WEB = re.compile("https?:", re.IGNORECASE)
+_WEB = re.compile("https?:", re.IGNORECASE | re.ASCII)
 
 Detail = Literal["auto", "low", "high", "original"]
 

@@ -8,7 +8,9 @@ import pytest
 
 from images.tricks import FORBIDDEN
 from penstock.config.media import parse_media_host
+from penstock.media.file import sent_file
 from penstock.media.hosts import AllowedHosts, is_public, parse_url
+from penstock.media.picture import ImageRef
 from penstock.wire.errors import RequestError
 
 
@@ -91,6 +93,20 @@ def test_any_public_host_lends_its_ports_to_no_network() -> None:
 )
 def test_a_url_is_read_in_one_way(url: str, shown: str) -> None:
     assert parse_url(url).url == shown
+
+
+@pytest.mark.parametrize("url", ["http\u017f://a.com/", "HTTP\u017f://a.com:80/", "http\u017f://user@a.com/"])
+def test_a_letter_that_is_only_like_one_of_ascii_is_another(url: str) -> None:
+    """In lower case, a long s is no s, though upper case makes it one."""
+    with pytest.raises(RequestError, match="expected http:// or https://") as raised:
+        parse_url(url)
+    assert (raised.value.status, raised.value.code) == (400, "invalid_url")
+    assert not ImageRef("input", url).is_remote
+
+
+def test_the_head_of_a_data_url_is_ascii() -> None:
+    with pytest.raises(RequestError, match="expected data:image/png;base64"):
+        sent_file(ImageRef("input", "data:image/png;ba\u017fe64,AAAA"))
 
 
 @pytest.mark.parametrize(
