@@ -116,7 +116,7 @@ class MediaSettings:
     memory: int = setting(
         1024 * MIB,
         "memory for images: those that are read now, those that requests use, and a cache of earlier ones. A request that needs more "
-        "waits; after 30 seconds it gets status 503",
+        "waits; after 30 seconds it gets status 503. One whose images can never be in it together gets status 400",
         name="media_memory",
         unit="MIB",
         above=0,

@@ -499,6 +499,10 @@ class Scheduler(Generic[S]):
         """Whether it holds the features of its images from `start` on, or of as many as have room. Otherwise it waits for them, beside
         the queue."""
         images, sequence.features_until = self.features.next_images(sequence.images, start)
+        if not images:
+            # Its KV is here. In the queue for slots it would wait for those before it.
+            self.features.leave(sequence.request.id)
+            return True
         sequence.is_awaiting_images = not self._want(sequence, images, partial(self._end_images, sequence))
         return not sequence.is_awaiting_images
 

@@ -76,10 +76,13 @@ def shrunk(image: Image) -> Image:
     """Fits into LOW_PIXELS × LOW_PIXELS, with its proportions."""
     from PIL.Image import Resampling
 
-    scale = LOW_PIXELS / max(image.size)
-    if scale >= 1:
-        return image
-    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), Resampling.BICUBIC)
+    size = shrunk_size(image.size)
+    return image if size == image.size else image.resize(size, Resampling.BICUBIC)
+
+
+def shrunk_size(size: tuple[int, int]) -> tuple[int, int]:
+    scale = LOW_PIXELS / max(size)
+    return size if scale >= 1 else (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
 
 
 def _upright(image: Image) -> Image:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from ipaddress import ip_address
+from typing import NamedTuple
 
 from penstock.config.media import MediaSettings
 from penstock.fairness import FairBudget, Share
@@ -18,6 +20,9 @@ from penstock.wire.errors import RequestError
 
 MAX_FETCHES = 32
 """At once. Tenants share them."""
+
+MAX_TURN_SECONDS = 30.0
+"""How long one waits for its turn, and for that of its lookup. Then it gets status 503. It is no part of --media-timeout."""
 
 MAX_HEAD_BYTES = 32 * 1024
 MAX_INTERIM = 4
@@ -58,14 +63,43 @@ async def connect(address: str, port: int, tls: ssl.SSLContext | None, name: str
     return await asyncio.open_connection(address, port, ssl=tls, server_hostname=name, limit=MAX_HEAD_BYTES)
 
 
+class _Fetch(NamedTuple):
+    """One that is under way: `turn` is its place, `limit` the end of its time."""
+
+    take: Take
+    turn: Share
+    limit: asyncio.Timeout
+
+
+@contextlib.contextmanager
+def _paused(limit: asyncio.Timeout) -> Iterator[None]:
+    """What happens meanwhile takes none of its time. One that has just expired stays so."""
+    ends, loop = limit.when(), asyncio.get_running_loop()
+    if ends is None or limit.expired():
+        yield
+        return
+    left = ends - loop.time()
+    limit.reschedule(None)
+    yield
+    limit.reschedule(loop.time() + left)
+
+
 class HttpFetcher:
     """Keeps nothing between two fetches: no cookies, no connections, no names. It sends no secret."""
 
-    def __init__(self, settings: MediaSettings, *, resolve: Resolve = resolve, connect: Connect = connect) -> None:
+    def __init__(
+        self,
+        settings: MediaSettings,
+        *,
+        resolve: Resolve = resolve,
+        connect: Connect = connect,
+        turn_seconds: float = MAX_TURN_SECONDS,
+    ) -> None:
         self._settings = settings
         self._allowed = AllowedHosts(settings.hosts)
         self._resolve = resolve
         self._connect = connect
+        self._turn_seconds = turn_seconds
         self._tls = ssl.create_default_context()
         self.turns = FairBudget(MAX_FETCHES)
         self.lookups = FairBudget(MAX_FETCHES)
@@ -78,29 +112,35 @@ class HttpFetcher:
         turn = Share(lane, weight)
         try:
             if not self.turns.take(turn, 1):
-                await self.turns.wait(turn, 1, self._settings.timeout)
+                await self._wait(self.turns, turn)
             async with asyncio.timeout(self._settings.timeout) as limit:
-                return await self._follow(target, take, turn)
+                return await self._follow(target, _Fetch(take, turn, limit))
         except TimeoutError:
-            if not turn.held:
-                raise RequestError("the server fetches too many images now", code="overloaded", status=503, limit="media_fetches") from None
             if not limit.expired():
                 raise
             raise _failed(f"it did not come within {self._settings.timeout:g} seconds (--media-timeout)") from None
         finally:
             self.turns.release(turn)
 
-    async def _follow(self, target: Target, take: Take, turn: Share) -> bytearray:
+    async def _wait(self, budget: FairBudget, share: Share) -> None:
+        """For others. Raises RequestError."""
+        try:
+            await budget.wait(share, 1, self._turn_seconds)
+        except TimeoutError:
+            message = f"the server fetches too many images now: it got no turn within {self._turn_seconds:g} seconds"
+            raise RequestError(message, code="overloaded", status=503, limit="media_fetches") from None
+
+    async def _follow(self, target: Target, fetch: _Fetch) -> bytearray:
         for _ in range(self._settings.max_redirects + 1):
-            found = await self._get(target, take, turn)
+            found = await self._get(target, fetch)
             if isinstance(found, bytearray):
                 return found
             target = parse_redirect(target, found)
         raise _failed(f"its URL redirects more than {self._settings.max_redirects} times (--media-redirects)")
 
-    async def _get(self, target: Target, take: Take, turn: Share) -> bytearray | str:
+    async def _get(self, target: Target, fetch: _Fetch) -> bytearray | str:
         """The file, or where it is."""
-        reader, writer = await self._open(target, turn)
+        reader, writer = await self._open(target, fetch)
         try:
             writer.write(_request(target))
             status, headers = await _read_head(reader)
@@ -110,18 +150,18 @@ class HttpFetcher:
                 raise _failed(f"its server answers with status {status}")
             if headers.get("content-encoding", "identity").lower() != "identity":
                 raise _failed(f"its server compresses it with {headers['content-encoding'][:40]!r}, which was not asked for")
-            return await self._read_body(reader, headers, take)
+            return await self._read_body(reader, headers, fetch.take)
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
             raise _failed(f"its server's answer is broken or ends early: {_said(error)}") from error
         finally:
             writer.transport.abort()
 
-    async def _open(self, target: Target, turn: Share) -> Streams:
+    async def _open(self, target: Target, fetch: _Fetch) -> Streams:
         """A connection to an address that was checked just before, never to the name."""
         self._allowed.check_name(target)
         try:
             literal = target.address
-            texts = [target.host] if literal is not None else await self._look_up(target, turn)
+            texts = [target.host] if literal is not None else await self._look_up(target, fetch)
             addresses = [ip_address(text) for text in dict.fromkeys(texts)]
         except (OSError, UnicodeError, ValueError) as error:
             raise _failed(f"the host {target.host[:80]} is not found") from error
@@ -137,12 +177,13 @@ class HttpFetcher:
                     raise _failed(f"{target.authority[:80]} cannot be reached: {_said(error)}") from error
         raise AssertionError
 
-    async def _look_up(self, target: Target, turn: Share) -> Sequence[str]:
+    async def _look_up(self, target: Target, fetch: _Fetch) -> Sequence[str]:
         """Raises OSError."""
-        place = Share(turn.lane, turn.weight)
+        place = Share(fetch.turn.lane, fetch.turn.weight)
         try:
             if not self.lookups.take(place, 1):
-                await self.lookups.wait(place, 1)
+                with _paused(fetch.limit):
+                    await self._wait(self.lookups, place)
             looking = asyncio.ensure_future(self._resolve(target.host, target.port))
         except BaseException:
             self.lookups.release(place)

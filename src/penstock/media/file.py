@@ -21,7 +21,7 @@ MAX_HEAD_CHARACTERS = 256
 EXPECTED = "expected data:image/png;base64,… with a PNG, JPEG, WebP or GIF"
 
 _LINE_CHARACTERS = 100
-_DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+_DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE | re.ASCII)
 _SPACES = "\r\n\t "
 
 

@@ -38,7 +38,8 @@ def read_header(file: ImageFile) -> Header:
             if not (size[0] and size[1]):
                 raise ValueError(f"its header says {size[0]} × {size[1]} pixels: expected at least 1 × 1")
             return Header(kind, *size)
-    raise ValueError(f"it begins with {start[:8].hex(' ') or 'nothing'}: expected a PNG, JPEG, WebP or GIF")
+    # Its bytes are not shown: they may be those of a server that only this one can reach.
+    raise ValueError(f"it is {'not a picture' if start else 'empty'}: expected a PNG, JPEG, WebP or GIF")
 
 
 def _png(_: ImageFile, start: bytes) -> tuple[int, int] | None:

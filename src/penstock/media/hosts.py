@@ -8,7 +8,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import NamedTuple
 from urllib.parse import quote, urljoin
 
-from penstock.config.media import MediaHost, is_name, is_numeric
+from penstock.config.media import ANY_HOST, MediaHost, is_name, is_numeric
 from penstock.wire.errors import RequestError
 
 Address = IPv4Address | IPv6Address
@@ -17,9 +17,9 @@ MAX_URL_CHARACTERS = 8192
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[^\]/?#]*\]|[^:/?#\[\]]*)(:(?P<port>[0-9]{0,5}))?(?P<path>[/?][^#]*)?(#.*)?",
-    re.IGNORECASE | re.DOTALL,
+    re.IGNORECASE | re.DOTALL | re.ASCII,
 )
-_USER = re.compile("https?:[/\\\\]*+[^/?#]*@", re.IGNORECASE)
+_USER = re.compile("https?:[/\\\\]*+[^/?#]*@", re.IGNORECASE | re.ASCII)
 _BAD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\<>\"^`{|}\ud800-\udfff]")
 
 _GLOBAL_IPV6 = ip_network("2000::/3")
@@ -125,15 +125,17 @@ class AllowedHosts:
     def check_addresses(self, target: Target, addresses: Iterable[Address]) -> None:
         """Raises RequestError unless each of its addresses is allowed. The message does not tell the address: that is not the client's
         to know."""
-        has_name = self._has_name(target)
-        if not all((has_name and is_public(each)) or self._is_listed(each, target.port, has_name) for each in addresses):
+        has_name, is_named = self._has_name(target), self._has_name(target, ANY_HOST)
+        if not all((has_name and is_public(each)) or self._is_listed(each, target.port, is_named) for each in addresses):
             raise _refused(target)
 
-    def _has_name(self, target: Target) -> bool:
-        return any(host.has_name(target.host) and host.has_port(target.port) for host in self._hosts)
+    def _has_name(self, target: Target, but: str | None = None) -> bool:
+        """Whether a host other than `but` names it."""
+        return any(host.name != but and host.has_name(target.host) and host.has_port(target.port) for host in self._hosts)
 
-    def _is_listed(self, address: Address, port: int, has_name: bool) -> bool:
-        return any(host.has_address(address) and (has_name or host.has_port(port)) for host in self._hosts)
+    def _is_listed(self, address: Address, port: int, is_named: bool) -> bool:
+        """A host that is listed by its own name lends its port to a network, `*` does not."""
+        return any(host.has_address(address) and (is_named or host.has_port(port)) for host in self._hosts)
 
 
 def _refused(target: Target) -> RequestError:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from msgspec import Struct
 
-from penstock.wire.images import ImageLayout
+from penstock.wire.images import PICTURE_BYTES, ImageLayout
+
+_WEB = re.compile("https?:", re.IGNORECASE | re.ASCII)
 
 Detail = Literal["auto", "low", "high", "original"]
 
@@ -21,9 +24,14 @@ class ImageRef(Struct, frozen=True, gc=False):
     detail: Detail = "auto"
     is_old: bool = False
 
+    @property
+    def is_remote(self) -> bool:
+        """Its file must be fetched."""
+        return _WEB.match(self.url) is not None
 
-class Picture(Struct, frozen=True, weakref=True):
-    """An image that was read. `pixels` are what a worker gets: see ImagePiece."""
+
+class Picture(Struct, frozen=True, weakref=True, eq=False):
+    """An image that was read. `pixels` are what a worker gets: see ImagePiece. There is one of each name: it equals only itself."""
 
     layout: ImageLayout
     size: tuple[int, int]
@@ -32,3 +40,8 @@ class Picture(Struct, frozen=True, weakref=True):
     @property
     def name(self) -> bytes:
         return self.layout.name
+
+    @property
+    def memory(self) -> int:
+        """The bytes that it takes of --media-memory."""
+        return len(self.pixels) + PICTURE_BYTES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 import weakref
 from collections import Counter, deque
@@ -20,7 +19,7 @@ import msgspec
 from penstock.config.media import DEFAULTS, MediaSettings
 from penstock.fairness import FairBudget, Share
 from penstock.media.cache import FileKey, PictureCache
-from penstock.media.decode import LOW_PIXELS
+from penstock.media.decode import LOW_PIXELS, shrunk_size
 from penstock.media.decoders import Answer, Decoders
 from penstock.media.families import make as families
 from penstock.media.file import EXPECTED, ImageFile, sent_file
@@ -29,7 +28,7 @@ from penstock.media.job import Refused
 from penstock.media.picture import ImageRef, Picture
 from penstock.metrics.frontend import MediaReading
 from penstock.wire.errors import RequestError
-from penstock.wire.images import IMAGE_NAME_BYTES, SEAL_BYTES, ImageRules
+from penstock.wire.images import IMAGE_NAME_BYTES, PICTURE_BYTES, SEAL_BYTES, ImageRules
 
 Result = TypeVar("Result")
 
@@ -46,7 +45,6 @@ BYTES_PER_PIXEL = 12
 """What decoding takes of memory for most pictures. What it takes at most is the limit of a process: decoders.BYTES_PER_PIXEL."""
 
 HASH_THREADS = 2
-_WEB = re.compile("https?:", re.IGNORECASE)
 _STATUS = {"killed": 503, "overloaded": 503, "missing": 501}
 
 
@@ -79,8 +77,8 @@ class Counts:
 class MediaReader:
     """The pictures of all requests of a front end, while anybody holds them. For one event loop.
 
-    All memory is taken from one budget that tenants share: a picture that is read takes an estimate, one that was read its pixels, until
-    nobody holds it. The cache holds pictures only while nobody waits for memory.
+    All memory is taken from one budget that tenants share: a picture that is read takes an estimate, one that was read its pixels and
+    PICTURE_BYTES, until nobody holds it. The cache holds pictures only while nobody waits for memory.
     """
 
     def __init__(self, settings: MediaSettings = DEFAULTS, fetcher: Fetcher | None = None, decoders: Decoders | None = None) -> None:
@@ -95,7 +93,7 @@ class MediaReader:
         self.decoders = decoders or Decoders(settings.decoders, settings.max_bytes, settings.max_pixels)
         self.counts = Counts()
         self.held_bytes = 0
-        """Of the pixels of all pictures that anybody holds."""
+        """Of all pictures that anybody holds."""
 
     def __len__(self) -> int:
         """The number of pictures that anybody holds."""
@@ -118,8 +116,12 @@ class MediaReader:
                 sources.append(await self._source(ref, tenant, remotes))
             # Looking at a header takes up to half a millisecond.
             await asyncio.sleep(0)
+        needs = _Needs(self.memory.total)
+        # In the order in which they need least memory together: see _Needs.
+        begun = sorted(range(len(refs)), key=lambda index: _passing_bytes(refs[index], sources[index], rules), reverse=True)
         try:
-            return await _all_of([self._read(ref, source, tenant, rules) for ref, source in zip(refs, sources, strict=True)])
+            pictures = await _all_of([self._read(refs[index], sources[index], tenant, rules, needs) for index in begun])
+            return [picture for _, picture in sorted(zip(begun, pictures, strict=True))]
         finally:
             for remote in remotes.values():
                 self.memory.release(remote.share)
@@ -129,7 +131,7 @@ class MediaReader:
 
         Raises RequestError as `read` does. `check` gets the bytes of all files that have come, with each of them, and may raise.
         """
-        wanted = {ref.url: ref for ref in refs if _WEB.match(ref.url)}
+        wanted = {ref.url: ref for ref in refs if ref.is_remote}
         if not wanted:
             return {}
         self.check_number(refs)
@@ -167,11 +169,16 @@ class MediaReader:
             waiting=self.memory.waiting + self.decoders.turns.waiting + (0 if self._fetcher is None else self._fetcher.turns.waiting),
         )
 
+    @property
+    def max_images(self) -> int:
+        """The most of a request."""
+        return self._settings.max_images
+
     def check_number(self, refs: Sequence[ImageRef]) -> None:
         """Raises RequestError when these are too many for a request."""
-        if len(refs) > self._settings.max_images:
-            first = refs[self._settings.max_images]
-            message = f"`{first.field}` is one of {len(refs)} images: expected at most {self._settings.max_images} (--max-images)"
+        if len(refs) > self.max_images:
+            first = refs[self.max_images]
+            message = f"`{first.field}` is one of {len(refs)} images: expected at most {self.max_images} (--max-images)"
             raise RequestError(message, param=first.field, code="too_many_images", limit="max_images")
 
     def close(self) -> None:
@@ -185,7 +192,7 @@ class MediaReader:
         try:
             yield
         except RequestError as error:
-            source = "http" if _WEB.match(ref.url) else "data"
+            source = "http" if ref.is_remote else "data"
             self.counts.images[source, "refused" if error.status < 500 else "failed"] += 1
             message = f"`{ref.field}` cannot be read: {error.message}"
             named = RequestError(message, param=ref.field, code=error.code, status=error.status, limit=error.limit)
@@ -196,10 +203,12 @@ class MediaReader:
 
     async def _source(self, ref: ImageRef, tenant: Tenant, remotes: dict[str, _Remote]) -> _Sent | _Remote:
         """Checks what costs next to nothing. Raises RequestError."""
-        if _WEB.match(ref.url):
+        if ref.is_remote:
             if self._fetcher is None:
                 raise RequestError(f"this server fetches no images (--allow-media-hosts): {EXPECTED}", code="media_not_allowed")
-            return remotes.setdefault(ref.url, _Remote(ref.url, Share(tenant.lane, tenant.weight)))
+            remote = remotes.setdefault(ref.url, _Remote(ref.url, Share(tenant.lane, tenant.weight)))
+            remote.images += 1
+            return remote
         file = sent_file(ref)
         if file.has_lines:
             file = await asyncio.get_running_loop().run_in_executor(self._hashing, file.joined)
@@ -219,21 +228,27 @@ class MediaReader:
             raise RequestError(message, code="image_too_large", limit="max_image_pixels")
         return _Sent(file, header)
 
-    async def _read(self, ref: ImageRef, source: _Sent | _Remote, tenant: Tenant, rules: ImageRules) -> Picture:
+    async def _read(self, ref: ImageRef, source: _Sent | _Remote, tenant: Tenant, rules: ImageRules, needs: _Needs) -> Picture:
         with self._naming(ref):
             sent = source if isinstance(source, _Sent) else await self._fetched(source, tenant)
-            is_low = ref.detail == "low" and max(sent.header.width, sent.header.height) > LOW_PIXELS
             rules_key = msgspec.msgpack.encode(rules, order="sorted")
-            key = FileKey(tenant.lane, tenant.root, rules_key, is_low, await self._digest(sent.file))
+            key = FileKey(tenant.lane, tenant.root, rules_key, _is_low(ref, sent), await self._digest(sent.file))
             picture = self.cache.get(key)
             outcome = "decoded" if picture is None else "cached"
             if picture is None:
+                needs.add(key, _kept_bytes(ref, sent, rules), _passing_bytes(ref, sent, rules))
                 picture = await self._flight(key, sent, tenant, rules)
             else:
+                needs.add(key, picture.memory)
                 self._cache(key, picture)
         origin = "data" if isinstance(source, _Sent) else "http"
         self.counts.images[origin, outcome] += 1
         self.counts.bytes[origin] += sent.file.size
+        if isinstance(source, _Remote):
+            source.images -= 1
+            if not source.images:
+                source.fetching = None
+                self.memory.release(source.share)
         return picture
 
     async def _fetched(self, remote: _Remote, tenant: Tenant) -> _Sent:
@@ -282,7 +297,7 @@ class MediaReader:
         share = Share(tenant.lane, tenant.weight)
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
-                await self._take(share, 2 * sent.file.stored + BYTES_PER_PIXEL * sent.header.pixels)
+                await self._take(share, _decoding_bytes(sent))
                 decoding = await self.decoders.begin(sent.file, sent.header, key.is_low, rules, tenant.lane, tenant.weight)
             flight.has_begun = True
             answer = await decoding
@@ -323,9 +338,9 @@ class MediaReader:
         if picture is None:
             layout = families.layout(rules, name, done.size)
             picture = self._alive[name] = Picture(layout, layout.size, pixels)
-            self.memory.settle(share, len(pixels))
-            self.held_bytes += len(pixels)
-            weakref.finalize(picture, self._drop, asyncio.get_running_loop(), share, len(pixels)).atexit = False
+            self.memory.settle(share, picture.memory)
+            self.held_bytes += picture.memory
+            weakref.finalize(picture, self._drop, asyncio.get_running_loop(), share, picture.memory).atexit = False
         else:
             self.memory.release(share)
         self._cache(key, picture)
@@ -352,7 +367,7 @@ class MediaReader:
         """Raises AssertionError unless all memory in use belongs to a picture. For a time when nothing is being read."""
         self._forget_dropped()
         assert not self._flights
-        assert self.memory.used == self.held_bytes == sum(len(picture.pixels) for picture in self._alive.values())
+        assert self.memory.used == self.held_bytes == sum(picture.memory for picture in self._alive.values())
         self.memory.check_integrity()
         self.decoders.turns.check_integrity()
         self.cache.check_integrity()
@@ -366,11 +381,12 @@ class _Sent(NamedTuple):
 
 
 class _Remote:
-    """A file that must be fetched, and the memory that it takes."""
+    """A file that must be fetched, and the memory that it takes. `images` need it still."""
 
     def __init__(self, url: str, share: Share) -> None:
         self.url = url
         self.share = share
+        self.images = 0
         self.fetching: asyncio.Task[_Sent] | None = None
 
 
@@ -385,6 +401,27 @@ class _Flight:
         """It is being decoded, which cannot be stopped."""
 
 
+class _Needs:
+    """The memory that the pictures of one request take together, as their sizes become known. It holds each until it ends."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._pictures: dict[FileKey, tuple[int, int]] = {}
+        """What decoding takes for a while, and what the picture takes until the end."""
+
+    def add(self, key: FileKey, kept: int, passing: int = 0) -> None:
+        """Raises RequestError if they do not fit, in whatever order they are decoded. The best begins with what takes most for a while."""
+        self._pictures[key] = passing, kept
+        held = 0
+        for most, own in sorted(self._pictures.values(), reverse=True):
+            # While nothing else is held, a picture never waits.
+            if held and held + own + most > self._total:
+                message = f"the images of this request need {held + own + most:,} bytes of memory at once"
+                limit = f"expected at most {self._total:,} (--media-memory)"
+                raise RequestError(f"{message}: {limit}", code="image_too_large", limit="media_memory")
+            held += own
+
+
 async def _all_of(readings: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
     """All results. After an error the others are cancelled."""
     if len(readings) == 1:
@@ -395,6 +432,31 @@ async def _all_of(readings: Sequence[Coroutine[None, None, Result]]) -> list[Res
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def _is_low(ref: ImageRef, sent: _Sent) -> bool:
+    """Whether it is shrunk."""
+    return ref.detail == "low" and max(sent.header.width, sent.header.height) > LOW_PIXELS
+
+
+def _decoding_bytes(sent: _Sent) -> int:
+    """An estimate of what decoding takes."""
+    return 2 * sent.file.stored + BYTES_PER_PIXEL * sent.header.pixels + PICTURE_BYTES
+
+
+def _kept_bytes(ref: ImageRef, sent: _Sent, rules: ImageRules) -> int:
+    """What the picture takes when it is decoded. 0 if the model's processor will refuse it."""
+    size = sent.header.width, sent.header.height
+    try:
+        width, height = families.layout(rules, b"", shrunk_size(size) if _is_low(ref, sent) else size).size
+    except RequestError:
+        return 0
+    return 3 * width * height + PICTURE_BYTES
+
+
+def _passing_bytes(ref: ImageRef, source: _Sent | _Remote, rules: ImageRules) -> int:
+    """What decoding takes beyond that. 0 if it is not here yet."""
+    return max(_decoding_bytes(source) - _kept_bytes(ref, source, rules), 0) if isinstance(source, _Sent) else 0
 
 
 def picture_name(content: bytes, key: FileKey, seal: bytes) -> bytes:

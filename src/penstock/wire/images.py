@@ -17,6 +17,9 @@ FIRST_IMAGE_ID = 2**62
 MAX_IMAGE_BYTES = 256 * 2**20
 """The pixels that a worker takes of one image: 89 million in RGB."""
 
+PICTURE_BYTES = 4096
+"""What keeping a picture takes besides its pixels: its name, its layout and the books. Rounded up."""
+
 _BITS = FIRST_IMAGE_ID - 1
 
 

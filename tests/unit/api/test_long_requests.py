@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from front_end import MODEL, WORDS, Turns, request
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.openai.chat import parse_chat
 from penstock.api.pipeline.request import Incoming
+from penstock.api.responses.items import read_items
 from penstock.api.responses.parse import ParsedResponse, ResponseParser
+from penstock.api.responses.rows import PageWish
+from penstock.api.responses.store import SqliteStore
 from penstock.text.encoding import MAX_AT_ONCE_BYTES, Encoder
 from penstock.wire.errors import RequestError
 
@@ -53,6 +57,43 @@ async def test_a_short_request_is_read_at_once() -> None:
     assert await encoder.read("", MAX_AT_ONCE_BYTES, threading.get_ident) == threading.get_ident()
     assert await encoder.read("", MAX_AT_ONCE_BYTES + 1, threading.get_ident) != threading.get_ident()
     encoder.close()
+
+
+class Noting(Encoder):
+    """Notes in which thread each function reads a part of a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers: dict[str, int] = {}
+
+    async def read(self, lane: str, size: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        def noted(*given: Any) -> Any:
+            self.readers[work.__name__] = threading.get_ident()
+            return work(*given)
+
+        return await super().read(lane, size, noted, *arguments)
+
+
+@pytest.mark.parametrize("by", ["conversation", "reference"])
+async def test_a_short_request_that_names_a_long_history_is_read_beside_the_event_loop(by: str, tmp_path: Path) -> None:
+    """It is as much to read as its bytes in the store say: one item may have thousands of parts."""
+    long = {"role": "user", "content": [{"type": "input_text", "text": "x"}, *[{"type": "input_text", "text": ""}] * 2000]}
+    async with SqliteStore(tmp_path / "r.db") as store:
+        owner = (await request({}))[0].owner
+        conversation = await store.create_conversation(owner, {}, read_items("items", [long]))
+        page = await store.conversation_page(owner, conversation.id, PageWish())
+        assert page is not None
+        named = {"input": [{"type": "item_reference", "id": page.items[0]["id"]}]}
+        incoming, context = await request({"model": "m", **({"conversation": conversation.id} if by == "conversation" else named)})
+        context.transcripts.encoder = encoder = Noting()
+        parser = ResponseParser(context, store)
+        for parse in (parser.parse, parser.count):
+            encoder.readers.clear()
+            await parse(incoming)
+            assert encoder.readers.keys() >= {"check_outputs", "read_tools"}
+            readers = {name for name, thread in encoder.readers.items() if thread == threading.get_ident()}
+            assert readers <= {"read_items"}, "the request itself is short"
+        encoder.close()
 
 
 async def test_a_chat_that_is_cut_to_fit_is_tokenized_once() -> None:

@@ -168,6 +168,21 @@ def test_what_is_cached_needs_no_image() -> None:
     assert steps.listen() == [name("dog")], "another picture shares nothing"
 
 
+def test_what_is_cached_waits_for_nobodys_slots() -> None:
+    steps = Steps(slots=1)
+    steps.add("first", 4, "cat", 5)
+    steps.run()
+    steps.add("holds", 1, "dog")
+    steps.add("waits", 2, "bird")
+    steps.step()
+    cached = steps.add("cached", 4, "cat", 9)
+    steps.step()
+    assert steps.ended == ["first", "cached"]
+    assert cached.cached_tokens == 24
+    assert not steps.features.is_known(b"cached")
+    steps.run()
+
+
 def test_a_piece_of_an_image_that_is_not_cached_needs_it() -> None:
     """The cached prefix ends in the middle of an image."""
     steps = Steps(budget=8)

@@ -10,13 +10,15 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from images.tricks import ALLOWED, PUBLIC, Trick, tricks
 from penstock.config.media import DEFAULTS, MediaSettings, parse_media_host
+from penstock.fairness import FairBudget, Share
 from penstock.media.families.simulator import make_rules
-from penstock.media.fetch import MAX_FETCHES, HttpFetcher, Streams, read_headers, resolve
+from penstock.media.fetch import MAX_FETCHES, MAX_TURN_SECONDS, HttpFetcher, Streams, read_headers, resolve
 from penstock.media.picture import ImageRef
 from penstock.media.reader import MediaReader
 from penstock.wire.errors import RequestError
@@ -61,12 +63,12 @@ class Web:
         writer.close()
 
     @contextlib.asynccontextmanager
-    async def open(self, **settings: object) -> AsyncIterator[HttpFetcher]:
+    async def open(self, turn_seconds: float = MAX_TURN_SECONDS, **settings: object) -> AsyncIterator[HttpFetcher]:
         server = await asyncio.start_server(lambda *streams: self.served.append(asyncio.create_task(self.serve(*streams))), "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         chosen: MediaSettings = replace(DEFAULTS, **({"hosts": (parse_media_host(ALLOWED),)} | settings))  # type: ignore[arg-type]
         try:
-            yield HttpFetcher(chosen, resolve=self.resolve, connect=self.connect)
+            yield HttpFetcher(chosen, resolve=self.resolve, connect=self.connect, turn_seconds=turn_seconds)
         finally:
             server.close()
             await server.wait_closed()
@@ -90,7 +92,7 @@ async def fetched(fetcher: HttpFetcher, url: str = f"http://{ALLOWED}/cat.png") 
     return bytes(await fetcher.fetch(url, "", 1.0, take))
 
 
-async def failure(sent: bytes | None, **settings: object) -> RequestError:
+async def failure(sent: bytes | None, **settings: Any) -> RequestError:
     async with Web(lambda _: sent).open(**settings) as fetcher:
         with pytest.raises(RequestError) as raised:
             await fetched(fetcher)
@@ -224,7 +226,7 @@ async def test_equal_urls_of_a_request_are_fetched_once() -> None:
             await reader.read(cats[:1], "", b"root", make_rules())
             assert len(web.requests) == 2, "another request asks again: the file may have changed"
             assert reader.counts.images == {("http", "decoded"): 3, ("http", "cached"): 1}
-            with pytest.raises(RequestError, match=r"`input\[1\]` cannot be read: it begins with 6e 6f 20"):
+            with pytest.raises(RequestError, match=r"`input\[1\]` cannot be read: it is not a picture: expected a PNG"):
                 await reader.read([cats[0], ImageRef("input[1]", url=f"http://{ALLOWED}/dog.png")], "", b"root", make_rules())
             del pictures
             await asyncio.sleep(0)
@@ -247,6 +249,51 @@ async def test_a_tenant_that_fetches_much_keeps_nobody_waiting() -> None:
         released.set()
         assert {bytes(file) for file in await asyncio.gather(*flood)} == {FILE}
         assert fetcher.turns.used == 0
+
+
+def fill(budget: FairBudget) -> list[Share]:
+    """Takes all places for the tenant without a name, until they are released."""
+    shares = [Share() for _ in range(MAX_FETCHES)]
+    assert all(budget.take(share, 1) for share in shares)
+    return shares
+
+
+async def test_waiting_for_a_turn_is_no_part_of_the_fetch() -> None:
+    """It has a limit and an error of its own: the host is not to blame for those who came before."""
+    async with Web(lambda _: None).open(timeout=0.05) as fetcher:
+        shares = fill(fetcher.turns)
+        waiting = asyncio.create_task(fetched(fetcher))
+        while not fetcher.turns.waiting:
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match=r"it did not come within 0\.05 seconds \(--media-timeout\)"):
+            await fetcher.fetch(f"http://{ALLOWED}/", "other", 1.0, take)
+        assert not waiting.done(), "it began to wait before that"
+        for share in shares:
+            fetcher.turns.release(share)
+        with pytest.raises(RequestError, match=r"within 0\.05 seconds"):
+            await waiting
+
+
+@pytest.mark.parametrize("what", ["turns", "lookups"])
+async def test_a_fetch_that_gets_no_turn_is_told_so(what: str) -> None:
+    async with (web := Web(lambda _: answer())).open(timeout=1000, turn_seconds=0.05) as fetcher:
+        shares = fill(getattr(fetcher, what))
+        with pytest.raises(RequestError, match=r"too many images now: it got no turn within 0\.05 seconds") as raised:
+            await fetched(fetcher)
+        assert (raised.value.status, raised.value.code, raised.value.limit) == (503, "overloaded", "media_fetches")
+        for share in shares:
+            getattr(fetcher, what).release(share)
+        assert await fetched(fetcher) == FILE
+        assert fetcher.turns.used == fetcher.lookups.used == 0
+    assert len(web.requests) == 1
+
+
+async def test_waiting_for_a_lookup_is_no_part_of_the_fetch() -> None:
+    """Those of other hosts may hang for a minute."""
+    async with Web(lambda _: answer()).open(timeout=0.05, turn_seconds=0.1) as fetcher:
+        fill(fetcher.lookups)
+        with pytest.raises(RequestError, match="it got no turn within"):
+            await fetched(fetcher)
 
 
 def test_lookups_do_not_wait_for_other_work_in_threads() -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from images.tricks import FORBIDDEN
 from penstock.config.media import parse_media_host
+from penstock.media.file import sent_file
 from penstock.media.hosts import AllowedHosts, is_public, parse_url
+from penstock.media.picture import ImageRef
 from penstock.wire.errors import RequestError
 
 
@@ -65,6 +67,21 @@ def test_names_ports_and_networks() -> None:
     assert not allows("::ffff:0:0/96", "http://10.1.2.3/"), "forms of IPv6 do not list those of IPv4"
 
 
+def test_any_public_host_lends_its_ports_to_no_network() -> None:
+    """A listed name does, on its own ports. `*` names nobody."""
+    private = "10.0.0.5"
+    assert not allows("* 10.0.0.5:8080", "http://10.0.0.5/")
+    assert not allows("* 10.0.0.5:8080", "http://evil.com/", private)
+    assert allows("* 10.0.0.5:8080", "http://10.0.0.5:8080/")
+    assert allows("* 10.0.0.5:8080", "http://inner.lan:8080/", private)
+    assert allows("* 10.0.0.5:8080", "http://evil.com/", "93.184.216.34")
+    assert not allows("*:9000 10.0.0.0/8", "http://10.0.0.5:9000/")
+    assert not allows("*:9000 10.0.0.0/8", "http://evil.com:9000/", private)
+    assert allows("*:9000 10.0.0.0/8", "http://10.0.0.5/")
+    assert allows("* a.com:81 10.0.0.0/8", "http://a.com:81/", private)
+    assert not allows("* a.com:81 10.0.0.0/8", "http://evil.com:81/", private)
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
@@ -76,6 +93,20 @@ def test_names_ports_and_networks() -> None:
 )
 def test_a_url_is_read_in_one_way(url: str, shown: str) -> None:
     assert parse_url(url).url == shown
+
+
+@pytest.mark.parametrize("url", ["http\u017f://a.com/", "HTTP\u017f://a.com:80/", "http\u017f://user@a.com/"])
+def test_a_letter_that_is_only_like_one_of_ascii_is_another(url: str) -> None:
+    """In lower case, a long s is no s, though upper case makes it one."""
+    with pytest.raises(RequestError, match="expected http:// or https://") as raised:
+        parse_url(url)
+    assert (raised.value.status, raised.value.code) == (400, "invalid_url")
+    assert not ImageRef("input", url).is_remote
+
+
+def test_the_head_of_a_data_url_is_ascii() -> None:
+    with pytest.raises(RequestError, match="expected data:image/png;base64"):
+        sent_file(ImageRef("input", "data:image/png;ba\u017fe64,AAAA"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from typing import Any
 import msgspec
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import penstock
 from penstock.config.media import DEFAULTS
-from penstock.fairness import Share
+from penstock.fairness import FairBudget, Share
+from penstock.media.cache import MAX_FILES
 from penstock.media.child import answer
 from penstock.media.decoders import Decoders
 from penstock.media.families.simulator import make_rules
@@ -31,8 +33,8 @@ from penstock.media.job import Done, Job, Refused
 from penstock.media.picture import ImageRef, Picture
 from penstock.media.reader import BYTES_PER_PIXEL, MediaReader
 from penstock.wire.errors import RequestError
-from penstock.wire.images import IMAGE_NAME_BYTES
-from pictures import noise, saved, sent
+from penstock.wire.images import IMAGE_NAME_BYTES, PICTURE_BYTES
+from pictures import data_url, noise, saved, sent
 
 RULES = make_rules()
 ROOT = b"tenant"
@@ -66,6 +68,12 @@ async def forget(reader: MediaReader) -> None:
     reader.check_integrity()
 
 
+def comment(text: str) -> PngInfo:
+    made = PngInfo()
+    made.add_text("comment", text)
+    return made
+
+
 async def refused(reader: MediaReader, *refs: ImageRef) -> RequestError:
     with pytest.raises(RequestError) as raised:
         await read(reader, *refs)
@@ -81,7 +89,7 @@ async def test_a_picture_is_found_by_its_name_while_somebody_holds_it(reader: Me
     assert (pictures[0].size, pictures[0].pixels) == ((24, 16), noise().tobytes())
     await forget(reader)
     assert reader.find(name) is pictures[0], "a request holds it"
-    assert reader.memory.used == reader.held_bytes == 24 * 16 * 3
+    assert reader.memory.used == reader.held_bytes == 24 * 16 * 3 + PICTURE_BYTES
     pictures.clear()
     await forget(reader)
     assert reader.find(name) is None
@@ -172,8 +180,8 @@ async def test_the_first_errors_are_those_that_cost_least(reader: MediaReader) -
         ("file:///etc/passwd", "it begins with 'file:///etc/passwd'"),
         ("data:image/png,abc", "expected data:image/png;base64"),
         ("data:image/png;base64", "expected data:image/png;base64"),
-        ("data:image/png;base64,", "it begins with nothing: expected a PNG"),
-        ("data:image/svg+xml;base64,PHN2ZyB4", "it begins with 3c 73 76 67"),
+        ("data:image/png;base64,", "it is empty: expected a PNG"),
+        ("data:image/svg+xml;base64,PHN2ZyB4", "it is not a picture: expected a PNG"),
         ("data:image/png;base64,iVBORw0K*", "it is not base64"),
         ("http://example.org/cat.png", "this server fetches no images"),
         ("HTTPS://example.org/cat.png", "this server fetches no images"),
@@ -206,7 +214,7 @@ async def test_requests_that_send_the_same_file_at_once_share_its_decoding(reade
     file = sent(noise(size=(300, 300)))
     pictures = await asyncio.gather(*[read(reader, file) for _ in range(10)])
     assert len({id(picture) for (picture,) in pictures}) == 1
-    assert reader.memory.used == reader.held_bytes == 300 * 300 * 3
+    assert reader.memory.used == reader.held_bytes == 300 * 300 * 3 + PICTURE_BYTES
 
 
 async def test_one_that_leaves_does_not_take_the_picture_from_others(reader: MediaReader) -> None:
@@ -251,6 +259,26 @@ async def test_the_cache_makes_room_for_what_is_needed(decoders: Decoders) -> No
     reader.check_integrity()
 
 
+async def test_a_picture_in_ever_other_files_is_remembered_by_a_few(reader: MediaReader) -> None:
+    """Each file has other metadata. The picture is charged once, so the memory of its files must have a bound."""
+    files = [saved(noise(), pnginfo=comment(f"number {number}")) for number in range(5 * MAX_FILES)]
+    pictures = {id((await read(reader, sent(file)))[0]) for file in files}
+    assert (len(pictures), len(reader.cache)) == (1, 1)
+    for file in reversed(files):
+        await read(reader, sent(file))
+    assert reader.counts.images["data", "cached"] == MAX_FILES, "the last ones"
+    await forget(reader)
+
+
+async def test_tiny_pictures_take_memory_for_their_books(decoders: Decoders) -> None:
+    reader = MediaReader(replace(DEFAULTS, memory=10 * PICTURE_BYTES), decoders=decoders)
+    for shade in range(20):
+        await read(reader, sent(Image.new("RGB", (1, 1), (shade, 0, 0))))
+        assert reader.memory.used <= reader.memory.total
+    assert 0 < len(reader.cache) <= 10
+    await forget(reader)
+
+
 async def test_pictures_in_use_are_waited_for(decoders: Decoders) -> None:
     size = (100, 100)
     reader = MediaReader(replace(DEFAULTS, memory=100 * 100 * BYTES_PER_PIXEL + 100_000), decoders=decoders)
@@ -268,6 +296,59 @@ async def test_pictures_in_use_are_waited_for(decoders: Decoders) -> None:
     assert len(await waiting) == 1
     del other
     await forget(reader)
+
+
+async def test_a_request_whose_images_can_never_fit_does_not_wait(decoders: Decoders) -> None:
+    """All its pictures are held until it ends."""
+    files = [saved(noise("L", (100, 100), seed)) for seed in range(4)]
+    kept = 100 * 100 * 3 + PICTURE_BYTES
+    decoding = 2 * max(len(data_url(file)) for file in files) + 100 * 100 * BYTES_PER_PIXEL + PICTURE_BYTES
+    reader = MediaReader(replace(DEFAULTS, memory=decoding + 2 * kept), decoders=decoders)
+    async with asyncio.timeout(10):
+        with pytest.raises(RequestError, match=rf"expected at most {reader.memory.total:,} \(--media-memory\)") as raised:
+            await read(reader, *[sent(file, field=f"messages[{number}]") for number, file in enumerate(files)])
+        error = raised.value
+        assert (error.status, error.code, error.limit, error.param) == (400, "image_too_large", "media_memory", "messages[3]")
+        del error, raised  # their tracebacks hold what was read
+        while reader.memory.used != reader.held_bytes:
+            await asyncio.sleep(0)
+        await forget(reader)
+        assert len(await read(reader, *map(sent, files[:3] * 2))) == 6, "equal ones count once"
+        alone = MediaReader(replace(DEFAULTS, memory=decoding // 2), decoders=decoders)
+        assert len(await read(alone, sent(files[0]))) == 1, "one picture never waits for room"
+
+
+async def test_what_takes_most_memory_to_decode_is_decoded_first(decoders: Decoders) -> None:
+    """After the small picture there would never be room for the large one."""
+    small, large = sent(noise("L", (10, 10))), sent(noise("L", (200, 200)))
+    reader = MediaReader(replace(DEFAULTS, memory=200 * 200 * BYTES_PER_PIXEL), decoders=decoders)
+    async with asyncio.timeout(10):
+        pictures = await read(reader, small, large, small)
+    assert [len(picture.pixels) for picture in pictures] == [300, 120_000, 300]
+
+
+async def test_the_file_of_a_picture_is_let_go_when_it_is_decoded(decoders: Decoders) -> None:
+    """Not when the request has all its pictures: another host may take long."""
+    go_on = asyncio.Event()
+    files = {"https://a": saved(noise(seed=1)), "https://b": saved(noise(seed=2))}
+
+    class Web:
+        turns = FairBudget(2)
+
+        async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes:
+            if url == "https://b":
+                await go_on.wait()
+            await take(len(files[url]))
+            return files[url]
+
+    reader = MediaReader(fetcher=Web(), decoders=decoders)
+    reading = asyncio.create_task(read(reader, *[ImageRef(FIELD, url) for url in ("https://a", "https://b", "https://a")]))
+    while reader.counts.images.total() < 2:
+        await asyncio.sleep(0)
+    assert reader.memory.used == reader.held_bytes == 24 * 16 * 3 + PICTURE_BYTES
+    go_on.set()
+    assert len(await reading) == 3
+    reader.check_integrity()
 
 
 async def test_a_process_that_somebody_killed_is_replaced(reader: MediaReader) -> None:

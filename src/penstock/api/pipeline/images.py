@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from penstock.media.file import PIECE_CHARACTERS, sent_file
 from penstock.media.formats import read_header
 from penstock.media.picture import ImageRef, Picture
 from penstock.text.encoding import Steps, at_once
-from penstock.text.images import IMAGE_MARK, named_mark
+from penstock.text.images import IMAGE_MARK, MARK_CHARACTERS, named_mark
 from penstock.text.marks import Place
 from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt, Tokenizer
 from penstock.wire.errors import RequestError
@@ -30,6 +30,10 @@ FEW_NOTES = 16
 
 class PictureReader(Protocol):
     """Reads images: see `media.reader`."""
+
+    @property
+    def max_images(self) -> int:
+        """The most of a request."""
 
     def check_number(self, refs: Sequence[ImageRef]) -> None:
         """Raises RequestError, with the code TOO_MANY, when these are too many for a request."""
@@ -61,35 +65,46 @@ class Images(Struct, frozen=True):
         self, prompt: ChatPrompt, places: dict[float, Place], model: ServedModel, tenant: Tenant, root: bytes, context: PromptContext
     ) -> Shown:
         """The prompt with its images. Raises RequestError that names the part that cannot be read, or not by this model."""
-        read = partial(context.transcripts.encoder.read, tenant.lane, sum([len(message["content"]) for message in prompt.messages]))
-        wanted = await read(_wanted, prompt)
-        if missing := [index for index in wanted if index not in self.seen]:
-            refs = [self.refs[index] for index in missing]
+        # A stored history may have hundreds of thousands of images: what looks at all of them runs beside the event loop.
+        size = sum([len(message["content"]) for message in prompt.messages]) + len(self.refs) * MARK_CHARACTERS
+        read = partial(context.transcripts.encoder.read, tenant.lane, size)
+        wanted, missing = await read(self._wanted, prompt)
+        if missing:
             found: Sequence[Picture | str]
             if model.info.images is None:
-                found = await self._notes(refs, model, tenant, context)
+                if not context.drops_images and (new := await read(self._first_new)) is not None:
+                    raise _unsupported(new, model, context)
+                found = await _notes(list(missing.values()), tenant, context)
             else:
                 assert context.media is not None, "a front end has a reader of images"
-                context.media.check_number([self.refs[index] for index in wanted])
-                found = await context.media.read(refs, tenant.lane, root, model.info.images, tenant.weight)
-            self.seen.update(zip(missing, found, strict=True))
-        shown = {index: self.seen[index] for index in wanted}
-        texts = {index: each if isinstance(each, str) else named_mark(each.name) for index, each in shown.items()}
-        prompt, places = await read(_replaced, prompt, places, texts)
-        pictures = tuple([each for each in shown.values() if not isinstance(each, str)])
+                context.media.check_number(wanted)
+                found = await context.media.read(list(missing.values()), tenant.lane, root, model.info.images, tenant.weight)
+            await read(self.seen.update, zip(missing, found, strict=True))
+        prompt, places, pictures = await read(_replaced, prompt, places, self.seen)
         return Shown(structs.replace(prompt, images={each.name: each.layout for each in pictures}), places, pictures)
 
-    async def _notes(self, refs: Sequence[ImageRef], model: ServedModel, tenant: Tenant, context: PromptContext) -> list[str]:
-        """What a model that reads only text gets in place of these. Raises RequestError for one that it should see, unless it drops all."""
-        shown = None if context.drops_images else next((ref for ref in self.refs if not ref.is_old), None)
-        if shown is not None:
-            readers = ", ".join(f"`{each.info.name}`" for each in context.models.all() if each.info.images is not None)
-            other = f"; these models read images: {readers}" if readers else "; no model at this server reads images"
-            message = f"`{shown.field}` is an image: images are not supported by this model, `{model.info.name}`{other}"
-            raise RequestError(message, param=shown.field, code="unsupported_image")
-        steps = _note_steps(refs)
-        is_short = len(refs) <= FEW_NOTES and sum([len(ref.url) + len(ref.data) for ref in refs]) <= PIECE_CHARACTERS
-        return at_once(steps) if is_short else await context.transcripts.encoder.run(steps, tenant.lane)
+    def _wanted(self, prompt: ChatPrompt) -> tuple[list[ImageRef], dict[int, ImageRef]]:
+        """The images that are in the prompt; and those of them that were not looked at, by their index."""
+        wanted = _indexes(prompt)
+        return [self.refs[index] for index in wanted], {index: self.refs[index] for index in wanted if index not in self.seen}
+
+    def _first_new(self) -> ImageRef | None:
+        return next((ref for ref in self.refs if not ref.is_old), None)
+
+
+def _unsupported(shown: ImageRef, model: ServedModel, context: PromptContext) -> RequestError:
+    """For an image that a model which reads only text should see."""
+    readers = ", ".join(f"`{each.info.name}`" for each in context.models.all() if each.info.images is not None)
+    other = f"; these models read images: {readers}" if readers else "; no model at this server reads images"
+    message = f"`{shown.field}` is an image: images are not supported by this model, `{model.info.name}`{other}"
+    return RequestError(message, param=shown.field, code="unsupported_image")
+
+
+async def _notes(refs: Sequence[ImageRef], tenant: Tenant, context: PromptContext) -> list[str]:
+    """What a model that reads only text gets in place of these."""
+    steps = _note_steps(refs)
+    is_short = len(refs) <= FEW_NOTES and sum([len(ref.url) + len(ref.data) for ref in refs]) <= PIECE_CHARACTERS
+    return at_once(steps) if is_short else await context.transcripts.encoder.run(steps, tenant.lane)
 
 
 def _note_steps(refs: Sequence[ImageRef]) -> Steps[list[str]]:
@@ -110,13 +125,17 @@ def note(ref: ImageRef) -> str:
     return f"[image: {header.width} × {header.height} {header.kind}, left out: this model reads only text]"
 
 
-def _wanted(prompt: ChatPrompt) -> list[int]:
-    """The indexes of the images that are in the prompt."""
+def _indexes(prompt: ChatPrompt) -> list[int]:
+    """Those of the images that are in the prompt."""
     return [int(mark[1]) for message in prompt.messages for mark in IMAGE_MARK.finditer(message["content"])]
 
 
-def _replaced(prompt: ChatPrompt, places: dict[float, Place], texts: dict[int, str]) -> tuple[ChatPrompt, dict[float, Place]]:
-    """The prompt with a text in place of each mark, and the places behind the same characters as before."""
+def _replaced(
+    prompt: ChatPrompt, places: dict[float, Place], seen: Mapping[int, Picture | str]
+) -> tuple[ChatPrompt, dict[float, Place], tuple[Picture, ...]]:
+    """The prompt with a text in place of each mark, the places behind the same characters as before, and the prompt's pictures."""
+    shown = {index: seen[index] for index in _indexes(prompt)}
+    texts = {index: each if isinstance(each, str) else named_mark(each.name) for index, each in shown.items()}
 
     def filled(content: str) -> str:
         return IMAGE_MARK.sub(lambda mark: texts[int(mark[1])], content)
@@ -128,7 +147,7 @@ def _replaced(prompt: ChatPrompt, places: dict[float, Place], texts: dict[int, s
         for seconds, place in places.items()
     }
     messages = [ChatMessage({**message, "content": filled(message["content"])}) for message in prompt.messages]
-    return structs.replace(prompt, messages=messages), moved
+    return structs.replace(prompt, messages=messages), moved, tuple([each for each in shown.values() if not isinstance(each, str)])
 
 
 def shown_ids(token_ids: Sequence[int], tokenizer: Tokenizer, rules: ImageRules | None) -> Sequence[int]:

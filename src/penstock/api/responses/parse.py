@@ -34,6 +34,7 @@ from penstock.api.responses.store import SqliteStore
 from penstock.api.responses.tools import Tools, read_tools
 from penstock.media.picture import ImageRef
 from penstock.router.policy import Hints, SessionWish
+from penstock.text.encoding import Encoder
 from penstock.text.tokenizers.tokenizer import ChatPrompt
 from penstock.text.transcript import Memo
 from penstock.wire.errors import RequestError
@@ -52,11 +53,8 @@ _SHARED = tuple(
 MAX_FETCHED_BYTES = 32 * 2**20
 """Of images that a response is stored with. It is as much as a request may have itself, by default."""
 
-ITEM_BYTES = 64
-"""A stored item is as much to read as this many bytes of a body."""
-
 Read = Callable[..., Awaitable[Any]]
-"""Calls a function that reads a part of the request: at once, or in a thread if the request is long."""
+"""Calls a function that reads a part of the request: at once, or in a thread if the request or its history is long."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +87,13 @@ class ResponseParser:
         """Raises RequestError that names the field, its value and what is expected."""
         request = await decode_body(incoming.body, _DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES, turn=incoming.turn)
         is_kept = self._is_kept(request)
-        context, read = await self._read_context(request, incoming)
+        context, read = await read_context(request, incoming, self.store, self.prompts.transcripts.encoder)
         tools = await read(read_tools, request.tools, request.tool_choice)
         response_id = f"resp_{secrets.token_hex(24)}"
         chat = await read(_chat, request, context, tools)
         common = _common(request, chat.marked)
         hints = _tied(read_hints(common, incoming.headers), context, response_id if is_kept else None)
-        if is_kept and await self._fetch(request.model, context, incoming):
+        if is_kept and await self._fetch(request, context, incoming, read):
             chat = await read(_chat, request, context, tools)
         memo: Memo | None = {} if request.truncation == "auto" else None
 
@@ -116,30 +114,27 @@ class ResponseParser:
     async def count(self, incoming: Incoming) -> int:
         """The number of tokens of the prompt."""
         asked = await decode_body(incoming.body, _COUNT_DECODER, UNSUPPORTED_RESPONSE, RESPONSE_CHOICES, turn=incoming.turn)
-        context, read = await self._read_context(asked, incoming)
+        context, read = await read_context(asked, incoming, self.store, self.prompts.transcripts.encoder)
         model = self.prompts.models.find(asked.model)
         tools = await read(read_tools, asked.tools, asked.tool_choice)
         return len(await encode_prompt(model, await read(_base_chat, asked, context, tools), incoming.tenant, self.prompts))
 
-    async def _read_context(self, asked: Asked, incoming: Incoming) -> tuple[Context, Read]:
-        """The context, and what reads more of it beside the event loop if there is much."""
-        context = await read_context(asked, incoming, self.store, partial(self.prompts.read, incoming))
-        size = len(incoming.body) + len(context.before) * ITEM_BYTES
-        return context, partial(self.prompts.transcripts.encoder.read, incoming.tenant.lane, size)
-
-    async def _fetch(self, model: str, context: Context, incoming: Incoming) -> bool:
+    async def _fetch(self, request: ResponseRequest, context: Context, incoming: Incoming, read: Read) -> bool:
         """Puts the files of images that are on other servers into the items, which are stored with them: by the next turn such a server may
         have another picture there, or none. Returns whether there are any."""
-        images = list(images_of(context.input))
-        if not images or self.prompts.media is None or self.prompts.models.find(model).info.images is None:
+        media, tenant = self.prompts.media, incoming.tenant
+        if media is None or self.prompts.models.find(request.model).info.images is None:
             return False
-        refs = [ImageRef(f"input{place}", "" if FILE in image else image["image_url"]) for place, image in images]
-        files = await self.prompts.media.fetch(refs, incoming.tenant.lane, incoming.tenant.weight, _check_fetched)
+        # Of more images, truncation drops the oldest, whatever their files are.
+        refs, remote = await read(_remote_images, context.input, media.max_images if request.truncation == "auto" else None)
+        if not remote:
+            return False
+        media.check_number(refs)
+        files = await media.fetch([ref for _, ref in remote], tenant.lane, tenant.weight, _check_fetched)
         await incoming.take(sum(map(len, files.values())))
-        for _, image in images:
-            if image["image_url"] in files:
-                image[FILE] = files[image["image_url"]]
-        return bool(files)
+        for image, ref in remote:
+            image[FILE] = files[ref.url]
+        return True
 
     def _is_kept(self, request: ResponseRequest) -> bool:
         if request.stream_options is not None and not request.stream:
@@ -331,15 +326,20 @@ class Context:
         return [*[self.before_field] * len(self.before), *(f"input[{index}]" for index in range(len(self.input)))]
 
 
-async def read_context(asked: Asked, incoming: Incoming, store: SqliteStore | None, read: Read) -> Context:
-    """Takes memory for what is stored. Raises RequestError: 404 for a response, conversation or item that the owner does not have."""
+async def read_context(asked: Asked, incoming: Incoming, store: SqliteStore | None, encoder: Encoder) -> tuple[Context, Read]:
+    """The context, and what reads more of it: beside the event loop if there is much in the body or in the store.
+
+    Takes memory for what is stored. Raises RequestError: 404 for a response, conversation or item that the owner does not have."""
     if asked.previous_response_id is not None and asked.conversation is not None:
         message = "`previous_response_id` and `conversation` cannot be combined"
         raise RequestError(message, param="previous_response_id", code="mutually_exclusive")
-    owner, given = incoming.owner, [] if asked.input is None else await read(read_items, "input", asked.input, True)
+    owner, size, read = incoming.owner, len(incoming.body), partial(encoder.read, incoming.tenant.lane)
+    given = [] if asked.input is None else await read(size, read_items, "input", asked.input, True)
     references = [item["id"] for item in given if item["type"] == "item_reference"]
     if store is not None and (asked.previous_response_id or asked.conversation_id or references):
-        await incoming.take(await store.size_of(owner, asked.previous_response_id, asked.conversation_id, references))
+        stored = await store.size_of(owner, asked.previous_response_id, asked.conversation_id, references)
+        await incoming.take(stored)
+        size += stored
     added = await _resolved(given, references, owner, store)
     if asked.previous_response_id is not None:
         context = await _chain(asked.previous_response_id, added, owner, store)
@@ -352,8 +352,8 @@ async def read_context(asked: Asked, incoming: Incoming, store: SqliteStore | No
     if len(context.items) > MAX_ITEMS:
         message = f"`input` and the earlier turns have {len(context.items):,} items: the limit is {MAX_ITEMS:,}"
         raise RequestError(message, param="input", code="too_long")
-    await read(check_outputs, context.items, context.fields)
-    return context
+    await read(size, check_outputs, context.items, context.fields)
+    return context, partial(read, size)
 
 
 async def _resolved(given: Sequence[Item], references: Sequence[str], owner: str, store: SqliteStore | None) -> list[Item]:
@@ -393,6 +393,14 @@ async def _conversation(conversation: str, added: list[Item], owner: str, store:
 def _not_found(name: str, kind: str, given: str, code: str) -> RequestError:
     """The same answer whether another key has it or nobody does: ids cannot be guessed."""
     return RequestError(f"`{name}` is {given!r}: there is no such {kind}", param=name, code=code, status=404)
+
+
+def _remote_images(items: Sequence[Item], most: int | None) -> tuple[list[ImageRef], list[tuple[dict[str, Any], ImageRef]]]:
+    """The images, at most the last `most`; and those of them that are on other servers, each with its part. A stored file stays."""
+    images = list(images_of(items))
+    images = images if most is None else images[-most:]
+    refs = [ImageRef(f"input{place}", "" if FILE in image else image["image_url"]) for place, image in images]
+    return refs, [(image, ref) for (_, image), ref in zip(images, refs, strict=True) if ref.is_remote]
 
 
 def _check_fetched(size: int) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from penstock.backends.external.engine import EngineImage, EngineRefused
 from penstock.fairness import FairBudget, Share
-from penstock.wire.images import FIRST_IMAGE_ID, ImageSpan
+from penstock.wire.images import FIRST_IMAGE_ID, PICTURE_BYTES, ImageSpan
 from penstock.wire.messages import Fault, ImagesWanted, Submit
 from penstock.worker.backend import WantImages, image_fault, wants_none
 
@@ -76,7 +76,7 @@ class Placeholder(Struct, frozen=True):
 
 
 class Kept(Generic[Thing]):
-    """What was used last, by name, up to `max_bytes`."""
+    """What was used last, by name, up to `max_bytes`. Each takes PICTURE_BYTES besides its size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -92,6 +92,7 @@ class Kept(Generic[Thing]):
         return found[0]
 
     def put(self, name: bytes, thing: Thing, size: int) -> None:
+        size += PICTURE_BYTES
         if size > self._max_bytes or self.get(name) is not None:
             return
         self._things[name] = thing, size

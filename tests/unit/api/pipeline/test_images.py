@@ -8,8 +8,9 @@ import contextlib
 import gc
 import json
 import struct
+import threading
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from front_end import MODEL, WORDS, FrontEnd, Turns, request, says
 from penstock.api.anthropic.messages import count_message_tokens, parse_messages
 from penstock.api.openai.chat import parse_chat
-from penstock.api.pipeline.images import FEW_NOTES
+from penstock.api.pipeline.images import FEW_NOTES, Images
 from penstock.api.pipeline.plan import Plan
 from penstock.api.pipeline.request import Incoming, PromptContext
 from penstock.api.responses.parse import MAX_FETCHED_BYTES, ResponseParser
@@ -28,6 +29,8 @@ from penstock.api.responses.store import SqliteStore
 from penstock.media.families import simulator
 from penstock.media.picture import ImageRef, Picture
 from penstock.stream.mailbox import Mailbox
+from penstock.text.images import image_mark
+from penstock.text.tokenizers.tokenizer import ChatMessage, ChatPrompt
 from penstock.wire.errors import GenerationFault, RequestError
 from penstock.wire.images import FIRST_IMAGE_ID, ImageRules, wrong_images
 from penstock.wire.messages import Fault, ModelInfo, Submit
@@ -48,10 +51,10 @@ class Reader:
         self.refused = ""
         self.file = "Zm9v"
         self.noticed: Callable[[], object] = list
-        self.most = 1000
+        self.max_images = 1000
 
     def check_number(self, refs: Sequence[ImageRef]) -> None:
-        if len(refs) > self.most:
+        if len(refs) > self.max_images:
             raise RequestError(f"`{refs[-1].field}` is one of {len(refs)} images", param=refs[-1].field, code="too_many_images")
 
     async def read(self, refs: Sequence[ImageRef], lane: str, root: bytes, rules: ImageRules, weight: float) -> list[Picture]:
@@ -61,6 +64,7 @@ class Reader:
 
     async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float, check: Callable[[int], None]) -> dict[str, str]:
         wanted = {ref.url: self.file for ref in refs if ref.url.startswith("http")}
+        self.check_number(refs)
         self.fetched += wanted
         check(sum(len(file) // 4 * 3 for file in wanted.values()))
         return wanted
@@ -218,6 +222,34 @@ async def test_a_history_with_many_images_does_not_hold_the_event_loop() -> None
     assert said(plan).count("[image: 64 × 32 JPEG, left out: this model reads only text]") == FEW_NOTES + 1
 
 
+class Watched(list[ImageRef]):
+    """Images that note whether the event loop's thread has looked at one."""
+
+    was_seen = False
+
+    def __getitem__(self, index: Any) -> Any:
+        self.was_seen |= threading.current_thread() is threading.main_thread()
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[ImageRef]:
+        self.was_seen |= threading.current_thread() is threading.main_thread()
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("model", [SEEING, MODEL])
+async def test_all_images_of_a_long_history_are_looked_at_beside_the_event_loop(model: ModelInfo) -> None:
+    """A request of 200 bytes may continue one with hundreds of thousands."""
+    incoming, context, reader = await asked({}, model)
+    refs = Watched([ImageRef("conversation", "data:a", is_old=True) for _ in range(1000)])
+    content = "".join([image_mark(index) for index in range(1000)])
+    prompt = ChatPrompt([ChatMessage(role="user", content=content)])
+    shown = await Images(refs, {}).show(prompt, {}, context.models.find(model.name), incoming.tenant, b"", context)
+    assert not refs.was_seen
+    assert len(reader.read_refs) == (1000 if model is SEEING else 0)
+    notes = shown.prompt.messages[0]["content"].count("[image left out: this model reads only text]")
+    assert notes == (0 if model is SEEING else 1000)
+
+
 async def test_a_note_tells_the_size_of_an_image_in_lines_of_base64() -> None:
     url = "data:image/jpeg;base64," + base64.encodebytes(photo(20)).decode()
     assert "[image: 64 × 32 JPEG, left out" in said(await planned(user(image(url)), user("go on"), model=MODEL))
@@ -271,12 +303,12 @@ async def test_truncation_drops_images_beyond_their_limit() -> None:
     turns = [given(f"data:{turn}") for turn in range(20)]
     body = {"input": turns, "max_output_tokens": 10}
     incoming, context, reader = await asked({**body, "truncation": "auto"})
-    reader.most = 7
+    reader.max_images = 7
     parsed: Any = await ResponseParser(context, None).parse(incoming)
     assert len(parsed.plan.pictures) == 7
     assert len(reader.read_refs) == len({ref.field for ref in reader.read_refs}) == 7
     incoming, context, reader = await asked(body)
-    reader.most = 7
+    reader.max_images = 7
     with pytest.raises(RequestError, match="one of 20 images"):
         await ResponseParser(context, None).parse(incoming)
 
@@ -305,6 +337,40 @@ async def test_an_image_on_another_server_is_stored_with_its_file(tmp_path: Path
         reader.file = "A" * (MAX_FETCHED_BYTES // 3 * 4 + 4)
         await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url)]}).encode())
         assert (front_end.status, front_end.json["error"]["param"]) == (400, "input")
+
+
+async def test_a_stored_image_stays_what_it_was(tmp_path: Path) -> None:
+    """Also beside a new one with the same URL."""
+    url = "https://example.com/now.png"
+    reader = Reader()
+    async with stored(reader, tmp_path) as front_end:
+        await front_end.send("POST", "/v1/responses", json.dumps({"model": "m", "input": [given(url)]}).encode())
+        first = front_end.json["id"]
+        await front_end.send("GET", f"/v1/responses/{first}/input_items")
+        earlier = {"type": "item_reference", "id": front_end.json["data"][0]["id"]}
+        shown, reader.file = reader.file, "YmFy"
+        reader.read_refs.clear()
+        body = {"model": "m", "input": [earlier, given(url)]}
+        await front_end.send("POST", "/v1/responses", json.dumps(body).encode())
+        assert front_end.status == 200, front_end.body
+        assert [ref.data for ref in reader.read_refs] == [shown, "YmFy"]
+        assert reader.fetched == [url, url]
+
+
+async def test_truncation_fetches_no_more_images_than_their_limit(tmp_path: Path) -> None:
+    """Older ones are left out of every prompt, so nobody needs their files."""
+    urls = [f"https://example.com/{turn}" for turn in range(20)]
+    body = {"model": "m", "input": [*map(given, urls[:10]), given("data:a"), *map(given, urls[10:])], "max_output_tokens": 10}
+    reader = Reader()
+    reader.max_images = 12
+    async with stored(reader, tmp_path) as front_end:
+        await front_end.send("POST", "/v1/responses", json.dumps({**body, "truncation": "auto"}).encode())
+        assert front_end.status == 200, front_end.body
+        assert reader.fetched == urls[9:], "and the one that the request has itself"
+        reader.fetched.clear()
+        await front_end.send("POST", "/v1/responses", json.dumps(body).encode())
+        assert (front_end.status, front_end.json["error"]["code"]) == (400, "too_many_images")
+        assert not reader.fetched
 
 
 @pytest.mark.parametrize("by", ["chain", "conversation", "reference"])

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.backends.external.backend import ExternalBackend
 from penstock.backends.external.engine import Chunk, EngineFacts, EngineImage, EngineRefused, EngineRequest, KvMoves
-from penstock.backends.external.images import Pictures, Placeholder, mismatch
+from penstock.backends.external.images import Kept, Pictures, Placeholder, mismatch
 from penstock.fairness import Share
-from penstock.wire.images import ImageRules, ImageSpan, image_ids
+from penstock.wire.images import PICTURE_BYTES, ImageRules, ImageSpan, image_ids
 from penstock.wire.messages import Fault, ImagesWanted, KvEvents, KvSource, ModelInfo, Segment, Submit, Terminal, TransferReport
 
 START, PAD, END = 90, 91, 92
@@ -190,7 +190,7 @@ async def test_what_is_kept_is_not_asked_for_and_a_picture_that_comes_twice_in_a
 
 
 async def test_the_least_recently_used_picture_is_forgotten_first() -> None:
-    async with running(max_cached=40) as rig:
+    async with running(max_cached=2 * (18 + PICTURE_BYTES)) as rig:
         rig.engine.may_answer.set()
         for number, name in enumerate((CAT, DOG, CAT, BIRD, CAT, DOG)):
             before = len(rig.wanted)
@@ -201,6 +201,14 @@ async def test_the_least_recently_used_picture_is_forgotten_first() -> None:
                 rig.answer(name)
             await rig.ended(request)
         assert [wanted.names for wanted in rig.wanted] == [(CAT,), (DOG,), (BIRD,), (DOG,)]
+
+
+def test_tiny_things_that_are_kept_take_memory_for_their_books() -> None:
+    kept: Kept[str] = Kept(10 * PICTURE_BYTES)
+    for number in range(20):
+        kept.put(bytes([number]), "tiny", 4)
+        kept.check_integrity()
+    assert sum(kept.get(bytes([number])) is not None for number in range(20)) == 9
 
 
 async def test_one_answer_is_for_all_that_wait() -> None:
