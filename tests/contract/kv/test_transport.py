@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from kv_engine import DictEngine, names_of
 from kv_workers import QUICK, Workers, source_of
@@ -147,6 +151,41 @@ def test_nobody_listens_there(workers: Workers, tmp_path: Path) -> None:
     again = KvSource(b"2" * 16, source.address)
     transport.pull(again, names_of(1), [0])
     assert "the next is tried in" in here.until_ended(again.transfer)
+
+
+def test_names_that_hang_stop_neither_other_pulls_nor_the_end(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are more than the threads of an event loop. Each name is looked up once, however often it is tried."""
+    look_up, hanging, released = socket.getaddrinfo, [], threading.Event()
+
+    def hang(host: str, *args: int, **settings: int) -> list[object]:
+        if host.endswith(".invalid") and not settings.get("flags"):
+            hanging.append(host)
+            released.wait()
+        return list(look_up(host, *args, **settings))
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    workers.patience = replace(QUICK, silent_looks=1000, connect_seconds=0.3, retry_seconds=0.01, max_retry_seconds=0.01)
+    here, there = DictEngine(), DictEngine()
+    there.store(names_of(3))
+    there_transport, here_transport = workers.start(there), workers.start(here)
+    lost = [KvSource(number.to_bytes(16), f"tcp://{number % 40}.invalid:1") for number in range(1000, 1080)]
+    try:
+        for some in (lost[:40], lost[40:]):
+            for source in some:
+                here_transport.pull(source, names_of(1), [0])
+            for source in some:
+                assert "did not finish its handshake within 0.3 s" in here.until_ended(source.transfer)
+            here.until_quiet(0.05)
+        source = source_of(there_transport)
+        here_transport.pull(source, names_of(3), [0, 1, 2])
+        assert here.until_ended(source.transfer) == ""
+        closing = threading.Thread(target=here_transport.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    finally:
+        released.set()
+    assert sorted(hanging) == sorted({f"{number}.invalid" for number in range(40)})
 
 
 def test_another_fingerprint_is_refused(workers: Workers) -> None:
