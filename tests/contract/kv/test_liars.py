@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,13 +14,15 @@ from pathlib import Path
 import pytest
 
 from kv_engine import DictEngine, MemorySlots, names_of
-from kv_peers import SECRET, ByHand, LyingSource, puller_by_hand
+from kv_peers import SECRET, ByHand, LyingSource, connected_by_hand, puller_by_hand
 from kv_workers import Workers, source_of
+from penstock.cluster.kv import transport as sockets
 from penstock.cluster.kv.frames import MAX_NAMES, MAX_OPEN_PULLS, Blocks, Ended, Join, Pull, SourceWelcome, Stop, Waiting, encode
 from penstock.cluster.kv.shared_memory import MIN_READ_BYTES, PeerSlots, read_only
+from penstock.cluster.kv.transport import MAX_OPENING
 from penstock.kv.moving import SlotLayout
 from penstock.wire.errors import FrameMalformed
-from penstock.wire.messages import PROTOCOL_VERSION, Goodbye, KvSource
+from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Goodbye, KvSource
 
 LAYOUT = MemorySlots(64).layout
 SIZE = LAYOUT.slot_bytes
@@ -435,6 +438,25 @@ def test_a_slot_that_was_used_again_too_early_is_found_out(on_unix: Workers) -> 
         transport.pull(pulled, NAMES, [7, 8, 9])
         assert here.until_ended(pulled.transfer) == "block 1 was corrupted on its way"
         transport.close()
+
+
+def test_silent_connections_keep_no_puller_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give way to newer ones, and only those that have proved themselves count to the limit."""
+    here, there = DictEngine(), DictEngine()
+    there.store(NAMES)
+    address = workers.start(there).address
+    monkeypatch.setattr(sockets, "MAX_CONNECTIONS", 8)
+    silent = [connected_by_hand(address) for _ in range(MAX_OPENING + 1)]
+    for peer in silent:
+        peer.read(Challenge)
+    # Only the oldest is closed.
+    silent[0].until_closed()
+    assert [peer for peer in silent[1:] if select.select([peer.socket], [], [], 0)[0]] == []
+    source = KvSource(b"1" * 16, str(address))
+    workers.start(here).pull(source, NAMES, [7, 8, 9])
+    assert here.until_ended(source.transfer) == ""
+    for peer in silent:
+        peer.socket.close()
 
 
 def test_a_puller_that_passes_a_file(on_unix: Workers) -> None:

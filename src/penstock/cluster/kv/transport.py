@@ -26,7 +26,9 @@ from penstock.wire.messages import KvSource
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
-"""Of pullers, those in their handshake included."""
+"""Of pullers that have proved themselves."""
+MAX_OPENING = 64
+"""Connections in their handshake. A new one takes the place of the oldest: those that say nothing keep no puller out."""
 STREAMS = 4
 """Connections over TCP to one source."""
 LOOKS_PER_KEEP_ALIVE = 2
@@ -65,7 +67,7 @@ class SocketTransport:
         self._is_closed = False
         self._started: threading.Event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="KV transport", daemon=True)
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._file = -1
         self._listener: socket.socket | None = None
 
@@ -215,14 +217,19 @@ class SocketTransport:
             self._loop.remove_reader(listener.fileno())
             self._loop.call_later(self._patience.look_seconds, self._listen, listener)
             return
-        if len(self._opening) + len(self._source.connections) >= MAX_CONNECTIONS:
+        if len(self._source.connections) >= MAX_CONNECTIONS:
             log.warning("a connection for KV was refused: %d are open, the maximum", MAX_CONNECTIONS)
             connection.close()
             return
+        if len(self._opening) >= MAX_OPENING:
+            log.warning("a connection for KV was closed: %d newer ones are in their handshake", MAX_OPENING)
+            oldest = next(iter(self._opening))
+            del self._opening[oldest]
+            oldest.cancel()
         dialog = Dialog(connection)
         task = asyncio.create_task(self._welcome(dialog, address), name="handshake for KV")
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        self._opening[task] = None
+        task.add_done_callback(lambda task: self._opening.pop(task, None))
         # One that is cancelled before its first step closes nothing itself.
         task.add_done_callback(lambda task: dialog.close() if task.cancelled() else None)
 
