@@ -178,6 +178,9 @@ class Engine:
             self._scheduler.add(sequence)
         else:
             assert self._compile_queue is not None
+            if request.export is not None:
+                # A puller waits only for the Submit, which is here: compiling may take longer.
+                self.transfers.expect(request.export.transfer, request.export.lease_seconds)
             self._compiling[request.id] = sequence, self._compile_queue.request(request.grammar, request.root, request.lane)
 
     def cancel(self, generation: bytes) -> None:
