@@ -301,10 +301,6 @@ def joined(workers: Workers, there: DictEngine) -> ByHand:
         (encode(Join(b"s" * 16)) + encode(asked(names=b"17 bytes of names")), "asks for 17 bytes of names"),
         (encode(Join(b"s" * 16)) + encode(asked(names=bytes(16 * (MAX_NAMES + 1)))), "bytes of names"),
         (encode(Join(b"s" * 16)) + encode(asked(1)) + encode(asked(1, 2)), "is open already"),
-        (
-            encode(Join(b"s" * 16)) + b"".join([encode(asked(number, number, NAMES[0])) for number in range(MAX_OPEN_PULLS + 1)]),
-            "others are",
-        ),
     ],
 )
 def test_a_puller_that_lies(workers: Workers, said: bytes, why: str) -> None:
@@ -438,6 +434,22 @@ def test_a_slot_that_was_used_again_too_early_is_found_out(on_unix: Workers) -> 
         transport.pull(pulled, NAMES, [7, 8, 9])
         assert here.until_ended(pulled.transfer) == "block 1 was corrupted on its way"
         transport.close()
+
+
+def test_a_pull_too_many_ends_alone(workers: Workers) -> None:
+    there = DictEngine(is_manual=True)
+    peer = joined(workers, there)
+    pulls = [encode(asked(number, number, NAMES[0])) for number in range(MAX_OPEN_PULLS + 1)]
+    peer.send(encode(Join(b"s" * 16)) + b"".join(pulls))
+    ended = peer.read(Ended)
+    assert (ended.number, ended.reason, ended.blocks) == (MAX_OPEN_PULLS, "4,096 other pulls are open, the maximum", 0)
+    # Its place is free when another one has ended.
+    peer.send(Stop(7), asked(MAX_OPEN_PULLS + 1, MAX_OPEN_PULLS + 1, NAMES[0]))
+    there.until(lambda: (MAX_OPEN_PULLS + 1).to_bytes(16) in there.exports)
+    assert there.released == [(7).to_bytes(16)]
+    assert len(there.exports) == MAX_OPEN_PULLS + 1
+    peer.socket.close()
+    there.until(lambda: len(there.released) == len(there.exports))
 
 
 def test_silent_connections_keep_no_puller_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
