@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kv_engine import DictEngine, MemorySlots, names_of
@@ -434,6 +435,19 @@ def test_a_slot_that_was_used_again_too_early_is_found_out(on_unix: Workers) -> 
         transport.pull(pulled, NAMES, [7, 8, 9])
         assert here.until_ended(pulled.transfer) == "block 1 was corrupted on its way"
         transport.close()
+
+
+@pytest.mark.parametrize("said", [Goodbye("left\n", "\r\n\x1b[31mWARNING forged" * 3000), {"type": "x\nWARNING forged" * 3000}])
+def test_who_has_not_proved_itself_writes_no_lines_into_the_log(workers: Workers, said: object, caplog: pytest.LogCaptureFixture) -> None:
+    body = msgspec.msgpack.encode(said)
+    peer = connected_by_hand(workers.start(DictEngine()).address)
+    peer.read(Challenge)
+    peer.send(len(body).to_bytes(4) + body)
+    peer.until_closed()
+    (line,) = [message for message in caplog.messages if message.startswith("a connection for KV was refused")]
+    assert "WARNING forged" in line
+    assert line.isprintable()
+    assert len(line) < 3000
 
 
 def test_a_pull_too_many_ends_alone(workers: Workers) -> None:
