@@ -582,3 +582,20 @@ def test_a_file_that_was_passed_cannot_be_written() -> None:
     with pytest.raises(PermissionError):
         mmap.mmap(passed, 100, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     os.close(passed)
+
+
+@pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 1), reason="this kernel has no such seal")
+def test_nor_when_it_is_opened_again() -> None:
+    """Whoever has a descriptor of the same user's file can open it for writing, by way of /proc."""
+    slots = MemorySlots(8, can_seal=True)
+    passed = read_only(slots.file)
+    again = os.open(f"/proc/self/fd/{passed}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"mine", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, 100)
+    # The owner's mapping was there before.
+    slots.fill(3, NAMES[0])
+    assert slots.holds(3, NAMES[0])
+    for file in (again, passed):
+        os.close(file)
