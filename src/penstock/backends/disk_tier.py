@@ -97,6 +97,7 @@ class DiskTier:
             raise ConfigError(f"--kv-disk {directory} cannot be used: {error.strerror or error}") from error
         self._order = max([record.order for record in self._records.values()], default=0)
         self._full_until = 0.0
+        self._warned: set[str] = set()
         self._free_at = 0.0
         self._changed = threading.Condition()
         self._reads: deque[Callable[[], None]] = deque()
@@ -224,6 +225,7 @@ class DiskTier:
                 _write_all(self._blocks, data, slot * self._stride)
                 _write_all(self._index, memoryview(record.pack()), (slot + 1) * RECORD_BYTES)
                 self._order, self._records[slot] = record.order, record
+                self._warned -= {"written", "full"}
             else:
                 failure = "full"
         except OSError as error:
@@ -241,6 +243,7 @@ class DiskTier:
         except OSError as error:
             failure = self._failed("read", error)
         else:
+            self._warned.discard("read")
             if record is None or length < len(data) or record.name != name or crc32(data, crc32(name)) != record.checksum:
                 failure = "corrupt"
         if failure:
@@ -257,13 +260,19 @@ class DiskTier:
 
     def _failed(self, what: str, error: OSError) -> str:
         if error.errno in _FULL:
+            self._warn("full", f"the disk of --kv-disk is full: it is tried again every {FULL_SECONDS:g} s")
             if time.monotonic() >= self._full_until:
-                log.warning("the disk of --kv-disk is full: no KV is written to it for %g s", FULL_SECONDS)
                 self._full_until = time.monotonic() + FULL_SECONDS
                 self._trim(self._size)
             return "full"
-        log.warning("a KV block could not be %s: %s", what, error.strerror or error)
+        self._warn(what, f"a KV block could not be {what}: {error.strerror or error}")
         return "error"
+
+    def _warn(self, what: str, warning: str) -> None:
+        """Once, until that works again."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s", warning)
 
     def _finish(self, number: int, failure: str, began: float) -> None:
         seconds = time.monotonic() - began

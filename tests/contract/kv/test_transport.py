@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import socket
 import threading
 from dataclasses import replace
@@ -11,6 +14,7 @@ import pytest
 
 from kv_engine import DictEngine, names_of
 from kv_workers import QUICK, Workers, source_of
+from penstock.wire.errors import ConfigError
 from penstock.wire.messages import KvSource
 
 
@@ -138,6 +142,25 @@ def test_a_puller_that_goes_frees_what_it_pulled(workers: Workers) -> None:
     late = source_of(there_transport, 7)
     here_transport.pull(late, names_of(1), [0])
     assert here.until_ended(late.transfer) == "this worker is stopping"
+
+
+def test_a_thread_that_cannot_begin_ends_the_start(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    failures: list[ConfigError] = []
+
+    def start() -> None:
+        try:
+            workers.start(DictEngine())
+        except ConfigError as error:
+            failures.append(error)
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(10)
+    assert [str(error) for error in failures] == ["the thread that moves KV cannot begin: Too many open files"]
 
 
 def test_nobody_listens_there(workers: Workers, tmp_path: Path) -> None:

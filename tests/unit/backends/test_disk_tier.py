@@ -336,6 +336,23 @@ def test_a_disk_that_fails_costs_the_block(filled: Path, number: int, monkeypatc
         assert disk.read(6, b"d") == ""
 
 
+def test_a_disk_that_fails_is_told_once_until_it_works_again(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with opened(filled) as disk:
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                for system_call in ("pwritev", "preadv"):
+                    patched.setattr(os, system_call, fail)
+                assert [disk.write(6, b"d") for _ in range(3)] == ["error"] * 3
+                assert [disk.read(0, b"a") for _ in range(3)] == ["error"] * 3
+            assert disk.write(0, b"a") == disk.read(0, b"a") == ""
+    assert caplog.messages == [f"a KV block could not be {what}: Input/output error" for what in ("written", "read")] * 2
+
+
 def test_workers_that_share_a_directory_have_a_store_each(filled: Path) -> None:
     holder = textwrap.dedent(
         """

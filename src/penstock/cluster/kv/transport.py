@@ -16,7 +16,7 @@ from penstock.cluster.kv.puller import Patience, Puller
 from penstock.cluster.kv.shared_memory import read_only
 from penstock.cluster.kv.source import Source
 from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, tune
-from penstock.cluster.links.security import needs_protection
+from penstock.cluster.links.security import needs_protection, reason_of
 from penstock.cluster.links.worker_server import bind_unix
 from penstock.kv.moving import KvEngine
 from penstock.wire.address import Address, TcpAddress, UnixAddress
@@ -65,6 +65,7 @@ class SocketTransport:
         self._inbox: deque[Callable[[], None]] = deque()
         self._is_woken = False
         self._is_closed = False
+        self._failure: OSError | None = None
         self._started: threading.Event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="KV transport", daemon=True)
         self._opening: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -72,13 +73,17 @@ class SocketTransport:
         self._listener: socket.socket | None = None
 
     def start(self) -> str:
-        """Raises ConfigError when it cannot listen."""
+        """Raises ConfigError when it cannot listen, or its thread cannot begin."""
         try:
             self._listener = self._bind()
         except OSError as error:
             raise ConfigError(f"--kv-listen {self.address}: {error.strerror or error}") from error
         self._thread.start()
         self._started.wait()
+        if self._failure is not None:
+            if self._listener is not None:
+                self._listener.close()
+            raise ConfigError(f"the thread that moves KV cannot begin: {reason_of(self._failure)}") from self._failure
         if self.address is None:
             return ""
         log.info("KV is pulled at %s", self.address)
@@ -158,7 +163,15 @@ class SocketTransport:
             self._inbox.popleft()()
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        try:
+            with asyncio.Runner() as runner:
+                runner.get_loop()
+                runner.run(self._serve())
+        except OSError as error:
+            if self._started.is_set():
+                raise
+            self._failure, self._is_closed = error, True
+            self._started.set()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
