@@ -588,6 +588,25 @@ def test_a_stopped_load_ends_when_its_copy_has() -> None:
     world.check()
 
 
+def test_a_load_that_waits_for_a_copy_has_no_deadline() -> None:
+    """Only a silent disk is given up. A deadline in the past would wake an engine that has nothing to do, again and again."""
+    world = World(polls=3)
+    world.run(tokens(1, 8))
+    world.run(tokens(2, 16), loads=False)
+    for _ in range(5):
+        world.step()
+    transfer = world.pull(block_hashes(tokens(1, 8), SIZE), world.cache.allocate(8, 0.0))
+    world.tiers.poll()
+    world.clock.now += DISK_PATIENCE + 1
+    world.tiers.poll()
+    assert transfer not in world.ended
+    assert world.tiers.next_expiry > world.clock.now
+    for _ in range(10):
+        world.step()
+    assert world.ended[transfer] == ""
+    world.check()
+
+
 def test_a_block_freed_while_it_is_written_is_gone_afterwards() -> None:
     world = World(disk=64)
     lease = world.lease()
