@@ -199,9 +199,14 @@ def test_names_that_hang_stop_neither_other_pulls_nor_the_end(workers: Workers, 
             for source in some:
                 assert "did not finish its handshake within 0.3 s" in here.until_ended(source.transfer)
             here.until_quiet(0.05)
-        source = source_of(there_transport)
-        here_transport.pull(source, names_of(3), [0, 1, 2])
-        assert here.until_ended(source.transfer) == ""
+        failure = "none was tried"
+        # A busy machine may not finish a handshake in so short a time, either.
+        while failure and len(here.ended) < 100:
+            source = source_of(there_transport, len(here.ended))
+            here_transport.pull(source, names_of(3), [0, 1, 2])
+            failure = here.until_ended(source.transfer)
+            here.until_quiet(0.05)
+        assert failure == ""
         closing = threading.Thread(target=here_transport.close, daemon=True)
         closing.start()
         closing.join(10)
