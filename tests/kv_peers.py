@@ -123,22 +123,25 @@ class LyingSource:
             peer.socket.close()
 
 
-def puller_by_hand(address: Address | None, *, version: int = PROTOCOL_VERSION, secret: str = SECRET, files: Sequence[int] = ()) -> ByHand:
-    """Connects and sends its hello, with files over a unix socket. The answer is not read."""
-    assert address is not None
+def connected_by_hand(address: Address | None) -> ByHand:
     if isinstance(address, UnixAddress):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address.path)
-        reached = ""
-    else:
-        connection = socket.create_connection((address.host, address.port))
-        reached = str(address)
-    peer = ByHand(connection)
+        return ByHand(connection)
+    assert address is not None
+    return ByHand(socket.create_connection((address.host, address.port)))
+
+
+def puller_by_hand(address: Address | None, *, version: int = PROTOCOL_VERSION, secret: str = SECRET, files: Sequence[int] = ()) -> ByHand:
+    """Connects and sends its hello, with files over a unix socket. The answer is not read."""
+    assert address is not None
+    peer = connected_by_hand(address)
+    reached = "" if isinstance(address, UnixAddress) else str(address)
     challenge = peer.read(Challenge)
     handshake = Handshake(challenge.nonce, b"p" * 32, "by hand", str(address), reached)
     hello = Hello(version, "by hand", b"p" * 32, handshake.proof(secret, "puller"), str(address), reached)
     if files:
-        socket.send_fds(connection, [encode(hello)], files)
+        socket.send_fds(peer.socket, [encode(hello)], files)
     else:
         peer.send(hello)
     return peer

@@ -9,15 +9,15 @@ read, and dropped; then it is computed. Data that is only in the system's memory
 
 The files hold users' text in the form of KV. Only the user of this process can read them: directories and files of other users, and links,
 are refused.
+
+The size bounds the whole directory, once for each worker that uses it: stores that nobody uses leave when this one needs their room.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import stat
 import struct
 import threading
 import time
@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+from penstock.backends.disk_stores import left_over, lock_store, open_private
 from penstock.kv.tiers import Done
 from penstock.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_STORES = 64
-"""Workers on one machine that share a directory: each has a store of its own."""
 FULL_SECONDS = 10.0
 """After the disk was full, nothing is written for this long."""
+LOOK_SECONDS = 60.0
+"""How often a store looks whether others were left over meanwhile."""
 CLOSE_SECONDS = 2.0
 """How long an end waits for a disk that does not answer."""
 ALIGNMENT = 4096
@@ -75,7 +76,7 @@ class DiskTier:
     """
 
     def __init__(self, directory: Path, fingerprint: bytes, slot_bytes: int, size: int, seconds_per_block: float = 0.0) -> None:
-        """At most `size` bytes. Raises ConfigError if the directory cannot be used."""
+        """At most `size` bytes. Raises ConfigError if the directory cannot be used. One that is full is only not used."""
         self._slot_bytes = slot_bytes
         self._stride = slot_bytes if slot_bytes < ALIGNMENT else -(-slot_bytes // ALIGNMENT) * ALIGNMENT
         self._seconds_per_block = seconds_per_block
@@ -85,15 +86,18 @@ class DiskTier:
         self.on_done: Callable[[], None] = lambda: None
         self.dropped = 0
         """Records of an earlier process that could not be used."""
+        self._directory, self._fingerprint, self._size = directory, fingerprint, size
+        self._began = time.time()
+        self._look_at = 0.0
+        self._left_over = 0  # bytes, at the last look
+        self._open_files: list[int] = []
         try:
-            self._store, self._lock = _lock_store(directory / fingerprint.hex())
-            self._index = _open_private(self._store / "index")
-            self._blocks = _open_private(self._store / "blocks")
-            self._records = self._read_index(fingerprint)
+            self._records = self._open_store()
         except OSError as error:
             raise ConfigError(f"--kv-disk {directory} cannot be used: {error.strerror or error}") from error
         self._order = max([record.order for record in self._records.values()], default=0)
         self._full_until = 0.0
+        self._warned: set[str] = set()
         self._free_at = 0.0
         self._changed = threading.Condition()
         self._reads: deque[Callable[[], None]] = deque()
@@ -135,10 +139,66 @@ class DiskTier:
             log.warning("the disk of --kv-disk does not answer: KV that was to be written is lost")
             self.on_done = lambda: None
             return
-        for file in (self._index, self._blocks, self._lock):
-            os.close(file)
+        self._close_store()
 
     # The rest runs in the thread, except for what the constructor calls.
+
+    def _open_store(self) -> dict[int, _Record]:
+        """Returns its records. When the disk is full, what is left over by others leaves; if that does not help, nothing is stored."""
+        for is_last in (False, True):
+            try:
+                return self._open()
+            except OSError as error:
+                self._close_store()
+                if error.errno not in _FULL:
+                    raise
+                if not is_last:
+                    self._trim(self._size)
+        log.warning("the disk of --kv-disk %s is full: this worker stores no KV there", self._directory)
+        self.slots = 0
+        return {}
+
+    def _open(self) -> dict[int, _Record]:
+        self._store, lock = lock_store(self._directory / self._fingerprint.hex())
+        self._open_files.append(lock)
+        self._index = open_private(self._store / "index")
+        self._open_files.append(self._index)
+        self._blocks = open_private(self._store / "blocks")
+        self._open_files.append(self._blocks)
+        records = self._read_index(self._fingerprint)
+        self._extent = -(-os.fstat(self._blocks).st_size // self._stride)
+        return records
+
+    def _close_store(self) -> None:
+        """The lock last."""
+        while self._open_files:
+            os.close(self._open_files.pop())
+
+    def _has_room(self, slot: int) -> bool:
+        """Whether this slot may be written: with all that others have left over, the size is not exceeded."""
+        extent, now = max(self._extent, slot + 1), time.monotonic()
+        own = extent * (self._stride + RECORD_BYTES)
+        if (own + self._left_over > self._size or now >= self._look_at) and not self._trim(own) and extent > self._extent:
+            return False
+        self._extent = extent
+        return True
+
+    def _trim(self, own: int) -> bool:
+        """Deletes what is left over until the size holds that and this many bytes of our own. Returns whether it does."""
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        found = left_over(self._directory, self._fingerprint, self._began)
+        self._left_over = sum([each.size for each in found])
+        for each in found:
+            if own + self._left_over <= self._size:
+                break
+            try:
+                if each.delete():
+                    log.info("%s is deleted: nobody uses its KV, and --kv-disk-size is reached", each.store)
+            except OSError as error:
+                log.warning("%s cannot be deleted: %s", each.store, error.strerror or error)
+                continue
+            self._left_over -= each.size
+        return own + self._left_over <= self._size
 
     def _ask(self, queue: deque[Callable[[], None]], what: Callable[[], None]) -> None:
         with self._changed:
@@ -161,10 +221,11 @@ class DiskTier:
         # Until the new record is written, the old one stands for the new data, in the file only. Its checksum does not fit.
         earlier = self._records.pop(slot, None)
         try:
-            if began >= self._full_until:
+            if began >= self._full_until and self._has_room(slot):
                 _write_all(self._blocks, data, slot * self._stride)
                 _write_all(self._index, memoryview(record.pack()), (slot + 1) * RECORD_BYTES)
                 self._order, self._records[slot] = record.order, record
+                self._warned -= {"written", "full"}
             else:
                 failure = "full"
         except OSError as error:
@@ -182,6 +243,7 @@ class DiskTier:
         except OSError as error:
             failure = self._failed("read", error)
         else:
+            self._warned.discard("read")
             if record is None or length < len(data) or record.name != name or crc32(data, crc32(name)) != record.checksum:
                 failure = "corrupt"
         if failure:
@@ -198,12 +260,19 @@ class DiskTier:
 
     def _failed(self, what: str, error: OSError) -> str:
         if error.errno in _FULL:
+            self._warn("full", f"the disk of --kv-disk is full: it is tried again every {FULL_SECONDS:g} s")
             if time.monotonic() >= self._full_until:
-                log.warning("the disk of --kv-disk is full: no KV is written to it for %g s", FULL_SECONDS)
                 self._full_until = time.monotonic() + FULL_SECONDS
+                self._trim(self._size)
             return "full"
-        log.warning("a KV block could not be %s: %s", what, error.strerror or error)
+        self._warn(what, f"a KV block could not be {what}: {error.strerror or error}")
         return "error"
+
+    def _warn(self, what: str, warning: str) -> None:
+        """Once, until that works again."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s", warning)
 
     def _finish(self, number: int, failure: str, began: float) -> None:
         seconds = time.monotonic() - began
@@ -258,43 +327,6 @@ class DiskTier:
             slots[record.name] = slot
             records[slot] = record
         return records
-
-
-def _lock_store(directory: Path) -> tuple[Path, int]:
-    """The first store in this directory that no other process uses, and its lock."""
-    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _make_private(directory)
-    for number in range(MAX_STORES):
-        store = directory / str(number)
-        _make_private(store)
-        lock = _open_private(store / "lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            continue
-        return store, lock
-    raise OSError(errno.EBUSY, f"{MAX_STORES} other processes use it")
-
-
-def _make_private(directory: Path) -> None:
-    """Makes the directory if it is missing. Only this user can use it from now on."""
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise OSError(errno.EPERM, f"{directory} is not a directory of this user")
-    directory.chmod(0o700)
-
-
-def _open_private(path: Path) -> int:
-    """The same for a file in such a directory, which may have been open to others before."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        os.close(file)
-        raise OSError(errno.EPERM, f"{path} is not a file of this user")
-    os.fchmod(file, 0o600)
-    return file
 
 
 def _write_all(file: int, data: memoryview, offset: int) -> None:

@@ -178,6 +178,9 @@ class Engine:
             self._scheduler.add(sequence)
         else:
             assert self._compile_queue is not None
+            if request.export is not None:
+                # A puller waits only for the Submit, which is here: compiling may take longer.
+                self.transfers.expect(request.export.transfer, request.export.lease_seconds)
             self._compiling[request.id] = sequence, self._compile_queue.request(request.grammar, request.root, request.lane)
 
     def cancel(self, generation: bytes) -> None:
@@ -236,7 +239,7 @@ class Engine:
         self._cache.check_counts()
         in_transfer = self.transfers.held_pages
         is_busy = self.has_work or self._scheduler.is_paused
-        assert is_busy or self._cache.used == in_transfer, f"{self._cache.used} pages are in use, {in_transfer} of them in transfer"
+        assert is_busy or self._cache.used <= in_transfer, f"{self._cache.used} pages are in use, at most {in_transfer} of them in transfer"
 
     @torch.inference_mode()
     def step(self) -> list[Segment]:

@@ -70,6 +70,8 @@ class Sequence:
     leader: Sequence | None = None
     is_importing: bool = False
     is_awaiting_images: bool = False
+    # How many pages it lacked when it was its turn, those of its path that nobody used included. 0: it has not tried.
+    lacked: int = 0
     # Its images, and up to which position it may compute with the features that it holds.
     images: tuple[PlacedImage, ...] = ()
     features_until: int = sys.maxsize
@@ -296,6 +298,9 @@ class Scheduler(Generic[S]):
             if matched > MAX_BLOCKS_MATCHED:
                 break
             sequence = first
+            if self._still_lacks(sequence):
+                self._is_stuck = len(self._running) == len(self._paused)
+                break
             path = [] if sequence.skips_cache else self.cache.match(sequence.request.root, sequence.tokens)
             matched += len(path)
             block = self._next_block(sequence, path)
@@ -312,6 +317,12 @@ class Scheduler(Generic[S]):
             for sequence in self.prefilling.values():
                 budget -= _add_piece(work, sequence, budget)
         return list(work.values())
+
+    def _still_lacks(self, sequence: S) -> bool:
+        """Whether it would find too few pages again. Looking up a long prompt in each step, also in the tiers, would hold up those that
+        run."""
+        must_wait = self._running or self.transfers.is_loading
+        return bool(must_wait and sequence.lacked and not self.cache.can_allocate(sequence.lacked + len(self._running)))
 
     def _steps_aside(self, sequence: S, path: list[Node], block: tuple[Node, Key] | None) -> bool:
         """Whether it has to wait for a leader, for its KV, or for the features of its images, and not for its turn."""
@@ -530,6 +541,7 @@ class Scheduler(Generic[S]):
                 break
             if self.features.is_known(other.request.id):
                 self.features.leave(other.request.id)
+                other.lacked = 0
                 if other.is_awaiting_images:
                     self._end_images(other)
 
@@ -542,7 +554,7 @@ class Scheduler(Generic[S]):
         self._lost.append((sequence.request.id, image_fault(reason, retryable=retryable)))
 
     def _make_ready(self, sequence: S) -> None:
-        request = sequence.request
+        request, sequence.lacked = sequence.request, 0
         if sequence.is_urgent:
             self._ready.put_first(sequence, sequence.place)
         else:
@@ -555,6 +567,7 @@ class Scheduler(Generic[S]):
         while not self.cache.can_allocate(needed + unused + len(self._running)):
             # While others run, or load what they need, it waits for them. Otherwise transfers give way for it.
             if self._running or self.transfers.is_loading or not self.transfers.give_way():
+                sequence.lacked = needed + unused
                 return False
             unused = sum([not node.references for node in path])
         self.cache.acquire(path, sequence.lease, sequence.request.priority)

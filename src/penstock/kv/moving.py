@@ -34,7 +34,7 @@ class SlotLayout(Struct, frozen=True, array_like=True):
 
 class SlotMemory(Protocol):
     """The bytes of all slots. `file` is a memfd that holds them, from which a worker on the same machine copies; -1: there is none. If it
-    may be sealed (MFD_ALLOW_SEALING), the transport seals it against shrinking, and others map it."""
+    may be sealed (MFD_ALLOW_SEALING), the transport seals it against shrinking and against new mappings that write, and others map it."""
 
     file: int
     layout: SlotLayout

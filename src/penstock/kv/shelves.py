@@ -8,6 +8,7 @@ evicted like other blocks.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -15,6 +16,9 @@ from penstock.kv.blocks import KvEventLog
 from penstock.kv.radix import Lease, Node
 from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import BlocksStored, Tier
+
+MAX_WEIGHED = 256
+"""Spots that a step weighs again, of each shelf: what was used meanwhile goes to its new place in the queue."""
 
 
 class TierBlock:
@@ -48,7 +52,11 @@ class Spot:
 
 
 class Shelf:
-    """The slots of one tier. A spot is pinned, or it is in one of two queues: that of leased blocks, or that of others."""
+    """The slots of one tier. A spot is pinned, or it is in one of two queues: that of leased blocks, or that of others.
+
+    A use only notes its time. The spot gets its new place later, at the latest when it would give way: at the end of a turn thousands of
+    blocks are used at once.
+    """
 
     def __init__(self, tier: Tier, slots: int, lease_share: float) -> None:
         self.tier: Tier = tier
@@ -70,23 +78,27 @@ class Shelf:
         """A slot, and the spot that gives it up. None if all are pinned."""
         if self._free:
             return self._free.pop(), None
-        plain, leased = self._plain.least(), self._leased.least()
+        plain, leased = _least(self._plain), _least(self._leased)
         if plain is None and leased is None:
             return None
         is_plain = leased is None or (plain is not None and (len(self._leased) <= self._max_leased or plain[0] < leased[0]))
         spot = (self._plain if is_plain else self._leased).pop()
         return spot.slot, spot
 
+    def weigh_again(self) -> None:
+        """Some of those that were used, so that whoever needs room finds few of them."""
+        _least(self._plain, MAX_WEIGHED // 2)
+        _least(self._leased, MAX_WEIGHED // 2)
+
     def claim(self, slots: Iterable[int]) -> None:
         """Takes these free slots."""
         self._free = sorted(set(self._free).difference(slots), reverse=True)
 
     def settle(self, spot: Spot) -> None:
-        """The spot is new, was used, or its leases have changed."""
+        """The spot is new, its leases have changed, or it is to give way first."""
         self._withdraw(spot)
-        block = spot.block
         if not spot.pins:
-            (self._leased if block.leases else self._plain).put(spot, (block.used, -block.depth))
+            (self._leased if spot.block.leases else self._plain).put(spot, _weight(spot))
 
     def pin(self, spot: Spot) -> None:
         spot.pins += 1
@@ -175,16 +187,17 @@ class Shelves:
     def use(self, block: TierBlock, tick: int) -> None:
         """The block was used at this time."""
         block.used = max(block.used, tick)
-        for shelf, spot in self.of(block):
-            shelf.settle(spot)
 
     def take_over(self, block: TierBlock, node: Node) -> None:
         """The block belongs to those that its node belongs to."""
         block.is_public |= node.is_public
-        if node.leases:
-            block.leases = (block.leases or set()) | node.leases
-            for lease in node.leases:
-                self._held.setdefault(lease, set()).add(block)
+        if not node.leases or (block.leases and node.leases <= block.leases):
+            return
+        was_leased, block.leases = bool(block.leases), (block.leases or set()) | node.leases
+        for lease in node.leases:
+            self._held.setdefault(lease, set()).add(block)
+        if not was_leased:
+            self._settle(block)
 
     def of(self, block: TierBlock) -> list[tuple[Shelf, Spot]]:
         return [(shelf, spot) for shelf, spot in ((self.host, block.host), (self.disk, block.disk)) if spot is not None]
@@ -227,8 +240,7 @@ class Shelves:
             block.leases.discard(lease)
             if not block.leases and not block.is_public:
                 exclusive.append(block)
-            for shelf, spot in self.of(block):
-                shelf.settle(spot)
+            self._settle(block)
         return exclusive
 
     def supersede(self, lease: Lease, kept: Collection[bytes]) -> None:
@@ -240,7 +252,7 @@ class Shelves:
             block.leases.discard(lease)
             if not block.leases and not block.is_public:
                 block.used = 0
-            self.use(block, 0)
+            self._settle(block)
 
     def announce(self, blocks: Iterable[TierBlock], shelf: Shelf) -> None:
         """These blocks can be loaded from now on."""
@@ -280,6 +292,10 @@ class Shelves:
             assert leases is None or lease in leases, "an unknown lease"
             assert all(block.leases and lease in block.leases for block in blocks)
 
+    def _settle(self, block: TierBlock) -> None:
+        for shelf, spot in self.of(block):
+            shelf.settle(spot)
+
     def _leave(self, shelf: Shelf, spot: Spot) -> None:
         """The block has no slot in this tier any more."""
         block = spot.block
@@ -302,6 +318,18 @@ class Shelves:
         for lease in block.leases or ():
             self._held[lease].discard(block)
         block.leases = None
+
+
+def _weight(spot: Spot) -> tuple[int, int]:
+    return spot.block.used, -spot.block.depth
+
+
+def _least(queue: LazyHeap[Spot, tuple[int, int]], most: int = sys.maxsize) -> tuple[tuple[int, int], Spot] | None:
+    """Who gives way first. At most so many that were used since they were weighed get their new place."""
+    while (least := queue.least()) is not None and most and least[0] != (weight := _weight(least[1])):
+        queue.put(least[1], weight)
+        most -= 1
+    return least
 
 
 def _chains(blocks: Sequence[TierBlock]) -> Iterator[list[TierBlock]]:

@@ -200,7 +200,7 @@ class Tiers:
     @property
     def next_expiry(self) -> float:
         """When a load that waits for the disk is given up, if nothing else happens."""
-        return min([load.patient_until for load in self._loads.values()], default=math.inf)
+        return min([load.patient_until for load in self._loads.values() if load.arrived == load.started], default=math.inf)
 
     def poll(self) -> None:
         """Continues what was begun. Call it in every step, and when the disk has done something."""
@@ -213,6 +213,8 @@ class Tiers:
             self._save([self._to_save.popitem(last=False)[1] for _ in range(min(room, len(self._to_save)))])
         if self._to_write:
             self._write_behind()
+        self._host.weigh_again()
+        self._disk.weigh_again()
         self._shelves.report_left()
 
     # Down.

@@ -217,8 +217,9 @@ class Transfers:
 
     @property
     def held_pages(self) -> int:
-        """Pages that transfers use, each counted once."""
-        return len({node for path in self.paths for node in path}) + sum([len(tail) for tail in self.tails])
+        """Pages that transfers use. Those that several of them hold are counted for each: to tell them apart would take as long as they are
+        many, after every block that arrives."""
+        return sum([len(held) for held in (*self.paths, *self.tails)])
 
     def take_reports(self) -> list[TransferReport]:
         """What has ended since the last call."""

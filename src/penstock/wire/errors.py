@@ -130,9 +130,16 @@ class PutAfterTerminal(StreamError):
 
 
 class LinkError(PenstockError):
-    """A failure of the connection between a front end and a worker. `code` is sent to the peer."""
+    """A failure of the connection between a front end and a worker. `code` is sent to the peer.
+
+    The message is one line and cut: it may quote a peer that has not proved itself, and goes into the log.
+    """
 
     code = "link_error"
+
+    def __init__(self, message: str = "") -> None:
+        parts = [each if each.isprintable() else repr(each)[1:-1] for each in _cut(message, MAX_MESSAGE_CHARACTERS)]
+        super().__init__("".join(parts))
 
 
 class LinkBroken(LinkError):

@@ -5,21 +5,25 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kv_engine import DictEngine, MemorySlots, names_of
-from kv_peers import SECRET, ByHand, LyingSource, puller_by_hand
+from kv_peers import SECRET, ByHand, LyingSource, connected_by_hand, puller_by_hand
 from kv_workers import Workers, source_of
+from penstock.cluster.kv import transport as sockets
 from penstock.cluster.kv.frames import MAX_NAMES, MAX_OPEN_PULLS, Blocks, Ended, Join, Pull, SourceWelcome, Stop, Waiting, encode
 from penstock.cluster.kv.shared_memory import MIN_READ_BYTES, PeerSlots, read_only
+from penstock.cluster.kv.transport import MAX_OPENING
 from penstock.kv.moving import SlotLayout
 from penstock.wire.errors import FrameMalformed
-from penstock.wire.messages import PROTOCOL_VERSION, Goodbye, KvSource
+from penstock.wire.messages import PROTOCOL_VERSION, Challenge, Goodbye, KvSource
 
 LAYOUT = MemorySlots(64).layout
 SIZE = LAYOUT.slot_bytes
@@ -298,10 +302,6 @@ def joined(workers: Workers, there: DictEngine) -> ByHand:
         (encode(Join(b"s" * 16)) + encode(asked(names=b"17 bytes of names")), "asks for 17 bytes of names"),
         (encode(Join(b"s" * 16)) + encode(asked(names=bytes(16 * (MAX_NAMES + 1)))), "bytes of names"),
         (encode(Join(b"s" * 16)) + encode(asked(1)) + encode(asked(1, 2)), "is open already"),
-        (
-            encode(Join(b"s" * 16)) + b"".join([encode(asked(number, number, NAMES[0])) for number in range(MAX_OPEN_PULLS + 1)]),
-            "others are",
-        ),
     ],
 )
 def test_a_puller_that_lies(workers: Workers, said: bytes, why: str) -> None:
@@ -437,6 +437,54 @@ def test_a_slot_that_was_used_again_too_early_is_found_out(on_unix: Workers) -> 
         transport.close()
 
 
+@pytest.mark.parametrize("said", [Goodbye("left\n", "\r\n\x1b[31mWARNING forged" * 3000), {"type": "x\nWARNING forged" * 3000}])
+def test_who_has_not_proved_itself_writes_no_lines_into_the_log(workers: Workers, said: object, caplog: pytest.LogCaptureFixture) -> None:
+    body = msgspec.msgpack.encode(said)
+    peer = connected_by_hand(workers.start(DictEngine()).address)
+    peer.read(Challenge)
+    peer.send(len(body).to_bytes(4) + body)
+    peer.until_closed()
+    (line,) = [message for message in caplog.messages if message.startswith("a connection for KV was refused")]
+    assert "WARNING forged" in line
+    assert line.isprintable()
+    assert len(line) < 3000
+
+
+def test_a_pull_too_many_ends_alone(workers: Workers) -> None:
+    there = DictEngine(is_manual=True)
+    peer = joined(workers, there)
+    pulls = [encode(asked(number, number, NAMES[0])) for number in range(MAX_OPEN_PULLS + 1)]
+    peer.send(encode(Join(b"s" * 16)) + b"".join(pulls))
+    ended = peer.read(Ended)
+    assert (ended.number, ended.reason, ended.blocks) == (MAX_OPEN_PULLS, "4,096 other pulls are open, the maximum", 0)
+    # Its place is free when another one has ended.
+    peer.send(Stop(7), asked(MAX_OPEN_PULLS + 1, MAX_OPEN_PULLS + 1, NAMES[0]))
+    there.until(lambda: (MAX_OPEN_PULLS + 1).to_bytes(16) in there.exports)
+    assert there.released == [(7).to_bytes(16)]
+    assert len(there.exports) == MAX_OPEN_PULLS + 1
+    peer.socket.close()
+    there.until(lambda: len(there.released) == len(there.exports))
+
+
+def test_silent_connections_keep_no_puller_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give way to newer ones, and only those that have proved themselves count to the limit."""
+    here, there = DictEngine(), DictEngine()
+    there.store(NAMES)
+    address = workers.start(there).address
+    monkeypatch.setattr(sockets, "MAX_CONNECTIONS", 8)
+    silent = [connected_by_hand(address) for _ in range(MAX_OPENING + 1)]
+    for peer in silent:
+        peer.read(Challenge)
+    # Only the oldest is closed.
+    silent[0].until_closed()
+    assert [peer for peer in silent[1:] if select.select([peer.socket], [], [], 0)[0]] == []
+    source = KvSource(b"1" * 16, str(address))
+    workers.start(here).pull(source, NAMES, [7, 8, 9])
+    assert here.until_ended(source.transfer) == ""
+    for peer in silent:
+        peer.socket.close()
+
+
 def test_a_puller_that_passes_a_file(on_unix: Workers) -> None:
     """It is closed: nobody here would do so."""
     reading, writing = os.pipe()
@@ -534,3 +582,20 @@ def test_a_file_that_was_passed_cannot_be_written() -> None:
     with pytest.raises(PermissionError):
         mmap.mmap(passed, 100, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     os.close(passed)
+
+
+@pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 1), reason="this kernel has no such seal")
+def test_nor_when_it_is_opened_again() -> None:
+    """Whoever has a descriptor of the same user's file can open it for writing, by way of /proc."""
+    slots = MemorySlots(8, can_seal=True)
+    passed = read_only(slots.file)
+    again = os.open(f"/proc/self/fd/{passed}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"mine", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, 100)
+    # The owner's mapping was there before.
+    slots.fill(3, NAMES[0])
+    assert slots.holds(3, NAMES[0])
+    for file in (again, passed):
+        os.close(file)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from kv_engine import DictEngine, names_of
 from kv_workers import QUICK, Workers, source_of
+from penstock.wire.errors import ConfigError
 from penstock.wire.messages import KvSource
 
 
@@ -136,6 +144,25 @@ def test_a_puller_that_goes_frees_what_it_pulled(workers: Workers) -> None:
     assert here.until_ended(late.transfer) == "this worker is stopping"
 
 
+def test_a_thread_that_cannot_begin_ends_the_start(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    failures: list[ConfigError] = []
+
+    def start() -> None:
+        try:
+            workers.start(DictEngine())
+        except ConfigError as error:
+            failures.append(error)
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(10)
+    assert [str(error) for error in failures] == ["the thread that moves KV cannot begin: Too many open files"]
+
+
 def test_nobody_listens_there(workers: Workers, tmp_path: Path) -> None:
     here = DictEngine()
     workers.patience = replace(QUICK, retry_seconds=60.0, max_retry_seconds=60.0)
@@ -147,6 +174,46 @@ def test_nobody_listens_there(workers: Workers, tmp_path: Path) -> None:
     again = KvSource(b"2" * 16, source.address)
     transport.pull(again, names_of(1), [0])
     assert "the next is tried in" in here.until_ended(again.transfer)
+
+
+def test_names_that_hang_stop_neither_other_pulls_nor_the_end(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are more than the threads of an event loop. Each name is looked up once, however often it is tried."""
+    look_up, hanging, released = socket.getaddrinfo, [], threading.Event()
+
+    def hang(host: str, *args: int, **settings: int) -> list[object]:
+        if host.endswith(".invalid") and not settings.get("flags"):
+            hanging.append(host)
+            released.wait()
+        return list(look_up(host, *args, **settings))
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    workers.patience = replace(QUICK, silent_looks=1000, connect_seconds=0.3, retry_seconds=0.01, max_retry_seconds=0.01)
+    here, there = DictEngine(), DictEngine()
+    there.store(names_of(3))
+    there_transport, here_transport = workers.start(there), workers.start(here)
+    lost = [KvSource(number.to_bytes(16), f"tcp://{number % 40}.invalid:1") for number in range(1000, 1080)]
+    try:
+        for some in (lost[:40], lost[40:]):
+            for source in some:
+                here_transport.pull(source, names_of(1), [0])
+            for source in some:
+                assert "did not finish its handshake within 0.3 s" in here.until_ended(source.transfer)
+            here.until_quiet(0.05)
+        failure = "none was tried"
+        # A busy machine may not finish a handshake in so short a time, either.
+        while failure and len(here.ended) < 100:
+            source = source_of(there_transport, len(here.ended))
+            here_transport.pull(source, names_of(3), [0, 1, 2])
+            failure = here.until_ended(source.transfer)
+            here.until_quiet(0.05)
+        assert failure == ""
+        closing = threading.Thread(target=here_transport.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    finally:
+        released.set()
+    assert sorted(hanging) == sorted({f"{number}.invalid" for number in range(40)})
 
 
 def test_another_fingerprint_is_refused(workers: Workers) -> None:

@@ -208,6 +208,70 @@ def test_two_models_share_a_directory_and_nothing_else(filled: Path) -> None:
         assert len(disk.tier.recovered()) == 3
 
 
+OTHERS = [bytes([number]) * 16 for number in (1, 2)]
+
+
+def bytes_in(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_the_size_bounds_what_all_models_have_in_the_directory(tmp_path: Path) -> None:
+    """What others have left over leaves when the room is needed, the oldest first."""
+    for age, model in enumerate(OTHERS):
+        with opened(tmp_path, model) as disk:
+            assert [disk.write(slot, b"a") for slot in range(3)] == [""] * 3
+        for path in (tmp_path / model.hex() / "0").iterdir():
+            os.utime(path, (1000 + age, 1000 + age))
+    with opened(tmp_path) as disk:
+        assert disk.write(0, b"a") == ""
+        assert len(list(tmp_path.rglob("blocks"))) == 3, "all have room"
+        assert [disk.write(slot, b"a") for slot in range(1, 4)] == [""] * 3
+        assert not (tmp_path / OTHERS[0].hex() / "0" / "blocks").exists()
+        assert (tmp_path / OTHERS[1].hex() / "0" / "blocks").exists()
+        assert [disk.write(slot, b"a") for slot in range(4, SLOTS)] == [""] * 4
+        assert bytes_in(tmp_path) <= SIZE + 64
+    with opened(tmp_path, OTHERS[0]) as disk:
+        assert disk.write(0, b"a") == ""
+        assert bytes_in(tmp_path) <= SIZE + 64
+
+
+def test_a_store_that_is_in_use_does_not_leave(tmp_path: Path) -> None:
+    """Nor one of a worker of the same model that may be starting again. Each of them has a size of its own."""
+    with opened(tmp_path) as first, opened(tmp_path) as second, opened(tmp_path, OTHERS[0]) as other:
+        assert {each.write(slot, bytes([97 + slot])) for each in (first, second, other) for slot in range(SLOTS)} == {""}
+    with opened(tmp_path) as disk, opened(tmp_path, OTHERS[0]):
+        assert [disk.write(slot, bytes([107 + slot])) for slot in range(SLOTS)] == [""] * SLOTS
+    with opened(tmp_path) as first, opened(tmp_path) as second, opened(tmp_path, OTHERS[0]) as other:
+        assert [len(each.tier.recovered()) for each in (first, second, other)] == [SLOTS] * 3
+
+
+def test_only_stores_are_deleted(filled: Path) -> None:
+    kept = [filled / "notes" / "0" / "blocks", filled / OTHERS[0].hex() / "mine" / "blocks", filled / OTHERS[0].hex() / "1" / "blocks"]
+    for path in kept:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(SIZE))
+    (filled / OTHERS[1].hex()).symlink_to(filled / MODEL.hex())
+    with opened(filled, bytes(16)) as disk:
+        assert [disk.write(slot, b"a") for slot in range(SLOTS)] == [""] * SLOTS
+    assert all(path.exists() for path in kept)
+
+
+def test_a_full_disk_at_the_start_stores_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with file_limit(10), opened(tmp_path) as disk:
+        assert disk.tier.slots == 0
+        assert disk.tier.recovered() == []
+    assert caplog.messages[-1] == f"the disk of --kv-disk {tmp_path} is full: this worker stores no KV there"
+    with opened(tmp_path) as disk:
+        assert disk.write(0, b"a") == ""
+
+
+def test_what_is_left_over_makes_room_on_a_full_disk(filled: Path) -> None:
+    with opened(filled, OTHERS[0]) as disk:
+        with file_limit(100):
+            assert disk.write(0, b"a") == "full"
+        assert not (store(filled) / "blocks").exists()
+
+
 def test_a_smaller_size_drops_what_is_beyond(filled: Path) -> None:
     with opened(filled, size=4 * (BYTES + 64)) as disk:
         assert disk.tier.slots == 4
@@ -270,6 +334,23 @@ def test_a_disk_that_fails_costs_the_block(filled: Path, number: int, monkeypatc
         monkeypatch.undo()
         assert disk.write(6, b"d") == ""
         assert disk.read(6, b"d") == ""
+
+
+def test_a_disk_that_fails_is_told_once_until_it_works_again(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with opened(filled) as disk:
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                for system_call in ("pwritev", "preadv"):
+                    patched.setattr(os, system_call, fail)
+                assert [disk.write(6, b"d") for _ in range(3)] == ["error"] * 3
+                assert [disk.read(0, b"a") for _ in range(3)] == ["error"] * 3
+            assert disk.write(0, b"a") == disk.read(0, b"a") == ""
+    assert caplog.messages == [f"a KV block could not be {what}: Input/output error" for what in ("written", "read")] * 2
 
 
 def test_workers_that_share_a_directory_have_a_store_each(filled: Path) -> None:

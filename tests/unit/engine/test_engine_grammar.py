@@ -13,7 +13,7 @@ import tokenizers
 from penstock.config.engines import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.grammar.grammar import GrammarCompiler, GrammarMatcher
-from penstock.wire.messages import Fault, Finish, Grammar, Sampling, SessionTurn
+from penstock.wire.messages import Export, Fault, Finish, Grammar, Sampling, SessionTurn
 from tiny_models import Collected, generation_id, make_model, make_submit, run
 
 WILD = Sampling(temperature=2.0)
@@ -158,6 +158,24 @@ def test_cancelled_while_it_is_compiled(make: Callable[..., Engine]) -> None:
     engine.check_integrity()
     assert not engine.has_work
     compiler.gate.set()
+
+
+def test_a_worker_that_pulls_waits_for_a_slow_grammar(make: Callable[..., Engine]) -> None:
+    """The Submit is here, however long its grammar is compiled: the puller's patience for it is over."""
+    now, compiler, transfer = [0.0], CountingCompiler(), b"t" * 16
+    engine = make(compiler, lambda: now[0])
+    engine.submit(make_submit(0, [1] * 40, 2, grammar=Grammar("regex", "slow|a"), export=Export(transfer, 10.0)))
+    engine.moves.export(transfer, [b"n" * 16], waits=True)
+    now[0] = 5.0
+    engine.step()
+    assert (engine.transfers.exports, engine.transfers.take_reports()) == (1, [])
+    compiler.gate.set()
+    while engine.has_work:
+        engine.step()
+    now[0] = 16.0
+    engine.step()
+    assert [(report.id, report.outcome) for report in engine.transfers.take_reports()] == [(transfer, "expired")]
+    assert engine.transfers.exports == 0
 
 
 def test_slow_grammars_are_refused_and_those_behind_them_are_not(make: Callable[..., Engine]) -> None:

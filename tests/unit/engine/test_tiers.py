@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,15 @@ PAGES = 14
 DRAWN = Sampling(temperature=0.8, top_p=0.9)
 
 
-def drive(engine: Engine, requests: Sequence[Submit], news: threading.Event) -> Collected:
+def drive(engine: Engine, requests: Sequence[Submit], news: threading.Event, earlier: Collected | None = None) -> Collected:
     """Steps until all have ended. While the engine waits for its disk, so does this."""
-    collected = Collected()
+    collected = Collected() if earlier is None else earlier
     for request in requests:
         engine.submit(request)
-    while len(collected.terminals) < len(requests):
+    while not collected.terminals.keys() >= {request.id for request in requests}:
         news.clear()
         collected.step(engine)
-        if not engine.has_work and len(collected.terminals) < len(requests):
+        if not engine.has_work and not collected.terminals.keys() >= {request.id for request in requests}:
             engine.check_idle()
             assert news.wait(10)
     assert all(terminal == Finish("length") for terminal in collected.terminals.values())
@@ -217,4 +217,30 @@ def test_generations_cancelled_while_they_load_leave_nothing(tmp_path: Path) -> 
         while engine.has_work or engine.transfers.imports:
             Collected().step(engine)
         assert not engine.transfers.held_pages
+    engine.close()
+
+
+def test_a_prompt_in_a_tier_that_waits_for_pages_is_looked_up_again_only_when_they_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, news = with_tiers(200)
+    assert engine.tiers is not None
+    prompt = random_prompt(1, 150)
+    for number, each in enumerate((prompt, random_prompt(2, 200))):
+        drive(engine, [make_submit(number, each, 2)], news)
+    collected, running = Collected(), make_submit(3, random_prompt(3, 120), 60)
+    engine.submit(running)
+    collected.step(engine)
+    plan, planned = engine.tiers.plan, []
+
+    def count(names: Iterable[bytes]) -> int:
+        planned.append(len(collected.tokens[running.id]))
+        return plan(names)
+
+    monkeypatch.setattr(engine.tiers, "plan", count)
+    again = drive(engine, [waiting := make_submit(4, [*prompt, 1], 2)], news, collected)
+    assert len(again.tokens[running.id]) == 60, "it had to wait for all of it"
+    # When it came, in its first step, and when the pages were free: then for each part that was loaded.
+    assert len([tokens for tokens in planned if tokens < 59]) <= 2
+    report = again.deltas[waiting.id][0].prompt
+    assert report is not None
+    assert report.cached_tokens == 144
     engine.close()

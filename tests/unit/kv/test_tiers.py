@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from penstock.kv.cache import KVCache
 from penstock.kv.moving import SlotLayout
 from penstock.kv.radix import Lease, Node, Root
 from penstock.kv.rates import Rate
-from penstock.kv.shelves import Shelves
+from penstock.kv.shelves import MAX_WEIGHED, Shelves
 from penstock.kv.tiers import DISK_PATIENCE, PROBE_BLOCKS, STALE_SECONDS, Done, HostTier, Tiers
+from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import BlocksRemoved, BlocksStored, KvSource, WorkerStats
 
 SIZE = 4
@@ -396,6 +398,28 @@ def test_what_a_turn_has_superseded_gives_way_first() -> None:
     assert world.tiers.plan(block_hashes(tokens(1, 8), SIZE)) == 4
 
 
+def test_a_long_chain_that_is_used_again_is_weighed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a turn all of its blocks are used at once. They are weighed some at a time, or when one has to give way."""
+    shelves, put, puts = Shelves(1, 301, KvEventLog(), 0.5), LazyHeap.put, []
+    names = [number.to_bytes(16) for number in range(301)]
+    shelves.recover([(slot, name, b"") for slot, name in enumerate(names)])
+
+    def count(heap: LazyHeap[Any, Any], *args: Any) -> None:
+        puts.append(args)
+        put(heap, *args)
+
+    monkeypatch.setattr(LazyHeap, "put", count)
+    tick = shelves.tick()
+    for name in names[:300]:
+        block = shelves.get(name)
+        assert block is not None
+        shelves.use(block, tick)
+    assert puts == []
+    shelves.disk.weigh_again()
+    assert 0 < len(puts) <= MAX_WEIGHED
+    assert [shelves.make_room(shelves.disk) for _ in range(3)] == [300, 0, 1]
+
+
 def test_the_oldest_chain_gives_way_from_its_end() -> None:
     world = World(host=12)
     for number in (1, 2, 3):
@@ -561,6 +585,25 @@ def test_a_stopped_load_ends_when_its_copy_has() -> None:
         world.step()
     assert world.ended[transfer] == "stopped"
     assert world.pulled[transfer] == 4
+    world.check()
+
+
+def test_a_load_that_waits_for_a_copy_has_no_deadline() -> None:
+    """Only a silent disk is given up. A deadline in the past would wake an engine that has nothing to do, again and again."""
+    world = World(polls=3)
+    world.run(tokens(1, 8))
+    world.run(tokens(2, 16), loads=False)
+    for _ in range(5):
+        world.step()
+    transfer = world.pull(block_hashes(tokens(1, 8), SIZE), world.cache.allocate(8, 0.0))
+    world.tiers.poll()
+    world.clock.now += DISK_PATIENCE + 1
+    world.tiers.poll()
+    assert transfer not in world.ended
+    assert world.tiers.next_expiry > world.clock.now
+    for _ in range(10):
+        world.step()
+    assert world.ended[transfer] == ""
     world.check()
 
 

@@ -53,6 +53,11 @@ class NameMemory:
         return int.from_bytes(blake2b(b"".join(strips), digest_size=8).digest())
 
 
+class NotLookedThrough(list[Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("this takes as long as the prompt is long")
+
+
 class Worker:
     """A `kv.moving.KvEngine`: a scheduler that makes the same token for everyone, and writes the name of each block into its page."""
 
@@ -545,6 +550,19 @@ def test_held_blocks_give_way_before_anything_is_preempted() -> None:
     assert d.ended == [2]
     assert d.scheduler.stats().preemptions == 0
     assert d.known(prompt) < 10
+
+
+def test_pages_that_are_held_are_counted_without_a_look_at_each() -> None:
+    """An engine that has nothing else to do counts them after each block that arrives."""
+    hub, p, d = two_workers(pages=16)
+    prompt = prompt_of(1, 41)
+    p.submit(1, prompt)
+    p.run(hub)
+    d.transfers.fetch(fetch_of(9, prompt))
+    d.run(hub)
+    held = d.transfers._imports[(9).to_bytes(16)]
+    held.path = NotLookedThrough(held.path)
+    assert d.transfers.held_pages == 10
 
 
 def test_a_pull_that_must_give_way_is_stopped() -> None:

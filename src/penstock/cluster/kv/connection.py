@@ -189,7 +189,8 @@ class Connection:
             if isinstance(message, Goodbye):
                 raise PeerLeft(f"the peer closed the connection: {message.code}: {message.message}")
             self._begin_blocks(self.received(message))
-        self._make_room()
+        if not self.is_closed:
+            self._make_room()
 
     def _begin_blocks(self, views: Sequence[memoryview]) -> None:
         """Some of their bytes may have come already, behind the message."""
@@ -210,7 +211,7 @@ class Connection:
         self.blocks_received()
 
     def _make_room(self) -> None:
-        """Moves the beginning of a message to the front. A long message gets a longer buffer, until it is read."""
+        """Moves the beginning of a message to the front. A long one, whose length was checked, gets a longer buffer until it is read."""
         waiting = self._end - self._start
         needed = BUFFER_BYTES
         if waiting >= LENGTH.size and not self._in_blocks:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from penstock.cluster.kv.frames import LENGTH, Expected, KvMessage, SourceWelcome, decode, encode, length_of
+from penstock.cluster.kv.lookups import Lookups
 from penstock.cluster.links.link import check_version, tune
 from penstock.cluster.links.security import (
     Handshake,
@@ -173,12 +174,12 @@ async def welcome_puller(dialog: Dialog, credentials: Credentials, advertised: A
     return hello
 
 
-async def reach_source(address: Address, credentials: Credentials) -> tuple[Dialog, SourceWelcome]:
+async def reach_source(address: Address, credentials: Credentials, lookups: Lookups) -> tuple[Dialog, SourceWelcome]:
     """The puller's side. Raises LinkError, and leaves nothing open."""
     if needs_protection(address, credentials.secret, credentials.puller_tls):
         raise HandshakeRefused(f"{address} is not used: KV over TCP needs PENSTOCK_LINK_SECRET or TLS (--link-tls-cert)")
     try:
-        dialog = Dialog(await _connected(address))
+        dialog = Dialog(await _connected(address, lookups))
     except (OSError, ValueError) as error:
         raise LinkBroken(f"cannot connect to {address}: {reason_of(error)}") from error
     try:
@@ -219,17 +220,14 @@ async def _greet_source(dialog: Dialog, address: Address, credentials: Credentia
     return welcome
 
 
-async def _connected(address: Address) -> socket.socket:
-    loop = asyncio.get_running_loop()
+async def _connected(address: Address, lookups: Lookups) -> socket.socket:
     if isinstance(address, UnixAddress):
         return await _connect(socket.AF_UNIX, address.path)
-    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    for family, _, _, _, place in found[:-1]:
-        try:
-            return await _connect(family, place)
-        except OSError:
-            continue
-    return await _connect(found[-1][0], found[-1][4])
+    *others, last = await lookups.places(address)
+    for place in others:
+        with contextlib.suppress(OSError):
+            return await _connect(*place)
+    return await _connect(*last)
 
 
 async def _connect(family: int, place: object) -> socket.socket:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.cluster.kv.connection import BUFFER_BYTES, Connection, check_message, repeated
 from penstock.cluster.kv.frames import MAX_BLOCKS_PER_MESSAGE, SESSION_BYTES, Blocks, Ended, Join, KvMessage, Pull, Stop, Waiting
 from penstock.cluster.kv.handshake import Credentials, reach_source
+from penstock.cluster.kv.lookups import Lookups
 from penstock.cluster.kv.shared_memory import PeerSlots
 from penstock.kv.blocks import NAME_BYTES
 from penstock.kv.moving import KvEngine, SlotLayout
@@ -264,7 +265,7 @@ class Peer:
         seconds, session = self._puller.patience.connect_seconds, self._session
         try:
             async with asyncio.timeout(seconds):
-                dialog, welcome = await reach_source(self.address, self._puller.credentials)
+                dialog, welcome = await reach_source(self.address, self._puller.credentials, self._puller.lookups)
         except TimeoutError as error:
             raise HandshakeRefused(f"{self.address} did not finish its handshake within {seconds:g} s") from error
         try:
@@ -372,6 +373,7 @@ class Puller:
         self.patience = patience
         self.streams = streams
         self.loop = asyncio.get_running_loop()
+        self.lookups = Lookups()
         self.rate = Rate()
         self.bytes_pulled, self.seconds_pulling = 0, 0.0
         self._moved_at = 0.0

@@ -17,17 +17,20 @@ from collections.abc import Sequence
 from penstock.kv.moving import SlotLayout
 from penstock.wire.errors import FrameMalformed
 
+F_SEAL_FUTURE_WRITE = 0x10
+"""Of Linux since 5.1: only mappings that are there already may write. Python's `fcntl` has no name for it yet."""
 MIN_READ_BYTES = 256 * 1024
 """Strips of this size and more are read, shorter ones are copied from a mapping."""
 
 
 def read_only(file: int) -> int:
-    """Another descriptor of a file in memory, which nobody can write through. The file is sealed against shrinking, if it may be. -1 where
-    memory cannot be shared."""
+    """Another descriptor of a file in memory, which nobody can write through. If the file may be sealed, it cannot shrink from now on, and
+    nobody writes to it but through the mappings that it has: a peer could open the descriptor again. -1 where memory cannot be shared."""
     if file < 0 or sys.platform != "linux":
         return -1
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    for seal in (fcntl.F_SEAL_SHRINK, F_SEAL_FUTURE_WRITE):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, seal)
     try:
         return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -115,8 +115,11 @@ class Source:
 
     def pull(self, session: Session, asked: Pull) -> None:
         asked.check()
-        if asked.number in session.exports or len(session.exports) + len(session.leaving) >= MAX_OPEN_PULLS:
-            raise FrameMalformed(f"pull {asked.number} is open already, or {MAX_OPEN_PULLS} others are")
+        if asked.number in session.exports:
+            raise FrameMalformed(f"pull {asked.number} is open already")
+        if len(session.exports) + len(session.leaving) >= MAX_OPEN_PULLS:
+            session.connections[0].send(Ended(asked.number, f"{MAX_OPEN_PULLS:,} other pulls are open, the maximum"))
+            return
         if asked.transfer in self._remembered:
             session.connections[0].send(Ended(asked.number, "this transfer was pulled before"))
             return

@@ -16,7 +16,7 @@ from penstock.cluster.kv.puller import Patience, Puller
 from penstock.cluster.kv.shared_memory import read_only
 from penstock.cluster.kv.source import Source
 from penstock.cluster.links.link import HANDSHAKE_TIMEOUT, tune
-from penstock.cluster.links.security import needs_protection
+from penstock.cluster.links.security import needs_protection, reason_of
 from penstock.cluster.links.worker_server import bind_unix
 from penstock.kv.moving import KvEngine
 from penstock.wire.address import Address, TcpAddress, UnixAddress
@@ -26,7 +26,9 @@ from penstock.wire.messages import KvSource
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
-"""Of pullers, those in their handshake included."""
+"""Of pullers that have proved themselves."""
+MAX_OPENING = 64
+"""Connections in their handshake. A new one takes the place of the oldest: those that say nothing keep no puller out."""
 STREAMS = 4
 """Connections over TCP to one source."""
 LOOKS_PER_KEEP_ALIVE = 2
@@ -63,20 +65,25 @@ class SocketTransport:
         self._inbox: deque[Callable[[], None]] = deque()
         self._is_woken = False
         self._is_closed = False
+        self._failure: OSError | None = None
         self._started: threading.Event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="KV transport", daemon=True)
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._file = -1
         self._listener: socket.socket | None = None
 
     def start(self) -> str:
-        """Raises ConfigError when it cannot listen."""
+        """Raises ConfigError when it cannot listen, or its thread cannot begin."""
         try:
             self._listener = self._bind()
         except OSError as error:
             raise ConfigError(f"--kv-listen {self.address}: {error.strerror or error}") from error
         self._thread.start()
         self._started.wait()
+        if self._failure is not None:
+            if self._listener is not None:
+                self._listener.close()
+            raise ConfigError(f"the thread that moves KV cannot begin: {reason_of(self._failure)}") from self._failure
         if self.address is None:
             return ""
         log.info("KV is pulled at %s", self.address)
@@ -156,7 +163,15 @@ class SocketTransport:
             self._inbox.popleft()()
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        try:
+            with asyncio.Runner() as runner:
+                runner.get_loop()
+                runner.run(self._serve())
+        except OSError as error:
+            if self._started.is_set():
+                raise
+            self._failure, self._is_closed = error, True
+            self._started.set()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -215,14 +230,19 @@ class SocketTransport:
             self._loop.remove_reader(listener.fileno())
             self._loop.call_later(self._patience.look_seconds, self._listen, listener)
             return
-        if len(self._opening) + len(self._source.connections) >= MAX_CONNECTIONS:
+        if len(self._source.connections) >= MAX_CONNECTIONS:
             log.warning("a connection for KV was refused: %d are open, the maximum", MAX_CONNECTIONS)
             connection.close()
             return
+        if len(self._opening) >= MAX_OPENING:
+            log.warning("a connection for KV was closed: %d newer ones are in their handshake", MAX_OPENING)
+            oldest = next(iter(self._opening))
+            del self._opening[oldest]
+            oldest.cancel()
         dialog = Dialog(connection)
         task = asyncio.create_task(self._welcome(dialog, address), name="handshake for KV")
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        self._opening[task] = None
+        task.add_done_callback(lambda task: self._opening.pop(task, None))
         # One that is cancelled before its first step closes nothing itself.
         task.add_done_callback(lambda task: dialog.close() if task.cancelled() else None)
 
