@@ -58,7 +58,7 @@ class Transfer:
     """The target has reported its end. The source knows, and the target keeps the blocks for the generation."""
     is_used: bool = False
     """The generation has begun at the target."""
-    _frames: int = -1
+    _life_signs: int = -1
     _silent_looks: int = 0
 
     @property
@@ -67,8 +67,8 @@ class Transfer:
 
     def is_late(self, now: float) -> bool:
         """One look at it."""
-        frames, self._frames = self._frames, self.source.link.frames
-        self._silent_looks = self._silent_looks + 1 if frames == self._frames and self.waits else 0
+        before, self._life_signs = self._life_signs, self.source.link.life_signs
+        self._silent_looks = self._silent_looks + 1 if before == self._life_signs and self.waits else 0
         return now >= self.deadline or self._silent_looks >= SILENT_LOOKS[self.source.model.kv_handover]
 
 
