@@ -13,11 +13,13 @@ from msgspec import structs
 
 from penstock.backends.simulator import Simulator
 from penstock.cluster import suspects
+from penstock.cluster.dispatch import MAX_FRUITLESS_MIGRATIONS
 from penstock.cluster.pool import Member
 from penstock.cluster.sessions import moves
 from penstock.config.front_end import RouterSettings
 from penstock.router.affinity import Binding, MemoryStore
 from penstock.router.policy import Hints, SessionWish
+from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import (
     Delta,
     Fault,
@@ -49,6 +51,8 @@ class Mover(Simulator):
     """None: it says nothing."""
     is_held = False
     """It begins nothing that comes from now on."""
+    fault: Fault | None = None
+    """It fails everything with this."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -66,11 +70,13 @@ class Mover(Simulator):
         self.submits.append(request)
         if request.export is not None and self.model.kv_handover == "ticket" and self.outcome is not None:
             asyncio.get_running_loop().call_soon(self._emit, (), None, [TransferReport(request.export.transfer, ticket=b"a ticket")])
-        if request.seed == POISON:
+        if request.seed == POISON and (request.export is not None or self.model.kv_handover == "blocks"):
             asyncio.get_running_loop().call_soon(self.on_poison)
         if request.source is not None and request.source.transfer not in [fetch.source.transfer for fetch in self.fetches]:
             self.answer(request.source.transfer)
-        if self.is_held:
+        if self.fault is not None:
+            asyncio.get_running_loop().call_soon(self.emit, Segment(request.id, None, self.fault))
+        elif self.is_held:
             self.held.append(request)
         else:
             self._compute(request)
@@ -319,7 +325,43 @@ async def test_engines_of_others_may_have_to_work_at_the_same_time(tmp_path: Pat
         await finished(task)
         assert reader.tokens == expected(1, 50)
         assert both.transfers.counts["prefill", "lost" if fails else "done"] == 1
-        assert both.front_end.dispatcher.migrations["prefill_lost"] == fails
+        assert both.front_end.dispatcher.migrations["worker_lost"] == fails
+
+
+@pytest.mark.parametrize("is_retryable", [False, True])
+async def test_a_half_that_always_fails_ends_the_generation(tmp_path: Path, is_retryable: bool) -> None:
+    async with cluster(tmp_path, "p d", handover="meeting") as both:
+        both["p"].simulator.fault = Fault("engine_error", "not this one", is_retryable)
+        both["d"].simulator.is_held, both["d"].simulator.outcome = True, None
+        _, task = both.front_end.start(submit(1, 50, PROMPT))
+        with pytest.raises(GenerationFault, match="not this one"):
+            await finished(task)
+        assert len(both["p"].submits) == (1 + MAX_FRUITLESS_MIGRATIONS if is_retryable else 1)
+        await until(lambda: both["d"].runtime.is_idle)
+
+
+async def test_a_half_that_is_always_late_ends_the_generation(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d", handover="meeting") as both:
+        for worker in both.workers.values():
+            worker.simulator.is_held, worker.simulator.outcome = True, None
+        _, task = both.front_end.start(submit(1, 50, PROMPT))
+        for attempts in range(1, 2 + MAX_FRUITLESS_MIGRATIONS):
+            await until(lambda: len(both["p"].submits) == len(both["d"].submits) == attempts)  # noqa: B023
+            (transfer,) = both.transfers.open.values()
+            both.transfers.end(transfer, "stalled")
+            transfer.owner.transfer_was_late()
+        with pytest.raises(GenerationFault, match="4 attempts in a row failed"):
+            await finished(task)
+        assert both.front_end.dispatcher.migrations == {"prefill_stalled": MAX_FRUITLESS_MIGRATIONS}
+
+
+@pytest.mark.parametrize("handover", ["blocks", "ticket", "meeting"])
+async def test_the_first_half_need_not_make_the_least_number_of_tokens(tmp_path: Path, handover: KvHandover) -> None:
+    async with cluster(tmp_path, "p d", handover=handover) as both:
+        _, reader = await both.front_end.run(submit(1, 50, PROMPT, min_tokens=20))
+        assert reader.tokens == expected(1, 50)
+        assert [(request.min_tokens, request.max_tokens) for request in both["p"].submits] == [(handover == "blocks",) * 2]
+        assert [request.min_tokens for request in both["d"].submits] == [20]
 
 
 async def test_one_half_of_a_pair_gets_nothing_alone(tmp_path: Path) -> None:
@@ -520,10 +562,11 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing(tmp_path: Path, 
             await until(lambda worker=worker: worker.runtime.is_idle)  # type: ignore[misc]
 
 
-async def test_a_request_that_kills_its_workers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it kills those that compute its prompt, or those that continue."""
+@pytest.mark.parametrize("handover", ["blocks", "meeting"])
+async def test_a_request_that_kills_its_workers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handover: KvHandover) -> None:
+    """Whether it kills those that compute its prompt, or those that continue; in pairs, those that compute it."""
     monkeypatch.setattr(suspects, "HOLD_SECONDS", 0.5)
-    async with cluster(tmp_path, "p0 p1 d0 d1", trial_seconds=5.0) as both:
+    async with cluster(tmp_path, "p0 p1 d0 d1", trial_seconds=5.0, handover=handover) as both:
         calm = [both.front_end.start(submit(n, 300, PROMPT)) for n in range(8)]
         _, task = both.front_end.start(structs.replace(submit(99, 100, PROMPT), seed=POISON))
         with pytest.raises(Exception, match="it is not tried again"):

@@ -209,8 +209,9 @@ class Production:
 
     @property
     def link(self) -> WorkerLink | None:
-        """Where it runs."""
-        return None if self._attempt is None else self._attempt.member.link
+        """Where it runs; if two work at the same time, where its prompt is computed."""
+        attempt = self.beside or self._attempt
+        return None if attempt is None else attempt.member.link
 
     @property
     def age(self) -> int:
@@ -276,12 +277,11 @@ class Production:
         if attempt is self.beside:
             if error is None or self.age:
                 self.beside = None
-            else:
-                self._lose_partner(attempt, "lost")
-                # Later: the link is in the middle of a frame, or of its own end.
-                self._pause = asyncio.get_running_loop().call_soon(self._guarded, self.send_again)
-        if attempt is not self._attempt:
-            return  # cancelled, or beside it
+                return
+            # The other half cannot go on alone.
+            self._give_up("lost")
+        elif attempt is not self._attempt:
+            return  # cancelled
         self._attempt = None
         if attempt.is_cut:
             # Later: the link is in the middle of a frame, or of its own end.
@@ -336,24 +336,15 @@ class Production:
 
     def transfer_was_late(self) -> None:
         """If its prompt is still being computed elsewhere, that is given up: its own worker computes, or other ones."""
-        attempt = self._attempt
-        if self.beside is not None and not self.age:
-            self._lose_partner(self.beside, "stalled")
-            self._guarded(self.send_again)
+        attempt = self.beside or self._attempt
+        if attempt is None or not attempt.is_prefill or self.age:
             return
-        if attempt is None or not attempt.is_prefill:
-            return
-        self._attempt = None
-        attempt.abandon()
-        attempt.cancel()
-        self._drop_relay("stalled")
-        self.failed.add(attempt.member.link)
-        self.dispatcher.migrations["prefill_stalled"] += 1
-        self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
-        self._guarded(self.send_again)
+        self._give_up("stalled")
+        fault = Fault("prefill_stalled", f"worker {attempt.member.name} took too long to compute the prompt for another", retryable=True)
+        self._guarded(partial(self._continue, attempt, GenerationFault(fault)))
 
-    def _lose_partner(self, beside: Attempt, ending: Ending) -> None:
-        """The engine that computes its prompt has failed, and its own cannot go on: it leaves both."""
+    def _give_up(self, ending: Ending) -> None:
+        """It leaves the workers where it is."""
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
         if attempt.transfer is not None:
@@ -361,9 +352,6 @@ class Production:
         attempt.abandon()
         attempt.cancel()
         self._drop_relay(ending)
-        self.failed.add(beside.member.link)
-        self.dispatcher.migrations[f"prefill_{ending}"] += 1
-        self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
 
     def _continue(self, attempt: Attempt, error: PenstockError) -> None:
         """On another worker, after this attempt failed; after a pause when there is no other."""
@@ -538,8 +526,9 @@ class Dispatcher:
                 member.link.drop_prompt(name)
 
     def has_only_failed(self, production: Production) -> bool:
-        """Whether there are workers for it, and all of them have just failed it."""
-        return bool(self._pool.usable(production.model)) and not self._others(production)
+        """Whether there are workers for it, and all of them have just failed it, or cannot run it without one that has."""
+        others = self._others(production)
+        return bool(self._pool.usable(production.model)) and not self._complete(others, self._helpers(production, others))
 
     # Called by the pool and by its links.
 
@@ -625,12 +614,12 @@ class Dispatcher:
         if self.suspects.deaths and production in self.suspects:
             members = [member for member in members if self.suspects.is_free(member.link)]
         helpers = self._helpers(production, members)
-        complete = [member for member in members if self._is_complete(member, helpers)]
+        complete = self._complete(members, helpers)
         if not complete and members and production.failed:
             # One half of a pair failed it: the same pair is the last resort.
             members = self._pool.speaking(self._pool.usable(production.model))
             helpers = self._helpers(production, members)
-            complete = [member for member in members if self._is_complete(member, helpers)]
+            complete = self._complete(members, helpers)
         members = self._with_role(complete, production)
         usable = {member.name: member for member in members}
         rooms = {name: self._has_room(member) for name, member in usable.items()}
@@ -660,11 +649,10 @@ class Dispatcher:
             able = [member for member in able if member.model.kv_handover == "meeting"]
         return [member.name for member in able if member.model.kv_handover != "ticket" or not production.request.prompt_logprobs]
 
-    def _is_complete(self, member: Member, helpers: list[str]) -> bool:
-        """Whether it can run a generation: itself, or with one of these."""
-        if member.model.kv_handover != "meeting":
-            return True
-        return any((helper := self._pool.find(name)) is not None and member.can_meet(helper) for name in helpers)
+    def _complete(self, members: list[Member], helpers: list[str]) -> list[Member]:
+        """Those that can run a generation: themselves, or with one of these helpers."""
+        found = [helper for name in helpers if (helper := self._pool.find(name)) is not None]
+        return [member for member in members if member.model.kv_handover != "meeting" or any(map(member.can_meet, found))]
 
     def _send(self, production: Production, member: Member, decision: Decision, blocks: int) -> Attempt:
         request = production.next_request()

@@ -68,5 +68,6 @@ class Relay:
 def first_leg(request: Submit, transfer: Transfer) -> Submit:
     """The request as the worker gets it that computes the prompt: for one token, and without the lease of its session. Marked prompts are
     kept there too, since prompts that begin alike come there again. Of engines of others, the second one makes all tokens."""
-    tokens, export = int(transfer.source.model.kv_handover == "blocks"), Export(transfer.id, LEASE_SECONDS)
-    return structs.replace(request, max_tokens=request.offset + tokens, retention_seconds=0.0, session=None, export=export)
+    most, export = request.offset + (transfer.source.model.kv_handover == "blocks"), Export(transfer.id, LEASE_SECONDS)
+    least = min(request.min_tokens, most)
+    return structs.replace(request, max_tokens=most, min_tokens=least, retention_seconds=0.0, session=None, export=export)
