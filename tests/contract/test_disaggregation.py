@@ -364,6 +364,15 @@ async def test_the_first_half_need_not_make_the_least_number_of_tokens(tmp_path:
         assert [request.min_tokens for request in both["d"].submits] == [20]
 
 
+@pytest.mark.parametrize("name", ["p", "d"])
+async def test_one_half_of_a_pair_alone_is_no_worker(tmp_path: Path, name: str) -> None:
+    async with cluster(tmp_path, name, handover="meeting", worker_wait=0.01) as one:
+        _, task = one.front_end.start(submit(1, 50, PROMPT))
+        with pytest.raises(GenerationFault, match="no prefill and decode worker for model 'simulator' came within"):
+            await finished(task)
+        assert one[name].submits == []
+
+
 async def test_one_half_of_a_pair_gets_nothing_alone(tmp_path: Path) -> None:
     """Also a prompt shorter than a block, and one that the second is thought to have cached."""
     async with cluster(tmp_path, "p d", handover="meeting") as both:

@@ -764,11 +764,14 @@ class Dispatcher:
             self.suspects.tick()
             for model in {*self._queues, *self.suspects.models}:
                 queue = self._queue(model)
-                if not (len(queue) or model in self.suspects.models) or self._pool.usable(model):
+                usable = self._pool.usable(model)
+                able = [member.name for member in usable if "prefill" in member.model.roles]
+                if not (len(queue) or model in self.suspects.models) or self._complete(usable, able):
                     self._deserted.pop(model, None)
                     continue
                 since = self._deserted.setdefault(model, now)
                 if now - since >= self._limits.worker_wait:
-                    message = f"no worker for model {model!r} came within {self._limits.worker_wait:g} s"
+                    missing = "prefill and decode worker" if usable else "worker"
+                    message = f"no {missing} for model {model!r} came within {self._limits.worker_wait:g} s"
                     queue.fail(now - self._limits.worker_wait, Fault("no_worker", message))
                     self.suspects.fail(model, now - self._limits.worker_wait, Fault("no_worker", message))
