@@ -740,9 +740,9 @@ class Dispatcher:
         """Those that are meant for it and answer. Without one, all of them: each can do everything.
 
         A generation that has lost its worker is one of many. They are sent as the workers get on, so that workers of all roles take their
-        part, and the next loss does not hit all of them.
+        part, and the next loss does not hit all of them. Until they are sent, no other one keeps the workers busy.
         """
-        if production.failed:
+        if production.failed or self._queue(production.model).has_lost:
             members = [member for member in members if not self._is_swamped(member)]
         return [member for member in members if member.is_for(production.wanted_role) and not member.is_quiet] or members
 
