@@ -116,9 +116,9 @@ class Mover(Simulator):
 class MovingWorker(Worker):
     simulator: Mover
 
-    def __init__(self, folder: Path, name: str, role: Role = "aggregated", handover: KvHandover = "blocks") -> None:
+    def __init__(self, folder: Path, name: str, role: Role = "aggregated", handover: KvHandover = "blocks", batch: int = 1000) -> None:
         kv: dict[str, Any] = {"kv_fingerprint": b"same", "kv_address": f"unix:{name}.kv", "kv_block_bytes": 64, "kv_handover": handover}
-        super().__init__(folder, name, make_model(roles=(role,), **kv), Mover, step_ms=1.0, kv_block_bytes=64)
+        super().__init__(folder, name, make_model(roles=(role,), max_batch=batch, **kv), Mover, step_ms=1.0, kv_block_bytes=64)
         self.simulator.on_poison = self.break_links
 
     @property
@@ -154,10 +154,10 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    folder: Path, names: str, router: RouterSettings = ALWAYS, handover: KvHandover = "blocks", **options: Any
+    folder: Path, names: str, router: RouterSettings = ALWAYS, handover: KvHandover = "blocks", batch: int = 1000, **options: Any
 ) -> AsyncIterator[Cluster]:
     roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
-    workers = {name: MovingWorker(folder, name, roles.get(name[0], "aggregated"), handover) for name in names.split()}
+    workers = {name: MovingWorker(folder, name, roles.get(name[0], "aggregated"), handover, batch) for name in names.split()}
     for worker in workers.values():
         await worker.__aenter__()
     try:
@@ -362,6 +362,42 @@ async def test_the_first_half_need_not_make_the_least_number_of_tokens(tmp_path:
         assert reader.tokens == expected(1, 50)
         assert [(request.min_tokens, request.max_tokens) for request in both["p"].submits] == [(handover == "blocks",) * 2]
         assert [request.min_tokens for request in both["d"].submits] == [20]
+
+
+@pytest.mark.parametrize("lane", ["", "tenant"])
+@pytest.mark.parametrize("handover", ["ticket", "meeting"])
+async def test_a_handover_begins_when_its_second_worker_has_a_place(tmp_path: Path, handover: KvHandover, lane: str) -> None:
+    """A ticket gets old, and two engines lose each other, while one of them makes others wait."""
+    async with cluster(tmp_path, "p d", handover=handover, batch=1) as both:
+        both["d"].simulator.is_held = True
+        first = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["d"].simulator.held))
+        second = both.front_end.start(submit(2, 50, PROMPT, lane=lane))
+        assert both.front_end.dispatcher.queued == 1
+        assert both.transfers.open.keys() <= {request.source.transfer for request in both["d"].submits if request.source}
+        both["d"].simulator.let_go()
+        for number, (reader, task) in enumerate((first, second), start=1):
+            await finished(task)
+            assert reader.tokens == expected(number, 50)
+        assert both.transfers.counts == {("prefill", "done"): 2}
+
+
+async def test_two_engines_that_wait_for_their_turn_are_not_late(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d", handover="meeting") as both:
+        both["p"].simulator.is_held = both["d"].simulator.is_held = True
+        both["d"].simulator.outcome = None
+        reader, task = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["p"].simulator.held and both["d"].simulator.held))
+        (transfer,) = both.transfers.open.values()
+        transfer.deadline = 0.0
+        both.transfers.tick()
+        assert list(both.transfers.open) == [transfer.id]
+        both["p"].simulator.let_go()
+        await until(lambda: not transfer.waits)
+        assert transfer.deadline, "from now on it must come"
+        both["d"].simulator.let_go()
+        await finished(task)
+        assert reader.tokens == expected(1, 50)
 
 
 @pytest.mark.parametrize("name", ["p", "d"])

@@ -277,6 +277,8 @@ class Production:
         if attempt is self.beside:
             if error is None or self.age:
                 self.beside = None
+                if self._attempt is not None and self._attempt.transfer is not None:
+                    self.dispatcher.transfers.was_computed(self._attempt.transfer)
                 return
             # The other half cannot go on alone.
             self._give_up("lost")
@@ -624,7 +626,7 @@ class Dispatcher:
         usable = {member.name: member for member in members}
         rooms = {name: self._has_room(member) for name, member in usable.items()}
         if not any(rooms.values()) and self._may_overdraw(production):
-            rooms = {name: not member.is_quiet for name, member in usable.items()}
+            rooms = {name: not member.is_quiet and member.model.kv_handover == "blocks" for name, member in usable.items()}
         if not any(rooms.values()):
             return None
         candidates = [Candidate(name, rooms[name], member.is_quiet) for name, member in usable.items()]
@@ -706,7 +708,8 @@ class Dispatcher:
         session = production.turn.sent(production.mailbox.index, decision)
         seconds = decision.move.seconds + IMAGE_SECONDS * bool(production.request.images)
         transfer = self.transfers.begin(production, helper, member, "prefill", seconds)
-        relay = Relay(self.transfers, transfer, member, self._router.sent(decision, (), blocks), session, decision.move.pull_seconds)
+        transfer.pull_seconds = decision.move.pull_seconds
+        relay = Relay(self.transfers, transfer, member, self._router.sent(decision, (), blocks), session)
         production.relay = relay
         request = first_leg(production.next_request(), transfer)
         there = structs.replace(decision, worker=helper.name, overlap=decision.move.overlap)
@@ -750,10 +753,12 @@ class Dispatcher:
         return member.link.unbegun >= MIN_UNBEGUN and self._router.waiting_seconds(member.name) > MAX_WAIT_SECONDS
 
     def _has_room(self, member: Member) -> bool:
-        """A quiet worker has no room: it would not begin before it speaks again."""
+        """A quiet worker has no room: it would not begin before it speaks again. Nothing waits at engines of others that hand KV over:
+        it is there for a short time only, and another engine may be waiting for this one."""
         link, batch = member.link, member.model.max_batch or UNKNOWN_BATCH
-        expected = link.active + link.reserved
-        return link.unbegun < self._limits.worker_queue and expected < batch + self._limits.worker_queue and not member.is_quiet
+        if member.model.kv_handover == "blocks":
+            batch += self._limits.worker_queue
+        return link.unbegun < self._limits.worker_queue and link.active + link.reserved < batch and not member.is_quiet
 
     async def _watch_deserted(self) -> None:
         """Ends the wait for workers that do not come."""

@@ -24,7 +24,6 @@ class Relay:
     member: Member
     assignment: Assignment
     session: SessionTurn | None
-    pull_seconds: float
 
     def __post_init__(self) -> None:
         self.member.link.reserved += 1
@@ -51,7 +50,7 @@ class Relay:
         if self.transfer.id not in self.transfers.open:
             return None
         if self.member.model.kv_handover != "meeting":
-            self.transfers.was_computed(self.transfer, self.pull_seconds)
+            self.transfers.was_computed(self.transfer)
         return self.transfer.message
 
     def drop(self, ending: Ending) -> None:

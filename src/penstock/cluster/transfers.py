@@ -58,6 +58,8 @@ class Transfer:
     """The target has reported its end. The source knows, and the target keeps the blocks for the generation."""
     is_used: bool = False
     """The generation has begun at the target."""
+    pull_seconds: float = 0.0
+    """What it should take when the source has computed everything."""
     _life_signs: int = -1
     _silent_looks: int = 0
 
@@ -66,10 +68,12 @@ class Transfer:
         return KvSource(self.id, self.source.model.kv_address, self.waits, self.ticket, self.blocks)
 
     def is_late(self, now: float) -> bool:
-        """One look at it."""
+        """One look at it. Two engines that work at the same time may have to wait for their turn: that is no delay."""
         before, self._life_signs = self._life_signs, self.source.link.life_signs
         self._silent_looks = self._silent_looks + 1 if before == self._life_signs and self.waits else 0
-        return now >= self.deadline or self._silent_looks >= SILENT_LOOKS[self.source.model.kv_handover]
+        handover = self.source.model.kv_handover
+        is_over = now >= self.deadline and not (self.waits and handover == "meeting")
+        return is_over or self._silent_looks >= SILENT_LOOKS[handover]
 
 
 def patience(expected_seconds: float) -> float:
@@ -121,11 +125,11 @@ class Transfers:
             elif transfer.target is member and report.outcome is not None:
                 self._arrived(transfer, report)
 
-    def was_computed(self, transfer: Transfer, expected_seconds: float) -> None:
+    def was_computed(self, transfer: Transfer) -> None:
         """The source has computed all blocks: this is what is left of the transfer."""
         transfer.waits = False
         if not transfer.has_arrived:
-            transfer.deadline = self._deadline(transfer.source, transfer.target, expected_seconds)
+            transfer.deadline = self._deadline(transfer.source, transfer.target, transfer.pull_seconds)
 
     def has_left(self, transfer: Transfer) -> None:
         """Its generation waits for the source no more."""

@@ -27,7 +27,8 @@ def test_a_prompt_that_is_computed_waits_for_links_only_when_it_is() -> None:
         transfers.begin(OWNER, A, B, "drain", 0.125)
     prefill = transfers.begin(OWNER, A, B, "prefill", 0.5)
     assert prefill.deadline == 1002.0
-    transfers.was_computed(prefill, 0.125)
+    prefill.pull_seconds = 0.125
+    transfers.was_computed(prefill)
     assert prefill.deadline == 1002.5 + MIN_PATIENCE_SECONDS
 
 
