@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,6 +64,18 @@ MIN_UNBEGUN = 8
 MAX_WAIT_SECONDS = 0.25
 # Assumed for a worker that does not say how many generations it computes at once.
 UNKNOWN_BATCH = 4096
+
+
+class Soon:
+    """Something that is done soon, unless it is cancelled."""
+
+    __slots__ = ("do",)
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self.do: Callable[[], None] | None = do
+
+    def cancel(self) -> None:
+        self.do = None
 
 
 class Attempt(Generation):
@@ -167,7 +179,7 @@ class Production:
     prompt_cached: int | None = None
     """The tokens of its prompt that were cached at a worker that computed it for another one."""
     _attempt: Attempt | None = None
-    _pause: asyncio.Handle | None = None
+    _pause: asyncio.Handle | Soon | None = None
     _fruitless: int = 0
     _losses: int = 0
     _shares: bool = False
@@ -286,15 +298,14 @@ class Production:
             return  # cancelled
         self._attempt = None
         if attempt.is_cut:
-            # Later: the link is in the middle of a frame, or of its own end.
-            self._pause = asyncio.get_running_loop().call_soon(self._guarded, self._hand_on)
+            self._go_on_soon(self._hand_on)
         elif error is None:
             self._release()
         elif isinstance(error, GenerationFault) and not error.fault.retryable:
             self.fail(error.fault)
         else:
             self._drop_relay("lost")
-            self._pause = asyncio.get_running_loop().call_soon(self._guarded, partial(self._continue, attempt, error))
+            self._go_on_soon(partial(self._continue, attempt, error))
 
     def next_request(self) -> Submit:
         """The request from the next offset on, with the tokens so far added to its prompt."""
@@ -308,6 +319,10 @@ class Production:
             offset=request.offset + len(history),
             prompt_logprobs=False,
         )
+
+    def _go_on_soon(self, step: Callable[[], None]) -> None:
+        """Not now: a link is in the middle of a frame, or of its own end, and there may be a thousand others."""
+        self._pause = self.dispatcher.soon(partial(self._guarded, step))
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Takes a step that the event loop called. An error of ours still ends the generation, so its reader does not wait for ever."""
@@ -410,6 +425,9 @@ class Production:
         log.error("%s: it is stopped", message)
         self.fail(Fault("kills_workers", f"{message}: it is not tried again"))
 
+    def send_soon(self) -> None:
+        self._go_on_soon(self.send_again)
+
     def send_again(self) -> None:
         if not self.try_send():
             self.dispatcher.enqueue(self, is_new=False)
@@ -434,6 +452,7 @@ class Dispatcher:
         # When a model with waiting generations lost its last worker.
         self._deserted: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
+        self._soon: deque[Soon] = deque()
         self.migrations: Counter[str] = Counter()
         self.transfers = Transfers(clock)
         self.on_draining: Callable[[Member], None] = lambda _: None
@@ -442,7 +461,7 @@ class Dispatcher:
         """Decides how a worker gets an image: see `links.images.AnswerImage`. Set it before workers join. So the next."""
         self.on_image_transfers: Callable[[Member, Sequence[TransferReport]], None] = lambda _, __: None
         """Called with what workers report about transfers. Some may be of images."""
-        self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, clock)
+        self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, self.soon, clock)
         # By model and lane: how many wait at workers, and who waits here with none there.
         self._unbegun: Counter[tuple[str, str]] = Counter()
         self._hungry: dict[str, set[str]] = {}
@@ -485,6 +504,26 @@ class Dispatcher:
                 raise GenerationFault(Fault("queue_full", message))
             self.enqueue(production, is_new=True)
         return production
+
+    def soon(self, do: Callable[[], None]) -> Soon:
+        """Does this after all that was to be done before, a few in each turn of the event loop: a worker may have had a thousand
+        generations."""
+        if not self._soon:
+            asyncio.get_running_loop().call_soon(self._do_some)
+        self._soon.append(Soon(do))
+        return self._soon[-1]
+
+    def _do_some(self) -> None:
+        try:
+            for _ in range(min(len(self._soon), MAX_SENT_AT_ONCE)):
+                try:
+                    if (do := self._soon[0].do) is not None:
+                        do()
+                finally:
+                    self._soon.popleft()
+        finally:
+            if self._soon:
+                asyncio.get_running_loop().call_soon(self._do_some)
 
     def enqueue(self, production: Production, *, is_new: bool) -> None:
         """It waits until a worker has room."""
