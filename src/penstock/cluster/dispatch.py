@@ -38,6 +38,7 @@ from penstock.wire.messages import (
     Snapshot,
     Step,
     Submit,
+    Terminal,
     TransferReport,
 )
 
@@ -124,12 +125,14 @@ class Attempt(Generation):
         return report
 
     def finished(self, finish: Finish) -> None:
-        if self.is_prefill and finish.reason == "length":
-            # The length was ours.
+        production = self.production
+        if self.is_prefill and (finish.reason == "length" or production.has_place_for_session):
+            # The length was ours. A session is opened where its next turn goes, though this one has ended.
             self.is_cut = True
+            production.finish = finish if finish.reason != "length" else None
             self.end()
         else:
-            super().finished(finish)
+            super().finished(production.finish or finish)
 
     def ended(self, error: PenstockError | None) -> None:
         self._begun()
@@ -178,6 +181,8 @@ class Production:
     beside: Attempt | None = None
     prompt_cached: int | None = None
     """The tokens of its prompt that were cached at a worker that computed it for another one."""
+    finish: Finish | None = None
+    """It has ended with its first token, and its KV goes to the worker of its session. If that fails, it has ended all the same."""
     _attempt: Attempt | None = None
     _pause: asyncio.Handle | Soon | None = None
     _fruitless: int = 0
@@ -241,6 +246,10 @@ class Production:
         """Whether another worker may compute its prompt, and make a token. Tried once: afterwards its worker computes what is missing."""
         return self.request.max_tokens > 1 and not (self.failed or self.mailbox.history or self.request.offset)
 
+    @property
+    def has_place_for_session(self) -> bool:
+        return self.relay is not None and self.relay.session is not None and self.relay.is_alive
+
     def cancel(self) -> None:
         """Stops it, wherever it is. Does nothing when it has ended."""
         self._release()
@@ -256,9 +265,12 @@ class Production:
 
     def fail(self, fault: Fault) -> None:
         """Ends it with this fault."""
+        self._end(fault)
+
+    def _end(self, terminal: Terminal) -> None:
         self._release()
         self.dispatcher.suspects.discard(self)
-        self.mailbox.end(fault)
+        self.mailbox.end(terminal)
 
     def _release(self) -> None:
         """It has ended: it needs its prompt, its other place and its KV no more."""
@@ -301,6 +313,8 @@ class Production:
             self._go_on_soon(self._hand_on)
         elif error is None:
             self._release()
+        elif self.finish is not None:
+            self._end(self.finish)
         elif isinstance(error, GenerationFault) and not error.fault.retryable:
             self.fail(error.fault)
         else:
@@ -310,6 +324,8 @@ class Production:
     def next_request(self) -> Submit:
         """The request from the next offset on, with the tokens so far added to its prompt."""
         request, history = self.request, self.mailbox.history
+        if self.finish is not None:
+            request = structs.replace(request, max_tokens=request.offset + len(history), min_tokens=0, grammar=None)
         if not history:
             return request if self.next_id == request.id else structs.replace(request, id=self.next_id)
         return structs.replace(
@@ -345,11 +361,14 @@ class Production:
             try:
                 self._attempt = self.dispatcher.send_on(self, relay)
             except PenstockError as error:
-                self.fail(Fault(type(error).__name__, str(error)))
+                self._end(self.finish or Fault(type(error).__name__, str(error)))
             return
         if relay is not None:
             relay.drop("lost")
-        self.send_again()
+        if self.finish is None:
+            self.send_again()
+        else:
+            self._end(self.finish)
 
     def transfer_was_late(self) -> None:
         """If its prompt is still being computed elsewhere, that is given up: its own worker computes, or other ones."""
