@@ -611,6 +611,7 @@ class Dispatcher:
 
     def left(self, member: Member) -> None:
         self._router.leave(member.name)
+        self._leave_more()
         owners = self.transfers.left(member)
         if member.is_encoder:
             return
@@ -632,6 +633,10 @@ class Dispatcher:
             case Draining():
                 log.info("worker %s is draining and gets no new generations", member.name)
                 self.on_draining(member)
+
+    def _leave_more(self) -> None:
+        if self._router.leave_more():
+            asyncio.get_running_loop().call_soon(self._leave_more)
 
     def _load_more(self, worker: str) -> None:
         """Goes on with a snapshot, while others go on meanwhile."""

@@ -95,6 +95,10 @@ class Router:
             self.index.leave(worker)
             self._last_workers.discard(worker)
 
+    def leave_more(self) -> bool:
+        """Goes on with forgetting those that have left. Returns whether there is more of it: then call it again soon."""
+        return self.index.leave_more()
+
     def receive(self, worker: str, events: KvEvents) -> bool:
         """Takes a worker's events. Returns True when the caller must ask for a snapshot."""
         known = self._workers.get(worker)
