@@ -315,6 +315,16 @@ async def test_engines_of_others_need_a_ticket_and_the_second_makes_all_tokens(t
         assert len(both["p"].submits) == 1, "who computes the prompt has its logprobs"
 
 
+async def test_a_pair_whose_transfer_failed_is_not_tried_at_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        both["d"].simulator.outcome = "failed"
+        for number in range(3):
+            _, reader = await both.front_end.run(submit(number, 50, PROMPT))
+            assert reader.tokens == expected(number, 50)
+        assert both.transfers.counts == {("prefill", "failed"): 1}
+        assert (len(both["p"].submits), len(both["d"].submits)) == (1, 3)
+
+
 async def test_what_was_computed_for_a_prompt_was_not_cached(tmp_path: Path) -> None:
     """An engine of others says that a prompt is cached when its KV has come from elsewhere."""
     async with cluster(tmp_path, "p d", handover="ticket") as both:

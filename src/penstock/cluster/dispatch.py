@@ -474,6 +474,7 @@ class Dispatcher:
         self._soon: deque[Soon] = deque()
         self.migrations: Counter[str] = Counter()
         self.transfers = Transfers(clock)
+        router.avoids = self.transfers.avoids
         self.on_draining: Callable[[Member], None] = lambda _: None
         """Called when a worker takes no more work."""
         self.answer_image: Callable[[Member, Submit, ImageSpan, str], Coroutine[Any, Any, ImageAnswer]] | None = None

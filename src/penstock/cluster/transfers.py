@@ -31,6 +31,9 @@ MIN_PATIENCE_SECONDS = 1.0
 SILENT_LOOKS = {"blocks": 4, "ticket": 8, "meeting": 8}
 
 
+MAX_AVOIDED_SECONDS = 60.0
+
+
 class Owner(Protocol):
     """The generation of a transfer."""
 
@@ -98,6 +101,8 @@ class Transfers:
     """Those whose generation is at the source. The transfer may end before that: the target may have failed, or be lost."""
     _busy_until: dict[str, float] = field(default_factory=dict)
     """By worker: when it should have sent and received all that was begun."""
+    _failed: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """By the names of source and target: how many times in a row they failed, and until when they are avoided."""
 
     def begin(
         self, owner: Owner, source: Member, target: Member, reason: MoveReason, expected_seconds: float, name: bytes = b"", blocks: int = 0
@@ -142,6 +147,16 @@ class Transfers:
         self._busy_until[source.name] = self._busy_until[target.name] = begins + expected_seconds
         return begins + patience(expected_seconds)
 
+    def avoids(self, source: str, target: str) -> bool:
+        """Whether transfers between these have just failed: a network that lets front ends through may stop workers."""
+        return (source, target) in self._failed and self.clock() < self._failed[source, target][1]
+
+    def _note_failure(self, transfer: Transfer) -> None:
+        source, target = transfer.source.name, transfer.target.name
+        if not self.avoids(source, target):
+            streak = min(self._failed.get((source, target), (0, 0.0))[0] + 1, 16)
+            self._failed[source, target] = streak, self.clock() + min(MAX_AVOIDED_SECONDS, 2.0**streak)
+
     def use(self, transfer: Transfer) -> None:
         """Its generation has begun at the target, which reports the end of the transfer before that, or together with it."""
         transfer.is_used = True
@@ -154,6 +169,8 @@ class Transfers:
             return
         if not transfer.has_arrived:
             self.counts[transfer.reason, ending] += 1
+            if ending in ("failed", "stalled"):
+                self._note_failure(transfer)
             transfer.source.link.end_transfers([transfer.id])
         transfer.target.link.end_transfers([transfer.id])
 
@@ -161,6 +178,7 @@ class Transfers:
         """This worker was lost. What it moved is ended at the other end, which computes instead. Returns the owners of what it pulled: they
         may have killed it. A source that died while it was read had computed those prompts before."""
         self._busy_until.pop(member.name, None)
+        self._failed = {pair: known for pair, known in self._failed.items() if member.name not in pair}
         lost = [each for each in self.open.values() if each.target is member or (each.source is member and not each.has_arrived)]
         for transfer in lost:
             self.end(transfer, "lost")
@@ -176,6 +194,10 @@ class Transfers:
 
     def _arrived(self, transfer: Transfer, report: TransferReport) -> None:
         transfer.has_arrived = True
+        if report.outcome == "done":
+            self._failed.pop((transfer.source.name, transfer.target.name), None)
+        else:
+            self._note_failure(transfer)
         transfer.source.link.end_transfers([transfer.id])
         if transfer.is_used:
             self.end(transfer)
