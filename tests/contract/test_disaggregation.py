@@ -444,6 +444,22 @@ async def test_one_half_of_a_pair_alone_is_no_worker(tmp_path: Path, name: str) 
         assert one[name].submits == []
 
 
+async def test_a_second_half_that_drains_owes_nothing_to_the_next_pair(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d0 d1", handover="meeting") as both:
+        for worker in both.workers.values():
+            worker.simulator.is_held, worker.simulator.outcome = True, None
+        reader, task = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["p"].simulator.held and (both["d0"].submits or both["d1"].submits)))
+        old, new = (both["d0"], both["d1"]) if both["d0"].submits else (both["d1"], both["d0"])
+        drains(old)
+        await until(lambda: bool(new.submits))
+        await until(lambda: not old.runtime.owes_kv)
+        for worker in both.workers.values():
+            worker.simulator.let_go()
+        await finished(task)
+        assert reader.tokens == expected(1, 50)
+
+
 async def test_one_half_of_a_pair_gets_nothing_alone(tmp_path: Path) -> None:
     """Also a prompt shorter than a block, and one that the second is thought to have cached."""
     async with cluster(tmp_path, "p d", handover="meeting") as both:

@@ -768,6 +768,7 @@ class Dispatcher:
     def _send_relayed(self, production: Production, member: Member, helper: Member, decision: Decision, blocks: int) -> Attempt:
         """One worker computes the prompt and makes the first token. The other one pulls the blocks meanwhile, and continues."""
         assert decision.move is not None
+        production.forget_left_behind()
         production.share_prompt()
         session = production.turn.sent(production.mailbox.index, decision)
         seconds = decision.move.seconds + IMAGE_SECONDS * bool(production.request.images)
