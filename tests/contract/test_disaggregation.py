@@ -13,11 +13,13 @@ from msgspec import structs
 
 from penstock.backends.simulator import Simulator
 from penstock.cluster import suspects
+from penstock.cluster.dispatch import MAX_FRUITLESS_MIGRATIONS
 from penstock.cluster.pool import Member
 from penstock.cluster.sessions import moves
 from penstock.config.front_end import RouterSettings
 from penstock.router.affinity import Binding, MemoryStore
 from penstock.router.policy import Hints, SessionWish
+from penstock.wire.errors import GenerationFault
 from penstock.wire.messages import (
     Delta,
     Fault,
@@ -49,6 +51,8 @@ class Mover(Simulator):
     """None: it says nothing."""
     is_held = False
     """It begins nothing that comes from now on."""
+    fault: Fault | None = None
+    """It fails everything with this."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -66,11 +70,13 @@ class Mover(Simulator):
         self.submits.append(request)
         if request.export is not None and self.model.kv_handover == "ticket" and self.outcome is not None:
             asyncio.get_running_loop().call_soon(self._emit, (), None, [TransferReport(request.export.transfer, ticket=b"a ticket")])
-        if request.seed == POISON:
+        if request.seed == POISON and (request.export is not None or self.model.kv_handover == "blocks"):
             asyncio.get_running_loop().call_soon(self.on_poison)
         if request.source is not None and request.source.transfer not in [fetch.source.transfer for fetch in self.fetches]:
             self.answer(request.source.transfer)
-        if self.is_held:
+        if self.fault is not None:
+            asyncio.get_running_loop().call_soon(self.emit, Segment(request.id, None, self.fault))
+        elif self.is_held:
             self.held.append(request)
         else:
             self._compute(request)
@@ -110,9 +116,9 @@ class Mover(Simulator):
 class MovingWorker(Worker):
     simulator: Mover
 
-    def __init__(self, folder: Path, name: str, role: Role = "aggregated", handover: KvHandover = "blocks") -> None:
+    def __init__(self, folder: Path, name: str, role: Role = "aggregated", handover: KvHandover = "blocks", batch: int = 1000) -> None:
         kv: dict[str, Any] = {"kv_fingerprint": b"same", "kv_address": f"unix:{name}.kv", "kv_block_bytes": 64, "kv_handover": handover}
-        super().__init__(folder, name, make_model(roles=(role,), **kv), Mover, step_ms=1.0, kv_block_bytes=64)
+        super().__init__(folder, name, make_model(roles=(role,), max_batch=batch, **kv), Mover, step_ms=1.0, kv_block_bytes=64)
         self.simulator.on_poison = self.break_links
 
     @property
@@ -148,10 +154,10 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    folder: Path, names: str, router: RouterSettings = ALWAYS, handover: KvHandover = "blocks", **options: Any
+    folder: Path, names: str, router: RouterSettings = ALWAYS, handover: KvHandover = "blocks", batch: int = 1000, **options: Any
 ) -> AsyncIterator[Cluster]:
     roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
-    workers = {name: MovingWorker(folder, name, roles.get(name[0], "aggregated"), handover) for name in names.split()}
+    workers = {name: MovingWorker(folder, name, roles.get(name[0], "aggregated"), handover, batch) for name in names.split()}
     for worker in workers.values():
         await worker.__aenter__()
     try:
@@ -214,6 +220,31 @@ async def test_an_end_at_the_first_token_is_the_end(tmp_path: Path) -> None:
         assert reader.read() == (None, Finish("stop"))
         assert both["d"].submits == []
         assert both.transfers.counts == {("prefill", "cancelled"): 1}
+
+
+@pytest.mark.parametrize("dies_first", [False, True])
+async def test_a_session_is_opened_also_by_a_turn_that_ends_at_its_first_token(tmp_path: Path, dies_first: bool) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        both["p"].simulator.is_held = True
+        both["d"].simulator.is_held = dies_first
+        turn = both.front_end.turn(Hints(SessionWish("s")))
+        await both.front_end.sessions.begin(turn, "simulator")
+        reader, task = both.front_end.start(submit(1, 50, PROMPT, min_tokens=5), turn)
+        await until(lambda: bool(both["p"].simulator.held))
+        (first,) = both["p"].simulator.held
+        token = Delta(0, expected(1, 1), None, PromptReport(0))
+        both["p"].simulator.emit(Segment(first.id, token, Finish("stop")))
+        if dies_first:
+            await until(lambda: bool(both["d"].simulator.held))
+            both["d"].break_links()
+        await finished(task)
+        both.front_end.sessions.end(turn)
+        delta, terminal = reader.read()
+        assert delta is not None
+        assert (delta.token_ids, terminal) == (expected(1, 1), Finish("stop"))
+        (second,) = both["d"].submits
+        assert (second.offset, second.max_tokens, second.min_tokens) == (1, 1, 0)
+        assert (turn.state, both["d"].simulator.stats().sessions) == ("open", not dies_first)
 
 
 async def test_a_session_is_leased_where_it_is_decoded(tmp_path: Path) -> None:
@@ -284,6 +315,16 @@ async def test_engines_of_others_need_a_ticket_and_the_second_makes_all_tokens(t
         assert len(both["p"].submits) == 1, "who computes the prompt has its logprobs"
 
 
+async def test_a_pair_whose_transfer_failed_is_not_tried_at_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d") as both:
+        both["d"].simulator.outcome = "failed"
+        for number in range(3):
+            _, reader = await both.front_end.run(submit(number, 50, PROMPT))
+            assert reader.tokens == expected(number, 50)
+        assert both.transfers.counts == {("prefill", "failed"): 1}
+        assert (len(both["p"].submits), len(both["d"].submits)) == (1, 3)
+
+
 async def test_what_was_computed_for_a_prompt_was_not_cached(tmp_path: Path) -> None:
     """An engine of others says that a prompt is cached when its KV has come from elsewhere."""
     async with cluster(tmp_path, "p d", handover="ticket") as both:
@@ -319,7 +360,104 @@ async def test_engines_of_others_may_have_to_work_at_the_same_time(tmp_path: Pat
         await finished(task)
         assert reader.tokens == expected(1, 50)
         assert both.transfers.counts["prefill", "lost" if fails else "done"] == 1
-        assert both.front_end.dispatcher.migrations["prefill_lost"] == fails
+        assert both.front_end.dispatcher.migrations["worker_lost"] == fails
+
+
+@pytest.mark.parametrize("is_retryable", [False, True])
+async def test_a_half_that_always_fails_ends_the_generation(tmp_path: Path, is_retryable: bool) -> None:
+    async with cluster(tmp_path, "p d", handover="meeting") as both:
+        both["p"].simulator.fault = Fault("engine_error", "not this one", is_retryable)
+        both["d"].simulator.is_held, both["d"].simulator.outcome = True, None
+        _, task = both.front_end.start(submit(1, 50, PROMPT))
+        with pytest.raises(GenerationFault, match="not this one"):
+            await finished(task)
+        assert len(both["p"].submits) == (1 + MAX_FRUITLESS_MIGRATIONS if is_retryable else 1)
+        await until(lambda: both["d"].runtime.is_idle)
+
+
+async def test_a_half_that_is_always_late_ends_the_generation(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d", handover="meeting") as both:
+        for worker in both.workers.values():
+            worker.simulator.is_held, worker.simulator.outcome = True, None
+        _, task = both.front_end.start(submit(1, 50, PROMPT))
+        for attempts in range(1, 2 + MAX_FRUITLESS_MIGRATIONS):
+            await until(lambda: len(both["p"].submits) == len(both["d"].submits) == attempts)  # noqa: B023
+            (transfer,) = both.transfers.open.values()
+            both.transfers.end(transfer, "stalled")
+            transfer.owner.transfer_was_late()
+        with pytest.raises(GenerationFault, match="4 attempts in a row failed"):
+            await finished(task)
+        assert both.front_end.dispatcher.migrations == {"prefill_stalled": MAX_FRUITLESS_MIGRATIONS}
+
+
+@pytest.mark.parametrize("handover", ["blocks", "ticket", "meeting"])
+async def test_the_first_half_need_not_make_the_least_number_of_tokens(tmp_path: Path, handover: KvHandover) -> None:
+    async with cluster(tmp_path, "p d", handover=handover) as both:
+        _, reader = await both.front_end.run(submit(1, 50, PROMPT, min_tokens=20))
+        assert reader.tokens == expected(1, 50)
+        assert [(request.min_tokens, request.max_tokens) for request in both["p"].submits] == [(handover == "blocks",) * 2]
+        assert [request.min_tokens for request in both["d"].submits] == [20]
+
+
+@pytest.mark.parametrize("lane", ["", "tenant"])
+@pytest.mark.parametrize("handover", ["ticket", "meeting"])
+async def test_a_handover_begins_when_its_second_worker_has_a_place(tmp_path: Path, handover: KvHandover, lane: str) -> None:
+    """A ticket gets old, and two engines lose each other, while one of them makes others wait."""
+    async with cluster(tmp_path, "p d", handover=handover, batch=1) as both:
+        both["d"].simulator.is_held = True
+        first = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["d"].simulator.held))
+        second = both.front_end.start(submit(2, 50, PROMPT, lane=lane))
+        assert both.front_end.dispatcher.queued == 1
+        assert both.transfers.open.keys() <= {request.source.transfer for request in both["d"].submits if request.source}
+        both["d"].simulator.let_go()
+        for number, (reader, task) in enumerate((first, second), start=1):
+            await finished(task)
+            assert reader.tokens == expected(number, 50)
+        assert both.transfers.counts == {("prefill", "done"): 2}
+
+
+async def test_two_engines_that_wait_for_their_turn_are_not_late(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d", handover="meeting") as both:
+        both["p"].simulator.is_held = both["d"].simulator.is_held = True
+        both["d"].simulator.outcome = None
+        reader, task = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["p"].simulator.held and both["d"].simulator.held))
+        (transfer,) = both.transfers.open.values()
+        transfer.deadline = 0.0
+        both.transfers.tick()
+        assert list(both.transfers.open) == [transfer.id]
+        both["p"].simulator.let_go()
+        await until(lambda: not transfer.waits)
+        assert transfer.deadline, "from now on it must come"
+        both["d"].simulator.let_go()
+        await finished(task)
+        assert reader.tokens == expected(1, 50)
+
+
+@pytest.mark.parametrize("name", ["p", "d"])
+async def test_one_half_of_a_pair_alone_is_no_worker(tmp_path: Path, name: str) -> None:
+    async with cluster(tmp_path, name, handover="meeting", worker_wait=0.01) as one:
+        _, task = one.front_end.start(submit(1, 50, PROMPT))
+        with pytest.raises(GenerationFault, match="no prefill and decode worker for model 'simulator' came within"):
+            await finished(task)
+        assert one[name].submits == []
+
+
+async def test_a_second_half_that_drains_owes_nothing_to_the_next_pair(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "p d0 d1", handover="meeting") as both:
+        for worker in both.workers.values():
+            worker.simulator.is_held, worker.simulator.outcome = True, None
+        reader, task = both.front_end.start(submit(1, 50, PROMPT))
+        await until(lambda: bool(both["p"].simulator.held and (both["d0"].submits or both["d1"].submits)))
+        old, new = (both["d0"], both["d1"]) if both["d0"].submits else (both["d1"], both["d0"])
+        drains(old)
+        await until(lambda: bool(new.submits))
+        await until(lambda: not old.runtime.owes_kv)
+        for worker in both.workers.values():
+            worker.simulator.let_go()
+        await finished(task)
+        assert reader.tokens == expected(1, 50)
 
 
 async def test_one_half_of_a_pair_gets_nothing_alone(tmp_path: Path) -> None:
@@ -520,10 +658,11 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing(tmp_path: Path, 
             await until(lambda worker=worker: worker.runtime.is_idle)  # type: ignore[misc]
 
 
-async def test_a_request_that_kills_its_workers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it kills those that compute its prompt, or those that continue."""
+@pytest.mark.parametrize("handover", ["blocks", "meeting"])
+async def test_a_request_that_kills_its_workers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handover: KvHandover) -> None:
+    """Whether it kills those that compute its prompt, or those that continue; in pairs, those that compute it."""
     monkeypatch.setattr(suspects, "HOLD_SECONDS", 0.5)
-    async with cluster(tmp_path, "p0 p1 d0 d1", trial_seconds=5.0) as both:
+    async with cluster(tmp_path, "p0 p1 d0 d1", trial_seconds=5.0, handover=handover) as both:
         calm = [both.front_end.start(submit(n, 300, PROMPT)) for n in range(8)]
         _, task = both.front_end.start(structs.replace(submit(99, 100, PROMPT), seed=POISON))
         with pytest.raises(Exception, match="it is not tried again"):

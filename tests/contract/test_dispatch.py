@@ -6,6 +6,7 @@ import asyncio
 import threading
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -14,6 +15,7 @@ import pytest
 from penstock.backends.embedded import EmbeddedBackend
 from penstock.backends.simulator import Simulator, Vocabulary
 from penstock.cluster import suspects
+from penstock.cluster.dispatch import MAX_SENT_AT_ONCE
 from penstock.cluster.links.link import LinkProtocol
 from penstock.cluster.links.security import Handshake
 from penstock.cluster.links.worker_server import WorkerServer
@@ -132,6 +134,31 @@ async def test_a_lost_worker_loses_no_token(tmp_path: Path) -> None:
             assert delta.logprobs == same.logprobs
             assert delta.prompt is not None
             assert delta.prompt.cached_tokens == 0, "the prompt is reported once, as the first worker found it"
+
+
+@pytest.mark.parametrize("trial_seconds", [0.0, 30.0], ids=["go on", "suspects"])
+async def test_many_that_lost_their_worker_go_on_in_pieces(tmp_path: Path, trial_seconds: float) -> None:
+    """Others have the event loop meanwhile."""
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(Worker(tmp_path, name, prefill_rate=1e9)) for name in "ab"]
+        front_end = await stack.enter_async_context(
+            FrontEnd(workers, trial_seconds=trial_seconds, worker_queue=1000, router=RouterSettings(policy="round-robin"))
+        )
+        started = [front_end.start(submit(number, 400, 16)) for number in range(400)]
+        await until(lambda: min(len(reader.tokens) for reader, _ in started) > 0)
+        loop, gone_on = asyncio.get_running_loop(), [0]
+
+        def look() -> None:
+            gone_on.append(front_end.dispatcher.migrations.total())
+            if gone_on[-1] < 200:
+                loop.call_soon(look)
+
+        look()
+        workers[0].break_links()
+        await until(lambda: gone_on[-1] == 200)
+        assert max(after - before for before, after in pairwise(gone_on)) <= MAX_SENT_AT_ONCE
+        for _, task in started:
+            task.cancel()
 
 
 async def test_those_who_lost_their_worker_share_the_others(tmp_path: Path) -> None:

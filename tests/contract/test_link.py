@@ -10,6 +10,7 @@ from typing import Self
 
 import pytest
 
+from hand_driven import HandDriven
 from penstock.backends.simulator import Simulator, Vocabulary, tokens_between
 from penstock.cluster.links.security import Handshake
 from penstock.cluster.links.worker_link import WorkerLink, connect
@@ -25,6 +26,7 @@ from penstock.wire.messages import (
     Cancel,
     Challenge,
     Delta,
+    Fault,
     Finish,
     Goodbye,
     Hello,
@@ -35,11 +37,12 @@ from penstock.wire.messages import (
     Step,
     Submit,
     TokenizerRequest,
+    TransferReport,
     Welcome,
     WorkerStats,
 )
 from penstock.worker.runtime import WorkerRuntime
-from workers import send
+from workers import send, until
 
 WORDS = range(300, 1800)
 MODEL = ModelInfo("simulator", "simulator", "words", 1842, 100_000, 16)
@@ -378,3 +381,47 @@ async def test_a_gap_from_the_worker_fails_only_that_generation(tmp_path: Path, 
         for writer in connections:
             writer.close()
     assert active == (1 if end is None else 0), "it is open until the worker has ended it"
+
+
+@asynccontextmanager
+async def hand_driven_link(folder: Path) -> AsyncIterator[tuple[WorkerLink, WorkerRuntime, HandDriven]]:
+    backend = HandDriven()
+    runtime, address = WorkerRuntime(backend), UnixAddress(str(folder / "worker.sock"))
+    await runtime.start()
+    server = WorkerServer(runtime, "worker-0", address, SECRET)
+    await server.start()
+    link, _ = await connect(address, "test", SECRET)
+    try:
+        yield link, runtime, backend
+    finally:
+        link.abort()
+        await link.lost
+        await server.close()
+        await runtime.close()
+
+
+async def test_only_what_an_engine_does_shows_that_it_lives(tmp_path: Path) -> None:
+    """Every request changes the figures of a worker, which it reports though its engine hangs."""
+    async with hand_driven_link(tmp_path) as (link, runtime, backend):
+        send(link, submit(0), Mailbox(Doorbell()))
+        await until(lambda: len(backend.active) == 1)
+        backend.step(Segment((0).to_bytes(16), Delta(0, (5,))))
+        await until(lambda: link.unbegun == 0)
+        heard_at, life_signs = link.heard_at, link.life_signs
+        for number in range(1, 5):
+            link.tick()
+            frames = link.frames
+            send(link, submit(number), Mailbox(Doorbell()))
+            await until(lambda: link.frames > frames)  # noqa: B023
+        backend.step(Segment((4).to_bytes(16), None, Fault("unsupported", "not here")))
+        await until(lambda: link.active == 4)
+        runtime.ports[0].transfers.append(TransferReport(b"t" * 16, "failed"))
+        backend.step(transfers=[TransferReport(b"t" * 16, "failed")])
+        reports = asyncio.create_task(link.describe_sessions(["s"]))
+        await until(lambda: bool(backend.questions))
+        backend.questions[0].set_result([])
+        await reports
+        assert (link.silent_ticks, link.heard_at, link.life_signs) == (4, heard_at, life_signs)
+        backend.step(Segment((1).to_bytes(16), Delta(0, (5,))))
+        await until(lambda: link.silent_ticks == 0)
+        assert (link.heard_at > heard_at, link.life_signs) == (True, life_signs + 1)

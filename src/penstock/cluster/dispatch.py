@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ from penstock.wire.messages import (
     Snapshot,
     Step,
     Submit,
+    Terminal,
     TransferReport,
 )
 
@@ -64,6 +65,18 @@ MIN_UNBEGUN = 8
 MAX_WAIT_SECONDS = 0.25
 # Assumed for a worker that does not say how many generations it computes at once.
 UNKNOWN_BATCH = 4096
+
+
+class Soon:
+    """Something that is done soon, unless it is cancelled."""
+
+    __slots__ = ("do",)
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self.do: Callable[[], None] | None = do
+
+    def cancel(self) -> None:
+        self.do = None
 
 
 class Attempt(Generation):
@@ -112,12 +125,14 @@ class Attempt(Generation):
         return report
 
     def finished(self, finish: Finish) -> None:
-        if self.is_prefill and finish.reason == "length":
-            # The length was ours.
+        production = self.production
+        if self.is_prefill and (finish.reason == "length" or production.has_place_for_session):
+            # The length was ours. A session is opened where its next turn goes, though this one has ended.
             self.is_cut = True
+            production.finish = finish if finish.reason != "length" else None
             self.end()
         else:
-            super().finished(finish)
+            super().finished(production.finish or finish)
 
     def ended(self, error: PenstockError | None) -> None:
         self._begun()
@@ -166,8 +181,10 @@ class Production:
     beside: Attempt | None = None
     prompt_cached: int | None = None
     """The tokens of its prompt that were cached at a worker that computed it for another one."""
+    finish: Finish | None = None
+    """It has ended with its first token, and its KV goes to the worker of its session. If that fails, it has ended all the same."""
     _attempt: Attempt | None = None
-    _pause: asyncio.Handle | None = None
+    _pause: asyncio.Handle | Soon | None = None
     _fruitless: int = 0
     _losses: int = 0
     _shares: bool = False
@@ -209,8 +226,9 @@ class Production:
 
     @property
     def link(self) -> WorkerLink | None:
-        """Where it runs."""
-        return None if self._attempt is None else self._attempt.member.link
+        """Where it runs; if two work at the same time, where its prompt is computed."""
+        attempt = self.beside or self._attempt
+        return None if attempt is None else attempt.member.link
 
     @property
     def age(self) -> int:
@@ -228,6 +246,10 @@ class Production:
         """Whether another worker may compute its prompt, and make a token. Tried once: afterwards its worker computes what is missing."""
         return self.request.max_tokens > 1 and not (self.failed or self.mailbox.history or self.request.offset)
 
+    @property
+    def has_place_for_session(self) -> bool:
+        return self.relay is not None and self.relay.session is not None and self.relay.is_alive
+
     def cancel(self) -> None:
         """Stops it, wherever it is. Does nothing when it has ended."""
         self._release()
@@ -243,9 +265,12 @@ class Production:
 
     def fail(self, fault: Fault) -> None:
         """Ends it with this fault."""
+        self._end(fault)
+
+    def _end(self, terminal: Terminal) -> None:
         self._release()
         self.dispatcher.suspects.discard(self)
-        self.mailbox.end(fault)
+        self.mailbox.end(terminal)
 
     def _release(self) -> None:
         """It has ended: it needs its prompt, its other place and its KV no more."""
@@ -276,27 +301,31 @@ class Production:
         if attempt is self.beside:
             if error is None or self.age:
                 self.beside = None
-            else:
-                self._lose_partner(attempt, "lost")
-                # Later: the link is in the middle of a frame, or of its own end.
-                self._pause = asyncio.get_running_loop().call_soon(self._guarded, self.send_again)
-        if attempt is not self._attempt:
-            return  # cancelled, or beside it
+                if self._attempt is not None and self._attempt.transfer is not None:
+                    self.dispatcher.transfers.was_computed(self._attempt.transfer)
+                return
+            # The other half cannot go on alone.
+            self._give_up("lost")
+        elif attempt is not self._attempt:
+            return  # cancelled
         self._attempt = None
         if attempt.is_cut:
-            # Later: the link is in the middle of a frame, or of its own end.
-            self._pause = asyncio.get_running_loop().call_soon(self._guarded, self._hand_on)
+            self._go_on_soon(self._hand_on)
         elif error is None:
             self._release()
+        elif self.finish is not None:
+            self._end(self.finish)
         elif isinstance(error, GenerationFault) and not error.fault.retryable:
             self.fail(error.fault)
         else:
             self._drop_relay("lost")
-            self._pause = asyncio.get_running_loop().call_soon(self._guarded, partial(self._continue, attempt, error))
+            self._go_on_soon(partial(self._continue, attempt, error))
 
     def next_request(self) -> Submit:
         """The request from the next offset on, with the tokens so far added to its prompt."""
         request, history = self.request, self.mailbox.history
+        if self.finish is not None:
+            request = structs.replace(request, max_tokens=request.offset + len(history), min_tokens=0, grammar=None)
         if not history:
             return request if self.next_id == request.id else structs.replace(request, id=self.next_id)
         return structs.replace(
@@ -306,6 +335,10 @@ class Production:
             offset=request.offset + len(history),
             prompt_logprobs=False,
         )
+
+    def _go_on_soon(self, step: Callable[[], None]) -> None:
+        """Not now: a link is in the middle of a frame, or of its own end, and there may be a thousand others."""
+        self._pause = self.dispatcher.soon(partial(self._guarded, step))
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Takes a step that the event loop called. An error of ours still ends the generation, so its reader does not wait for ever."""
@@ -328,32 +361,26 @@ class Production:
             try:
                 self._attempt = self.dispatcher.send_on(self, relay)
             except PenstockError as error:
-                self.fail(Fault(type(error).__name__, str(error)))
+                self._end(self.finish or Fault(type(error).__name__, str(error)))
             return
         if relay is not None:
             relay.drop("lost")
-        self.send_again()
+        if self.finish is None:
+            self.send_again()
+        else:
+            self._end(self.finish)
 
     def transfer_was_late(self) -> None:
         """If its prompt is still being computed elsewhere, that is given up: its own worker computes, or other ones."""
-        attempt = self._attempt
-        if self.beside is not None and not self.age:
-            self._lose_partner(self.beside, "stalled")
-            self._guarded(self.send_again)
+        attempt = self.beside or self._attempt
+        if attempt is None or not attempt.is_prefill or self.age:
             return
-        if attempt is None or not attempt.is_prefill:
-            return
-        self._attempt = None
-        attempt.abandon()
-        attempt.cancel()
-        self._drop_relay("stalled")
-        self.failed.add(attempt.member.link)
-        self.dispatcher.migrations["prefill_stalled"] += 1
-        self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
-        self._guarded(self.send_again)
+        self._give_up("stalled")
+        fault = Fault("prefill_stalled", f"worker {attempt.member.name} took too long to compute the prompt for another", retryable=True)
+        self._guarded(partial(self._continue, attempt, GenerationFault(fault)))
 
-    def _lose_partner(self, beside: Attempt, ending: Ending) -> None:
-        """The engine that computes its prompt has failed, and its own cannot go on: it leaves both."""
+    def _give_up(self, ending: Ending) -> None:
+        """It leaves the workers where it is."""
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
         if attempt.transfer is not None:
@@ -361,9 +388,6 @@ class Production:
         attempt.abandon()
         attempt.cancel()
         self._drop_relay(ending)
-        self.failed.add(beside.member.link)
-        self.dispatcher.migrations[f"prefill_{ending}"] += 1
-        self.next_id = secrets.token_bytes(GENERATION_ID_BYTES)
 
     def _continue(self, attempt: Attempt, error: PenstockError) -> None:
         """On another worker, after this attempt failed; after a pause when there is no other."""
@@ -420,6 +444,9 @@ class Production:
         log.error("%s: it is stopped", message)
         self.fail(Fault("kills_workers", f"{message}: it is not tried again"))
 
+    def send_soon(self) -> None:
+        self._go_on_soon(self.send_again)
+
     def send_again(self) -> None:
         if not self.try_send():
             self.dispatcher.enqueue(self, is_new=False)
@@ -444,15 +471,17 @@ class Dispatcher:
         # When a model with waiting generations lost its last worker.
         self._deserted: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
+        self._soon: deque[Soon] = deque()
         self.migrations: Counter[str] = Counter()
         self.transfers = Transfers(clock)
+        router.avoids = self.transfers.avoids
         self.on_draining: Callable[[Member], None] = lambda _: None
         """Called when a worker takes no more work."""
         self.answer_image: Callable[[Member, Submit, ImageSpan, str], Coroutine[Any, Any, ImageAnswer]] | None = None
         """Decides how a worker gets an image: see `links.images.AnswerImage`. Set it before workers join. So the next."""
         self.on_image_transfers: Callable[[Member, Sequence[TransferReport]], None] = lambda _, __: None
         """Called with what workers report about transfers. Some may be of images."""
-        self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, clock)
+        self.suspects = Suspects(lambda model: [member.link for member in pool.usable(model)], limits.trial_seconds, self.soon, clock)
         # By model and lane: how many wait at workers, and who waits here with none there.
         self._unbegun: Counter[tuple[str, str]] = Counter()
         self._hungry: dict[str, set[str]] = {}
@@ -496,6 +525,26 @@ class Dispatcher:
             self.enqueue(production, is_new=True)
         return production
 
+    def soon(self, do: Callable[[], None]) -> Soon:
+        """Does this after all that was to be done before, a few in each turn of the event loop: a worker may have had a thousand
+        generations."""
+        if not self._soon:
+            asyncio.get_running_loop().call_soon(self._do_some)
+        self._soon.append(Soon(do))
+        return self._soon[-1]
+
+    def _do_some(self) -> None:
+        try:
+            for _ in range(min(len(self._soon), MAX_SENT_AT_ONCE)):
+                try:
+                    if (do := self._soon[0].do) is not None:
+                        do()
+                finally:
+                    self._soon.popleft()
+        finally:
+            if self._soon:
+                asyncio.get_running_loop().call_soon(self._do_some)
+
     def enqueue(self, production: Production, *, is_new: bool) -> None:
         """It waits until a worker has room."""
         self._queue(production.model).add(production, production.request, is_new=is_new)
@@ -538,8 +587,9 @@ class Dispatcher:
                 member.link.drop_prompt(name)
 
     def has_only_failed(self, production: Production) -> bool:
-        """Whether there are workers for it, and all of them have just failed it."""
-        return bool(self._pool.usable(production.model)) and not self._others(production)
+        """Whether there are workers for it, and all of them have just failed it, or cannot run it without one that has."""
+        others = self._others(production)
+        return bool(self._pool.usable(production.model)) and not self._complete(others, self._helpers(production, others))
 
     # Called by the pool and by its links.
 
@@ -562,6 +612,7 @@ class Dispatcher:
 
     def left(self, member: Member) -> None:
         self._router.leave(member.name)
+        self._leave_more()
         owners = self.transfers.left(member)
         if member.is_encoder:
             return
@@ -583,6 +634,10 @@ class Dispatcher:
             case Draining():
                 log.info("worker %s is draining and gets no new generations", member.name)
                 self.on_draining(member)
+
+    def _leave_more(self) -> None:
+        if self._router.leave_more():
+            asyncio.get_running_loop().call_soon(self._leave_more)
 
     def _load_more(self, worker: str) -> None:
         """Goes on with a snapshot, while others go on meanwhile."""
@@ -625,17 +680,17 @@ class Dispatcher:
         if self.suspects.deaths and production in self.suspects:
             members = [member for member in members if self.suspects.is_free(member.link)]
         helpers = self._helpers(production, members)
-        complete = [member for member in members if self._is_complete(member, helpers)]
+        complete = self._complete(members, helpers)
         if not complete and members and production.failed:
             # One half of a pair failed it: the same pair is the last resort.
             members = self._pool.speaking(self._pool.usable(production.model))
             helpers = self._helpers(production, members)
-            complete = [member for member in members if self._is_complete(member, helpers)]
+            complete = self._complete(members, helpers)
         members = self._with_role(complete, production)
         usable = {member.name: member for member in members}
         rooms = {name: self._has_room(member) for name, member in usable.items()}
         if not any(rooms.values()) and self._may_overdraw(production):
-            rooms = {name: not member.is_quiet for name, member in usable.items()}
+            rooms = {name: not member.is_quiet and member.model.kv_handover == "blocks" for name, member in usable.items()}
         if not any(rooms.values()):
             return None
         candidates = [Candidate(name, rooms[name], member.is_quiet) for name, member in usable.items()]
@@ -660,11 +715,10 @@ class Dispatcher:
             able = [member for member in able if member.model.kv_handover == "meeting"]
         return [member.name for member in able if member.model.kv_handover != "ticket" or not production.request.prompt_logprobs]
 
-    def _is_complete(self, member: Member, helpers: list[str]) -> bool:
-        """Whether it can run a generation: itself, or with one of these."""
-        if member.model.kv_handover != "meeting":
-            return True
-        return any((helper := self._pool.find(name)) is not None and member.can_meet(helper) for name in helpers)
+    def _complete(self, members: list[Member], helpers: list[str]) -> list[Member]:
+        """Those that can run a generation: themselves, or with one of these helpers."""
+        found = [helper for name in helpers if (helper := self._pool.find(name)) is not None]
+        return [member for member in members if member.model.kv_handover != "meeting" or any(map(member.can_meet, found))]
 
     def _send(self, production: Production, member: Member, decision: Decision, blocks: int) -> Attempt:
         request = production.next_request()
@@ -714,11 +768,13 @@ class Dispatcher:
     def _send_relayed(self, production: Production, member: Member, helper: Member, decision: Decision, blocks: int) -> Attempt:
         """One worker computes the prompt and makes the first token. The other one pulls the blocks meanwhile, and continues."""
         assert decision.move is not None
+        production.forget_left_behind()
         production.share_prompt()
         session = production.turn.sent(production.mailbox.index, decision)
         seconds = decision.move.seconds + IMAGE_SECONDS * bool(production.request.images)
         transfer = self.transfers.begin(production, helper, member, "prefill", seconds)
-        relay = Relay(self.transfers, transfer, member, self._router.sent(decision, (), blocks), session, decision.move.pull_seconds)
+        transfer.pull_seconds = decision.move.pull_seconds
+        relay = Relay(self.transfers, transfer, member, self._router.sent(decision, (), blocks), session)
         production.relay = relay
         request = first_leg(production.next_request(), transfer)
         there = structs.replace(decision, worker=helper.name, overlap=decision.move.overlap)
@@ -752,9 +808,9 @@ class Dispatcher:
         """Those that are meant for it and answer. Without one, all of them: each can do everything.
 
         A generation that has lost its worker is one of many. They are sent as the workers get on, so that workers of all roles take their
-        part, and the next loss does not hit all of them.
+        part, and the next loss does not hit all of them. Until they are sent, no other one keeps the workers busy.
         """
-        if production.failed:
+        if production.failed or self._queue(production.model).has_lost:
             members = [member for member in members if not self._is_swamped(member)]
         return [member for member in members if member.is_for(production.wanted_role) and not member.is_quiet] or members
 
@@ -762,10 +818,12 @@ class Dispatcher:
         return member.link.unbegun >= MIN_UNBEGUN and self._router.waiting_seconds(member.name) > MAX_WAIT_SECONDS
 
     def _has_room(self, member: Member) -> bool:
-        """A quiet worker has no room: it would not begin before it speaks again."""
+        """A quiet worker has no room: it would not begin before it speaks again. Nothing waits at engines of others that hand KV over:
+        it is there for a short time only, and another engine may be waiting for this one."""
         link, batch = member.link, member.model.max_batch or UNKNOWN_BATCH
-        expected = link.active + link.reserved
-        return link.unbegun < self._limits.worker_queue and expected < batch + self._limits.worker_queue and not member.is_quiet
+        if member.model.kv_handover == "blocks":
+            batch += self._limits.worker_queue
+        return link.unbegun < self._limits.worker_queue and link.active + link.reserved < batch and not member.is_quiet
 
     async def _watch_deserted(self) -> None:
         """Ends the wait for workers that do not come."""
@@ -776,11 +834,14 @@ class Dispatcher:
             self.suspects.tick()
             for model in {*self._queues, *self.suspects.models}:
                 queue = self._queue(model)
-                if not (len(queue) or model in self.suspects.models) or self._pool.usable(model):
+                usable = self._pool.usable(model)
+                able = [member.name for member in usable if "prefill" in member.model.roles]
+                if not (len(queue) or model in self.suspects.models) or self._complete(usable, able):
                     self._deserted.pop(model, None)
                     continue
                 since = self._deserted.setdefault(model, now)
                 if now - since >= self._limits.worker_wait:
-                    message = f"no worker for model {model!r} came within {self._limits.worker_wait:g} s"
+                    missing = "prefill and decode worker" if usable else "worker"
+                    message = f"no {missing} for model {model!r} came within {self._limits.worker_wait:g} s"
                     queue.fail(now - self._limits.worker_wait, Fault("no_worker", message))
                     self.suspects.fail(model, now - self._limits.worker_wait, Fault("no_worker", message))

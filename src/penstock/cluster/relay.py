@@ -24,7 +24,6 @@ class Relay:
     member: Member
     assignment: Assignment
     session: SessionTurn | None
-    pull_seconds: float
 
     def __post_init__(self) -> None:
         self.member.link.reserved += 1
@@ -51,7 +50,7 @@ class Relay:
         if self.transfer.id not in self.transfers.open:
             return None
         if self.member.model.kv_handover != "meeting":
-            self.transfers.was_computed(self.transfer, self.pull_seconds)
+            self.transfers.was_computed(self.transfer)
         return self.transfer.message
 
     def drop(self, ending: Ending) -> None:
@@ -68,5 +67,6 @@ class Relay:
 def first_leg(request: Submit, transfer: Transfer) -> Submit:
     """The request as the worker gets it that computes the prompt: for one token, and without the lease of its session. Marked prompts are
     kept there too, since prompts that begin alike come there again. Of engines of others, the second one makes all tokens."""
-    tokens, export = int(transfer.source.model.kv_handover == "blocks"), Export(transfer.id, LEASE_SECONDS)
-    return structs.replace(request, max_tokens=request.offset + tokens, retention_seconds=0.0, session=None, export=export)
+    most, export = request.offset + (transfer.source.model.kv_handover == "blocks"), Export(transfer.id, LEASE_SECONDS)
+    least = min(request.min_tokens, most)
+    return structs.replace(request, max_tokens=most, min_tokens=least, retention_seconds=0.0, session=None, export=export)

@@ -8,7 +8,6 @@ requests kill workers at once, workers die while each of them is held back.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
@@ -57,7 +56,7 @@ class Suspect(Protocol):
     def try_send(self) -> bool:
         """Sends it to a worker without a trial that has room. Returns whether it need not wait any more."""
 
-    def send_again(self) -> None:
+    def send_soon(self) -> None:
         """Sends it, or puts it into the queue."""
 
     def hold(self, seconds: float) -> None:
@@ -107,14 +106,19 @@ class Suspects:
 
     A generation is suspected while its request was at more of the recent deaths since it began than it was not at, or if two of its
     workers in a row died at the same place. So where workers die for another reason, nobody is suspected for long. `usable` gives the
-    links that take work for a model.
+    links that take work for a model. `soon` does something after what is due already.
     """
 
     def __init__(
-        self, usable: Callable[[str], Sequence[WorkerLink]], trial_seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        usable: Callable[[str], Sequence[WorkerLink]],
+        trial_seconds: float,
+        soon: Callable[[Callable[[], None]], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._usable = usable
         self._trial_seconds = trial_seconds
+        self._soon = soon
         self._clock = clock
         self.deaths = 0
         self.stopped = 0
@@ -226,7 +230,7 @@ class Suspects:
             self._trials.clear()
         for suspect in late:
             del self._waiting[suspect]
-            suspect.send_again()
+            suspect.send_soon()
         self.pump()
 
     def fail(self, model: str, before: float, fault: Fault) -> None:
@@ -249,17 +253,17 @@ class Suspects:
         return 2 * sum(since) - len(since)
 
     def _review_soon(self) -> None:
-        """After all generations of a dead worker were examined: each in its own call that the event loop has already."""
+        """After all generations of a dead worker were examined: each in its own call that is due already."""
         if not self._is_review_due:
             self._is_review_due = True
-            asyncio.get_running_loop().call_soon(self._review)
+            self._soon(self._review)
 
     def _review(self) -> None:
         """A worker died without those that wait or are held: they may be free."""
         self._is_review_due = False
         for suspect in [suspect for suspect, case in self._waiting.items() if self._guilt(suspect) < 1 and not case.is_repeat]:
             del self._waiting[suspect]
-            suspect.send_again()
+            suspect.send_soon()
         for suspect in [suspect for suspect in self._held if self._guilt(suspect) < MAX_WORKERS_KILLED]:
             del self._held[suspect]
             suspect.end_hold()

@@ -31,6 +31,9 @@ MIN_PATIENCE_SECONDS = 1.0
 SILENT_LOOKS = {"blocks": 4, "ticket": 8, "meeting": 8}
 
 
+MAX_AVOIDED_SECONDS = 60.0
+
+
 class Owner(Protocol):
     """The generation of a transfer."""
 
@@ -58,7 +61,9 @@ class Transfer:
     """The target has reported its end. The source knows, and the target keeps the blocks for the generation."""
     is_used: bool = False
     """The generation has begun at the target."""
-    _frames: int = -1
+    pull_seconds: float = 0.0
+    """What it should take when the source has computed everything."""
+    _life_signs: int = -1
     _silent_looks: int = 0
 
     @property
@@ -66,10 +71,12 @@ class Transfer:
         return KvSource(self.id, self.source.model.kv_address, self.waits, self.ticket, self.blocks)
 
     def is_late(self, now: float) -> bool:
-        """One look at it."""
-        frames, self._frames = self._frames, self.source.link.frames
-        self._silent_looks = self._silent_looks + 1 if frames == self._frames and self.waits else 0
-        return now >= self.deadline or self._silent_looks >= SILENT_LOOKS[self.source.model.kv_handover]
+        """One look at it. Two engines that work at the same time may have to wait for their turn: that is no delay."""
+        before, self._life_signs = self._life_signs, self.source.link.life_signs
+        self._silent_looks = self._silent_looks + 1 if before == self._life_signs and self.waits else 0
+        handover = self.source.model.kv_handover
+        is_over = now >= self.deadline and not (self.waits and handover == "meeting")
+        return is_over or self._silent_looks >= SILENT_LOOKS[handover]
 
 
 def patience(expected_seconds: float) -> float:
@@ -94,6 +101,8 @@ class Transfers:
     """Those whose generation is at the source. The transfer may end before that: the target may have failed, or be lost."""
     _busy_until: dict[str, float] = field(default_factory=dict)
     """By worker: when it should have sent and received all that was begun."""
+    _failed: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """By the names of source and target: how many times in a row they failed, and until when they are avoided."""
 
     def begin(
         self, owner: Owner, source: Member, target: Member, reason: MoveReason, expected_seconds: float, name: bytes = b"", blocks: int = 0
@@ -121,11 +130,11 @@ class Transfers:
             elif transfer.target is member and report.outcome is not None:
                 self._arrived(transfer, report)
 
-    def was_computed(self, transfer: Transfer, expected_seconds: float) -> None:
+    def was_computed(self, transfer: Transfer) -> None:
         """The source has computed all blocks: this is what is left of the transfer."""
         transfer.waits = False
         if not transfer.has_arrived:
-            transfer.deadline = self._deadline(transfer.source, transfer.target, expected_seconds)
+            transfer.deadline = self._deadline(transfer.source, transfer.target, transfer.pull_seconds)
 
     def has_left(self, transfer: Transfer) -> None:
         """Its generation waits for the source no more."""
@@ -137,6 +146,16 @@ class Transfers:
         begins = min(now + LEASE_SECONDS, max(now, *[self._busy_until.get(worker.name, now) for worker in (source, target)]))
         self._busy_until[source.name] = self._busy_until[target.name] = begins + expected_seconds
         return begins + patience(expected_seconds)
+
+    def avoids(self, source: str, target: str) -> bool:
+        """Whether transfers between these have just failed: a network that lets front ends through may stop workers."""
+        return (source, target) in self._failed and self.clock() < self._failed[source, target][1]
+
+    def _note_failure(self, transfer: Transfer) -> None:
+        source, target = transfer.source.name, transfer.target.name
+        if not self.avoids(source, target):
+            streak = min(self._failed.get((source, target), (0, 0.0))[0] + 1, 16)
+            self._failed[source, target] = streak, self.clock() + min(MAX_AVOIDED_SECONDS, 2.0**streak)
 
     def use(self, transfer: Transfer) -> None:
         """Its generation has begun at the target, which reports the end of the transfer before that, or together with it."""
@@ -150,6 +169,8 @@ class Transfers:
             return
         if not transfer.has_arrived:
             self.counts[transfer.reason, ending] += 1
+            if ending in ("failed", "stalled"):
+                self._note_failure(transfer)
             transfer.source.link.end_transfers([transfer.id])
         transfer.target.link.end_transfers([transfer.id])
 
@@ -157,6 +178,7 @@ class Transfers:
         """This worker was lost. What it moved is ended at the other end, which computes instead. Returns the owners of what it pulled: they
         may have killed it. A source that died while it was read had computed those prompts before."""
         self._busy_until.pop(member.name, None)
+        self._failed = {pair: known for pair, known in self._failed.items() if member.name not in pair}
         lost = [each for each in self.open.values() if each.target is member or (each.source is member and not each.has_arrived)]
         for transfer in lost:
             self.end(transfer, "lost")
@@ -172,6 +194,10 @@ class Transfers:
 
     def _arrived(self, transfer: Transfer, report: TransferReport) -> None:
         transfer.has_arrived = True
+        if report.outcome == "done":
+            self._failed.pop((transfer.source.name, transfer.target.name), None)
+        else:
+            self._note_failure(transfer)
         transfer.source.link.end_transfers([transfer.id])
         if transfer.is_used:
             self.end(transfer)

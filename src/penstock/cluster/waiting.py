@@ -33,7 +33,8 @@ class Waiter(Protocol):
 class WaitingQueue:
     """Waiters of all tenants, in turn by weight; those of one tenant by priority and arrival.
 
-    Generations that lost their worker go before all new ones.
+    Generations that lost their worker go before all new ones. They may not go everywhere, so if the first of them finds no room, new ones
+    do not wait for it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,6 +44,11 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._since)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether generations wait that lost their worker."""
+        return self._waiters.has_urgent
 
     def add(self, waiter: Waiter, request: Submit, *, is_new: bool) -> None:
         now = self._since[waiter] = self._clock()
@@ -66,12 +72,19 @@ class WaitingQueue:
 
     def send(self, limit: int = sys.maxsize) -> bool:
         """Sends at most `limit` waiters in order, until a worker has no room for the first one. Returns whether the limit ended it."""
-        for _ in range(limit):
-            first = self._waiters.first()
+        sent = self._send(self._waiters.first, limit)
+        if sent < limit and self.has_lost:
+            sent += self._send(self._waiters.first_in_turn, limit - sent)
+        return sent == limit
+
+    def _send(self, first_of: Callable[[], Waiter | None], limit: int) -> int:
+        """Returns how many were sent."""
+        for sent in range(limit):
+            first = first_of()
             if first is None or not first.try_send():
-                return False
+                return sent
             self._served(first)
-        return True
+        return limit
 
     def send_first_of(self, lane: str) -> bool:
         """Sends the first waiter of a tenant, though it may not be its turn. Returns whether it was sent, or none waits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,8 +19,8 @@ MAX_BLOCKS = 1_000_000
 MAX_ENDED = 4096
 # Events that are kept while a feed waits for a snapshot.
 MAX_KEPT_EVENTS = 4096
-MAX_LOADED_AT_ONCE = 4096
-"""Blocks of a snapshot, in slower tiers: a few milliseconds."""
+MAX_AT_ONCE = 4096
+"""Blocks of a snapshot, or of a worker that has left: a few milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +38,17 @@ class _Holding:
     def in_tier(self, tier: Tier) -> set[bytes]:
         return self.known if tier == "device" else self.below[tier]
 
+    @property
+    def all_in(self) -> list[tuple[Tier, set[bytes] | OrderedDict[bytes, float]]]:
+        """Its blocks with their tiers."""
+        return [("device", self.predicted), *[(tier, self.in_tier(tier)) for tier in TIERS]]
+
 
 class PrefixIndex:
     """Maps the name of a KV block to the workers that have it.
 
     A block's name stands for all tokens up to its end, so a flat table is enough; no tree is needed. Each worker is one bit of a mask.
-    The bit is used again after the worker left. Leaving takes one operation per block that the worker held.
+    The bit is used again when all blocks of a worker that left are removed: some at once, the others with `leave_more`.
 
     Besides the blocks that workers report there are predictions: a request was sent there, so its blocks are expected. A prediction
     ends after the worker's `prediction_seconds`, or when the worker reports the block as stored or removed.
@@ -61,6 +66,7 @@ class PrefixIndex:
         self._holdings: dict[str, _Holding] = {}
         self._by_slot: list[_Holding | None] = []
         self._free_slots: list[int] = []
+        self._leaving: deque[_Holding] = deque()
         self._everyone = 0
         # No prediction ends before this time, so most lookups need not search for ended ones.
         self._next_end = math.inf
@@ -77,13 +83,27 @@ class PrefixIndex:
         self._everyone |= holding.bit
 
     def leave(self, worker: str) -> None:
-        """Forgets the worker and all its blocks."""
-        self.cleared(worker)
+        """Forgets the worker. The bits of its blocks are removed in pieces."""
         holding = self._holdings.pop(worker)
-        slot = holding.bit.bit_length() - 1
-        self._by_slot[slot] = None
-        self._free_slots.append(slot)
+        self._by_slot[holding.bit.bit_length() - 1] = None
         self._everyone ^= holding.bit
+        self._leaving.append(holding)
+        self.leave_more()
+
+    def leave_more(self) -> bool:
+        """Removes some more blocks of workers that have left. Returns whether there are others."""
+        left = MAX_AT_ONCE
+        while self._leaving and left:
+            holding = self._leaving[0]
+            for tier, names in holding.all_in:
+                for _ in range(min(left, len(names))):
+                    name = names.pop() if isinstance(names, set) else names.popitem()[0]
+                    _unset(self._masks[tier], name, holding.bit)
+                    left -= 1
+            if not any(names for _, names in holding.all_in):
+                self._leaving.popleft()
+                self._free_slots.append(holding.bit.bit_length() - 1)
+        return bool(self._leaving)
 
     def stored(self, worker: str, names: Iterable[bytes], tier: Tier = "device") -> None:
         """The worker has these blocks in this tier now."""
@@ -118,11 +138,6 @@ class PrefixIndex:
         for tier in TIERS:
             self.removed(worker, list(holding.in_tier(tier)), tier)
         self.removed(worker, list(holding.predicted))
-
-    def replaced(self, worker: str, names: Collection[bytes]) -> None:
-        """The worker has exactly these blocks on its device. Predictions of other blocks stay: it may not have begun them yet."""
-        self.left_out(worker, names, "device")
-        self.stored(worker, names)
 
     def left_out(self, worker: str, names: Collection[bytes], tier: Tier) -> None:
         """The worker has at most these blocks in this tier."""
@@ -187,6 +202,10 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Raises AssertionError unless masks and holdings agree and every bound is kept."""
         masks: dict[Tier, dict[bytes, int]] = {tier: {} for tier in TIERS}
+        for holding in self._leaving:
+            for tier, names in holding.all_in:
+                for name in names:
+                    masks[tier][name] = masks[tier].get(name, 0) | holding.bit
         for worker, holding in self._holdings.items():
             assert self._by_slot[holding.bit.bit_length() - 1] is holding, worker
             assert holding.name == worker
@@ -201,7 +220,7 @@ class PrefixIndex:
         assert masks == self._masks
         assert self._everyone == sum(holding.bit for holding in self._holdings.values())
         free = [slot for slot, holding in enumerate(self._by_slot) if holding is None]
-        assert sorted(self._free_slots) == free
+        assert sorted([*self._free_slots, *[holding.bit.bit_length() - 1 for holding in self._leaving]]) == free
 
     def _masks_down_to(self, tier: Tier) -> Callable[[bytes, int], int]:
         """Who has a block in this tier or a faster one."""
@@ -267,7 +286,7 @@ class KvFeed:
         # While waiting: consecutive events. `_kept_until` is the number after the last one.
         self._kept: list[KvEvent] = []
         self._kept_until = 0
-        # What the snapshot had in slower tiers and the index does not have yet.
+        # What the snapshot had and the index does not have yet.
         self._coming: dict[Tier, dict[bytes, None]] = {}
 
     @property
@@ -286,14 +305,14 @@ class KvFeed:
         return must_ask
 
     def load(self, snapshot: Snapshot) -> None:
-        """Replaces the worker's blocks, then applies the events that were kept. Many blocks in slower tiers come with `load_more`.
+        """Replaces the worker's blocks, then applies the events that were kept. Many blocks come with `load_more`. Predictions of other
+        blocks stay: the worker may not have begun them yet.
 
         A snapshot older than the index is ignored. If events are missing after the snapshot, the next `receive` asks for another one.
         """
         if not self._is_waiting and snapshot.next_number < self._next_number:
             return
         self._coming = _names(snapshot.events)
-        self._index.replaced(self._worker, self._coming.pop("device"))
         for tier, names in self._coming.items():
             self._index.left_out(self._worker, names, tier)
         self.load_more()
@@ -307,7 +326,7 @@ class KvFeed:
 
     def load_more(self) -> bool:
         """Adds some more blocks of the last snapshot. Returns whether there are others: a disk may have a million."""
-        left = MAX_LOADED_AT_ONCE
+        left = MAX_AT_ONCE
         for tier, names in self._coming.items():
             some = list(islice(names, left))
             self._index.stored(self._worker, some, tier)

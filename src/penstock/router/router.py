@@ -75,6 +75,8 @@ class Router:
         self._last_names: Sequence[bytes] = ()
         self._last_workers: set[str] = set()
         self._last_predicted = 0.0
+        self.avoids: Callable[[str, str], bool] = lambda source, target: False  # noqa: ARG005
+        """Whether the second worker should pull nothing from the first one now."""
         # A round-robin counter per model.
         self._turns: Counter[str] = Counter()
 
@@ -94,6 +96,10 @@ class Router:
             self._kin[left.kin] -= 1
             self.index.leave(worker)
             self._last_workers.discard(worker)
+
+    def leave_more(self) -> bool:
+        """Goes on with forgetting those that have left. Returns whether there is more of it: then call it again soon."""
+        return self.index.leave_more()
 
     def receive(self, worker: str, events: KvEvents) -> bool:
         """Takes a worker's events. Returns True when the caller must ask for a snapshot."""
@@ -163,7 +169,7 @@ class Router:
         """For a generation that leaves a worker that drains: whether its new worker pulls the full blocks from there. None of `blocks`: its
         prompt was still being computed, and those count that the worker has reported."""
         known = self._workers.get(decision.worker)
-        if known is None or known.model.kv_handover != "blocks" or not self._are_kin(decision.worker, source):
+        if known is None or known.model.kv_handover != "blocks" or not self._can_pull(decision.worker, source):
             return None
         if blocks is None:
             blocks = self.index.reported(source, decision.names)
@@ -193,9 +199,11 @@ class Router:
         known = self._workers.get(worker)
         return known is not None and bool(known.kin) and self._kin[known.kin] > 1
 
-    def _are_kin(self, one: str, other: str) -> bool:
-        known, peer = self._workers.get(one), self._workers.get(other)
-        return one != other and known is not None and peer is not None and bool(known.kin) and known.kin == peer.kin
+    def _can_pull(self, target: str, source: str) -> bool:
+        known, peer = self._workers.get(target), self._workers.get(source)
+        if target == source or known is None or peer is None or not known.kin or known.kin != peer.kin:
+            return False
+        return self._needs_partner(target) or not self.avoids(source, target)
 
     def _move(
         self,
@@ -210,7 +218,7 @@ class Router:
         chosen = decision.worker
         model = self._workers[chosen].model
         prompt, target = Prompt(blocks, model.block_size), self._place(chosen, decision.overlap)
-        able = [self._place(name, overlaps.get(name, 0)) for name in helpers if self._are_kin(chosen, name)]
+        able = [self._place(name, overlaps.get(name, 0)) for name in helpers if self._can_pull(chosen, name)]
         source = self._peer(prompt, target, names, overlaps, reason) if model.kv_handover == "blocks" else None
         if able:
             wish = self.settings.disaggregation
@@ -229,7 +237,7 @@ class Router:
     def _peer(self, prompt: Prompt, target: Place, names: Sequence[bytes], overlaps: Mapping[str, int], reason: MoveReason) -> Move | None:
         """The worker that has blocks which the target should pull. Blocks that are only expected there cannot be pulled."""
         enough = target.overlap + MIN_MOVED_BLOCKS
-        able = [name for name, blocks in overlaps.items() if blocks >= enough and self._are_kin(target.name, name)]
+        able = [name for name, blocks in overlaps.items() if blocks >= enough and self._can_pull(target.name, name)]
         peers = [self._place(name, self._reported(name, names, overlaps[name])) for name in able]
         return choose_source(target, prompt, peers, reason) if peers else None
 

@@ -468,12 +468,14 @@ class Snapshot(Struct, frozen=True, tag="snapshot"):
 
 
 class Step(Struct, frozen=True, tag="step"):
-    """Worker to front end: the news of all its generations in one frame, and the changes of the cached KV."""
+    """Worker to front end: the news of all its generations in one frame, and the changes of the cached KV. `emits` grows whenever the
+    engine goes on: a worker reports its figures though its engine hangs. 0: not counted."""
 
     segments: list[Segment]
     stats: WorkerStats
     events: KvEvents | None = None
     transfers: tuple[TransferReport, ...] = ()
+    emits: int = 0
 
 
 class Ready(Struct, frozen=True, tag="ready"):

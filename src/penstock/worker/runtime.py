@@ -120,6 +120,10 @@ class WaitingEvents:
         self._first, self._events, self._blocks = number, [], 0
 
 
+def _is_fault(segment: Segment) -> bool:
+    return segment.delta is None and isinstance(segment.terminal, Fault)
+
+
 def count_blocks(events: Sequence[KvEvent]) -> int:
     return sum([1 if isinstance(event, BlocksCleared) else len(event.blocks) for event in events])
 
@@ -146,6 +150,7 @@ class FrontEndPort:
         self._clock = clock
         self._sent_stats = WorkerStats()
         self._last_step = clock()
+        self._emits = 1
 
     @property
     def takes_step(self) -> bool:
@@ -156,8 +161,9 @@ class FrontEndPort:
         if self.takes_step and (self.outbox.waiting or self.events or self.transfers or stats != self._sent_stats):
             self._send_step(stats)
 
-    def flush_step(self, stats: WorkerStats) -> None:
+    def flush_step(self, stats: WorkerStats, *, shows_life: bool) -> None:
         """After a step of the engine: sends what waits, or an empty step when the last one was BEACON_SECONDS ago."""
+        self._emits += shows_life
         self.flush(stats)
         if self.open_generations and self.takes_step and self._clock() - self._last_step >= BEACON_SECONDS:
             self._send_step(stats)
@@ -176,7 +182,7 @@ class FrontEndPort:
         self._last_step = self._clock()
         self.ready = False
         transfers, self.transfers = self.transfers, []
-        self.writable = self._send(Step(self.outbox.drain(), stats, self.events.take(), tuple(transfers)))
+        self.writable = self._send(Step(self.outbox.drain(), stats, self.events.take(), tuple(transfers), self._emits))
 
 
 class WorkerRuntime:
@@ -432,9 +438,11 @@ class WorkerRuntime:
             blocks = count_blocks(events.events)
             for port in self.ports:
                 port.events.put(events, blocks)
+        # Faults and reports on transfers also come from a backend whose engine hangs: it refuses requests, and gives transfers up.
+        shows_life = events is not None or not (segments or transfers) or not all(map(_is_fault, segments))
         stats = self._stats()
         for port in self.ports:
-            port.flush_step(stats)
+            port.flush_step(stats, shows_life=shows_life)
 
     def _note_transfers(self, reports: Sequence[TransferReport]) -> None:
         for report in reports:

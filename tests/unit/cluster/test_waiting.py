@@ -53,6 +53,20 @@ def test_nothing_is_sent_without_room_and_all_in_order_with_it() -> None:
     assert (room.sent, len(queue)) == (["a", "b"], 1)
 
 
+def test_one_that_no_worker_takes_again_stops_no_other() -> None:
+    nowhere, room, queue = Room(), Room(2), WaitingQueue()
+    for name in "abc":
+        queue.add(room.waiter(name), wish(), is_new=True)
+    queue.add(nowhere.waiter("lost"), wish(), is_new=False)
+    assert queue.has_lost
+    assert not queue.send(3)
+    assert (room.sent, len(queue)) == (["a", "b"], 2)
+    nowhere.count = room.count = 1
+    assert queue.send(2)
+    assert (nowhere.sent, room.sent, len(queue), queue.has_lost) == (["lost"], ["a", "b", "c"], 0, False)
+    queue.check_integrity()
+
+
 def test_many_waiters_are_sent_in_pieces() -> None:
     room, queue = Room(5), WaitingQueue()
     for name in "abcde":

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.index import MAX_KEPT_EVENTS, MAX_LOADED_AT_ONCE, KvFeed, PrefixIndex
-from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot
+from penstock.router.index import MAX_AT_ONCE, MAX_KEPT_EVENTS, TIERS, KvFeed, PrefixIndex
+from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot, Tier
 
 NAMES = [bytes([number]) for number in range(20)]
 
@@ -89,19 +89,20 @@ def test_tiers_are_kept_apart(index: PrefixIndex, feed: KvFeed) -> None:
     assert index.overlaps(NAMES[3:6], 0.0, "disk") == {}
 
 
-def test_many_blocks_of_a_disk_come_in_pieces(index: PrefixIndex, feed: KvFeed) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_many_blocks_come_in_pieces(index: PrefixIndex, feed: KvFeed, tier: Tier) -> None:
     """Taken at once, those of a large disk would hold up all streams."""
-    names = [number.to_bytes(4) for number in range(2 * MAX_LOADED_AT_ONCE + 5)]
-    feed.load(Snapshot(20, (BlocksStored(b"", tuple(names), "disk"),)))
-    assert index.overlaps(names, 0.0, "disk") == {"w": MAX_LOADED_AT_ONCE}
-    feed.receive(KvEvents(20, (BlocksRemoved((names[0], names[-1]), "disk"),)))
+    names = [number.to_bytes(4) for number in range(2 * MAX_AT_ONCE + 5)]
+    feed.load(Snapshot(20, (BlocksStored(b"", tuple(names), tier),)))
+    assert index.overlaps(names, 0.0, tier) == {"w": MAX_AT_ONCE}
+    feed.receive(KvEvents(20, (BlocksRemoved((names[0], names[-1]), tier),)))
     assert feed.load_more()
     assert not feed.load_more()
-    assert index.overlaps(names, 0.0, "disk") == {}, "what left meanwhile does not come back"
-    assert index.overlaps(names[1:], 0.0, "disk") == {"w": len(names) - 2}
-    feed.load(Snapshot(30, (BlocksStored(b"", tuple(names[:3]), "disk"),)))
+    assert index.overlaps(names, 0.0, tier) == {}, "what left meanwhile does not come back"
+    assert index.overlaps(names[1:], 0.0, tier) == {"w": len(names) - 2}
+    feed.load(Snapshot(30, (BlocksStored(b"", tuple(names[:3]), tier),)))
     assert not feed.load_more()
-    assert index.overlaps(names, 0.0, "disk") == {"w": 3}
+    assert index.overlaps(names, 0.0, tier) == {"w": 3}
     index.check_integrity()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.index import MAX_ENDED, TIERS, PrefixIndex
+from penstock.router.index import MAX_AT_ONCE, MAX_ENDED, TIERS, PrefixIndex
 from penstock.wire.messages import Tier
 
 WORKERS = ["a", "b", "c"]
@@ -82,7 +82,10 @@ def test_it_agrees_with_a_naive_table(steps: list[tuple[tuple[str, str, list[byt
             case "leave":
                 index.leave(worker)
                 index.join(worker, SECONDS[worker])
-            case "stored" | "removed" | "replaced":
+            case "replaced":
+                index.left_out(worker, names, "device")
+                index.stored(worker, names)
+            case "stored" | "removed":
                 getattr(index, operation)(worker, names)
         expected, found = naive.overlaps(looked_up, now), index.overlaps(looked_up, now)
         index.check_integrity()
@@ -211,7 +214,8 @@ def test_known_blocks_beyond_the_bound_are_dropped_and_counted(index: PrefixInde
     assert index.held("a") == (4, 0)
     assert index.dropped == 2
     assert index.overlaps(NAMES, 0.0) == {"a": 4}
-    index.replaced("a", dict.fromkeys(NAMES[2:9]))
+    index.left_out("a", NAMES[2:9], "device")
+    index.stored("a", NAMES[2:9])
     assert index.overlaps(NAMES[2:], 0.0) == {"a": 4}
 
 
@@ -256,6 +260,29 @@ class CountingDict(dict[bytes, int]):
     def items(self) -> Any:
         self.operations += len(self)
         return super().items()
+
+
+def test_the_blocks_of_a_worker_that_left_are_removed_in_pieces() -> None:
+    """They are forgotten at once all the same."""
+    index = PrefixIndex()
+    names = [number.to_bytes(4) for number in range(2 * MAX_AT_ONCE + 5)]
+    for worker in "ab":
+        index.join(worker, 5.0)
+    index.stored("a", names)
+    index.stored("b", names[:10])
+    counting = index._masks["device"] = CountingDict(index._masks["device"])
+    index.leave("a")
+    assert counting.operations <= 2 * MAX_AT_ONCE
+    index.check_integrity()
+    assert index.overlaps(names, 0.0) == {"b": 10}
+    index.join("a", 5.0)
+    assert index.overlaps(names, 0.0) == {"b": 10}, "its former place is not free yet"
+    index.stored("a", names[:3])
+    assert index.leave_more()
+    assert not index.leave_more()
+    index.check_integrity()
+    assert index.overlaps(names, 0.0) == {"a": 3, "b": 10}
+    assert index.held("a") == (3, 0)
 
 
 def test_leaving_takes_one_operation_per_block() -> None:

@@ -72,7 +72,7 @@ async def test_one_frame_a_step_for_all_its_generations() -> None:
     say(runtime, port, Ready())
     wire.sent.clear()
     backend.step(Segment(FIRST, Delta(0, (5,))), Segment(SECOND, Delta(0, (6,))))
-    assert wire.sent == [Step([Segment(FIRST, Delta(0, (5,))), Segment(SECOND, Delta(0, (6,)))], WorkerStats(running=2))]
+    assert wire.sent == [Step([Segment(FIRST, Delta(0, (5,))), Segment(SECOND, Delta(0, (6,)))], WorkerStats(running=2), emits=2)]
 
 
 async def test_steps_merge_until_the_front_end_is_ready() -> None:
@@ -262,7 +262,7 @@ async def test_a_snapshot_comes_before_the_events_behind_it() -> None:
     snapshot = Snapshot(3, (BlocksStored(b"", (b"a" * 8,)),))
     backend.questions[0].set_result(snapshot)
     await turns()
-    assert wire.sent[-2:] == [snapshot, Step([], WorkerStats(), stored(3, 1))]
+    assert wire.sent[-2:] == [snapshot, Step([], WorkerStats(), stored(3, 1), emits=4)]
     say(runtime, port, Ready(), SnapshotRequest())
     await turns()
     backend.questions[1].set_result(Snapshot(7, ()))
@@ -340,7 +340,7 @@ async def test_a_front_end_with_open_generations_hears_of_steps() -> None:
     assert wire.sent == [], "only a step is told as a step"
     backend.step()
     backend.step()
-    assert wire.sent == [Step([], WorkerStats(running=1))]
+    assert wire.sent == [Step([], WorkerStats(running=1), emits=4)]
     clock.now += BEACON_SECONDS * 2
     backend.step()
     assert len(wire.sent) == 1, "it has not said that it takes another"

@@ -162,7 +162,7 @@ class ExternalBackend:
         self._tasks: set[asyncio.Task[None]] = set()
         self._segments: list[Segment] = []
         self._is_flush_due = False
-        self._last_emit = clock()
+        self._heard_at = clock()
         self._running = 0
         self._blocks_used = 0
         self._prompt_tokens = 0
@@ -411,6 +411,7 @@ class ExternalBackend:
         if chunk.finish is not None or generation.only_prompt:
             terminal = Finish("length" if generation.only_prompt else chunk.finish or "length")
             self._forget(request.id)
+        self._heard_at = self._clock()
         self._put(Segment(request.id, delta, terminal))
         return terminal is not None
 
@@ -499,12 +500,12 @@ class ExternalBackend:
             self._begin(self._engine.close_session(self._engine_sessions.pop(session_id)), "closing an engine's session")
 
     async def _watch(self) -> None:
-        """Pings an engine that is busy but emits nothing, and emits a sign of life: a long prompt is not a stall."""
+        """Pings an engine that is busy but says nothing, and emits a sign of life: a long prompt is not a stall."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             self._sessions.expire(self._clock())
             self._end_engine_sessions()
-            if self._open and self._clock() - self._last_emit >= WATCH_SECONDS:
+            if self._open and self._clock() - self._heard_at >= WATCH_SECONDS:
                 try:
                     await self._engine.ping()
                 except EngineDied as error:
@@ -514,7 +515,8 @@ class ExternalBackend:
                     # Neither alive nor dead for sure: the front end decides how long it waits.
                     log.exception("pinging %s failed", self.model.engine)
                     continue
-                self._flush_soon()
+                self._heard_at = self._clock()
+                self._emit((), None)
 
     def _put(self, segment: Segment) -> None:
         self._segments.append(segment)
@@ -531,7 +533,6 @@ class ExternalBackend:
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        self._last_emit = self._clock()
         segments, self._segments = self._segments, []
         reports, self._reports = self._reports, []
         self._emit(segments, None, reports)

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_TICKET_BYTES = 2**20
 USABLE_PART = 1 / 3
 CERTAIN_PART = 3 / 4
+# Of what is left until then, this much is waited: a wait that ends later than it should must not look like a read that came too late.
+WAITED_PART = 0.8
 # How far the clock of the source may be ahead of ours.
 MAX_CLOCK_SECONDS = 1.0
 # Engines that work on a prompt at the same time: the target also waits while the source computes, at this rate or faster.
@@ -185,7 +187,7 @@ class Handovers:
         """How long the first token may take."""
         if ticket is None:
             return self._patience + len(request.token_ids) / MIN_PREFILL_RATE
-        return min(self._patience, ticket.certain_until - self._time_of_day())
+        return min(self._patience, WAITED_PART * (ticket.certain_until - self._time_of_day()))
 
     def _check_certain(self, ticket: Ticket | None) -> None:
         """Only a process that was stopped for seconds gets here too late."""

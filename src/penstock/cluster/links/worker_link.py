@@ -141,6 +141,9 @@ class WorkerLink(LinkProtocol):
         self.stats = WorkerStats()
         self.draining = False
         self.frames = 0
+        self.life_signs = 0
+        """Steps that show that the worker's engine goes on."""
+        self._emits = 0
         self._address = address
         self._front_end = front_end
         self._secret = secret
@@ -158,8 +161,9 @@ class WorkerLink(LinkProtocol):
         self._next_query = 0
         self._piece: asyncio.Future[TokenizerPiece] | None = None
         self.silent_ticks = 0
-        """How many looks in a row found it silent while it owed tokens."""
+        """How many looks in a row found it silent while it owed tokens. Silent: without a sign of life."""
         self.heard_at = 0.0
+        """When the last sign of life came."""
         self._owes_since = 0.0
         self.unbegun = 0
         """Generations without a token so far: they wait at the worker, or their prompts are being computed."""
@@ -194,7 +198,7 @@ class WorkerLink(LinkProtocol):
         return self._unanswered > 1
 
     def has_spoken_since(self, moment: float) -> bool:
-        """Whether it has sent something since then, or owed nothing."""
+        """Whether its engine has gone on since then, or owed nothing."""
         return not self._generations or max(self.heard_at, self._owes_since) > moment
 
     def tick(self) -> None:
@@ -330,10 +334,6 @@ class WorkerLink(LinkProtocol):
             self._piece = None
 
     def messages_received(self, messages: list[Message]) -> None:
-        if any(type(message) is not Pong for message in messages):
-            # A worker whose engine hangs still answers.
-            self.silent_ticks = 0
-            self.heard_at = self._loop.time()
         for message in messages:
             if self.is_established:
                 self._hear(message)
@@ -343,6 +343,7 @@ class WorkerLink(LinkProtocol):
     def _hear(self, message: Message) -> None:
         match message:
             case Step():
+                self._note_life(message.emits)
                 if message.transfers:
                     self.on_transfers(message.transfers)
                 self._deliver(message)
@@ -443,6 +444,14 @@ class WorkerLink(LinkProtocol):
                 self._breach(segment, generation, error)
         if not step.segments:
             self._write_soon(_READY)
+
+    def _note_life(self, emits: int) -> None:
+        """A worker whose engine hangs still answers, and reports what it is sent."""
+        if not emits or emits != self._emits:
+            self._emits = emits
+            self.life_signs += 1
+            self.silent_ticks = 0
+            self.heard_at = self._loop.time()
 
     def _end(self, segment: Segment, generation: Generation) -> None:
         del self._generations[segment.id]

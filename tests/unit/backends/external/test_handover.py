@@ -166,9 +166,10 @@ async def test_an_engine_that_may_have_read_too_late_is_not_used_again(silent: b
 async def test_the_patience_ends_before_the_lease() -> None:
     rig = Rig(Engine(silent=True), patience=1e9)
     rig.handovers.moves = KvMoves("ticket", b"fingerprint")
-    ticket = Ticket(MADE, 0.04, b"where")
+    ticket = Ticket(MADE, 0.8, b"where")
     assert await rig.tokens(EngineRequest("a", (1, 2, 3), 4, None, source=KvSource(TRANSFER, "", ticket=ticket.pack()))) == [5, 6]
     assert rig.engine.aborted == ["a"]
+    assert [report.reason for report in rig.reports] == ["no token came within 0.5 s"], "the end of the wait is not the end of the engine"
 
 
 async def test_an_engine_that_cannot_compute_lets_another_worker_go_on() -> None:
