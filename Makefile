@@ -7,8 +7,8 @@ STAMP := $(VENV)/.ready
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-# Test processes. `JOBS=0` runs all tests in one process, for a debugger.
-JOBS ?= 2
+# Test processes: more than cores, because half of the time tests wait for servers. `JOBS=0` runs all in one process, for a debugger.
+JOBS ?= 4
 # Test processes share the cores, so a thread that waits must not spin: it would take the core from the thread it waits for.
 QUIET_THREADS := OMP_WAIT_POLICY=PASSIVE
 # vLLM and SGLang run in environments that tests/engines/setup.py makes outside the checkout. They download no models and report no usage.
