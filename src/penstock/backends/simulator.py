@@ -380,7 +380,7 @@ class Simulator:
     async def _idle(self) -> None:
         """Waits until something is asked for or a lease ends."""
         seconds = self._scheduler.next_expiry - self._clock()
-        if self._scheduler.features.is_awaited:
+        if self._scheduler.features.is_used and self._scheduler.features.is_awaited:
             # The front end hears that the engine is alive.
             seconds = min(seconds, PROGRESS_SECONDS)
         try:

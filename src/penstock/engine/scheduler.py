@@ -185,13 +185,17 @@ class Scheduler(Generic[S]):
     @property
     def next_expiry(self) -> float:
         """When the next lease ends, or somebody has waited for too long, if nothing else happens."""
-        first = min(self.sessions.next_expiry, self.features.next_expiry)
-        return min(first, self.transfers.next_expiry) if self.transfers.is_used else first
+        first = self.sessions.next_expiry
+        for each in (self.features, self.transfers):
+            if each.is_used:
+                first = min(first, each.next_expiry)
+        return first
 
     def expire(self, now: float) -> None:
         """Call it first in a step. Ends leases and patience that have run out, and begins imports that wait for pages."""
         self.sessions.expire(now)
-        self.features.expire(now)
+        if self.features.is_used:
+            self.features.expire(now)
         if self.transfers.is_used:
             self.transfers.advance(now, len(self._running))
 
@@ -321,8 +325,9 @@ class Scheduler(Generic[S]):
     def _still_lacks(self, sequence: S) -> bool:
         """Whether it would find too few pages again. Looking up a long prompt in each step, also in the tiers, would hold up those that
         run."""
-        must_wait = self._running or self.transfers.is_loading
-        return bool(must_wait and sequence.lacked and not self.cache.can_allocate(sequence.lacked + len(self._running)))
+        if not sequence.lacked or self.cache.can_allocate(sequence.lacked + len(self._running)):
+            return False
+        return bool(self._running or self.transfers.is_loading)
 
     def _steps_aside(self, sequence: S, path: list[Node], block: tuple[Node, Key] | None) -> bool:
         """Whether it has to wait for a leader, for its KV, or for the features of its images, and not for its turn."""

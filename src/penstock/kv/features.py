@@ -101,11 +101,15 @@ class _Want:
 
 
 class Features:
-    """The pool's books. `evicted` and the two others count images since the start. With no slots there are no images."""
+    """The pool's books. `evicted` and the two others count images since the start. With no slots there are no images.
+
+    `is_used`: an image has been asked for. Until then there is nothing to look after.
+    """
 
     def __init__(self, slots: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.slots = slots
         self.encoded = self.reused = self.evicted = 0
+        self.is_used = False
         self._clock = clock
         self._free = list(range(slots - 1, -1, -1))
         self._images: dict[bytes, Image] = {}
@@ -382,6 +386,7 @@ class Features:
             self._drop(oldest)
             self.evicted += 1
         image = Image(placed.span, placed.positions, [self._free.pop() for _ in range(placed.slots)])
+        self.is_used = True
         self._images[image.name] = self._coming[image.name] = self._first_slots[slot_names(image.name, 1)[0]] = image
         self._deadlines.put(image, self._clock() + ANSWER_SECONDS)
         return image
