@@ -36,6 +36,7 @@ class LeftOver(NamedTuple):
         if lock is None:
             return False
         try:
+            # The index first: without it nobody takes missing blocks for blocks. What an interruption leaves is left over, too.
             for name in FILES:
                 (self.store / name).unlink(missing_ok=True)
         finally:
@@ -54,7 +55,8 @@ def _left_over(directory: Path, own: str, recently: float, since: float) -> Iter
             bytes.fromhex(store.parent.name)
             check_private(store.parent)
             check_private(store)
-            files = [(store / name).lstat() for name in FILES]
+            (store / "lock").lstat()  # Every store has one.
+            files = [path.lstat() for path in store.iterdir() if path.name in FILES]
             is_same = store.parent.name == own
             used_at = max(file.st_mtime for file in files)
             if is_same and max(used_at, since) > recently:

@@ -235,6 +235,15 @@ def test_the_size_bounds_what_all_models_have_in_the_directory(tmp_path: Path) -
         assert bytes_in(tmp_path) <= SIZE + 64
 
 
+@pytest.mark.parametrize("missing", ["index", "blocks"])
+def test_what_an_interrupted_deletion_left_leaves_too(filled: Path, missing: str) -> None:
+    (store(filled) / missing).unlink()
+    with opened(filled, OTHERS[0]) as disk:
+        assert [disk.write(slot, b"a") for slot in range(SLOTS)] == [""] * SLOTS
+        assert bytes_in(filled) <= SIZE + 64
+    assert [path.name for path in store(filled).iterdir()] == ["lock"]
+
+
 def test_a_store_that_is_in_use_does_not_leave(tmp_path: Path) -> None:
     """Nor one of a worker of the same model that may be starting again. Each of them has a size of its own."""
     with opened(tmp_path) as first, opened(tmp_path) as second, opened(tmp_path, OTHERS[0]) as other:
