@@ -134,8 +134,15 @@ def connected_by_hand(address: Address | None) -> ByHand:
 
 def puller_by_hand(address: Address | None, *, version: int = PROTOCOL_VERSION, secret: str = SECRET, files: Sequence[int] = ()) -> ByHand:
     """Connects and sends its hello, with files over a unix socket. The answer is not read."""
-    assert address is not None
     peer = connected_by_hand(address)
+    say_hello(peer, address, version=version, secret=secret, files=files)
+    return peer
+
+
+def say_hello(
+    peer: ByHand, address: Address | None, *, version: int = PROTOCOL_VERSION, secret: str = SECRET, files: Sequence[int] = ()
+) -> None:
+    assert address is not None
     reached = "" if isinstance(address, UnixAddress) else str(address)
     challenge = peer.read(Challenge)
     handshake = Handshake(challenge.nonce, b"p" * 32, "by hand", str(address), reached)
@@ -144,4 +151,3 @@ def puller_by_hand(address: Address | None, *, version: int = PROTOCOL_VERSION, 
         socket.send_fds(peer.socket, [encode(hello)], files)
     else:
         peer.send(hello)
-    return peer

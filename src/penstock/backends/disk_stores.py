@@ -19,6 +19,9 @@ MAX_STORES = 64
 """Workers on one machine that share a directory: each has a store of its own."""
 RECENT_SECONDS = 600.0
 """A store of the same model is not left over before it was unused for this long: its worker may be starting again."""
+MAX_TRIES = 100
+TRY_SECONDS = 0.001
+"""Who looks at a store shares its lock for a moment. Who wants to own it tries again this often, after this long."""
 FILES = ("index", "blocks")
 
 
@@ -32,10 +35,11 @@ class LeftOver(NamedTuple):
 
     def delete(self) -> bool:
         """Returns False if somebody uses it now. The lock stays: another process may be about to take it. Raises OSError."""
-        lock = _try_lock(self.store)
+        lock = _own(self.store)
         if lock is None:
             return False
         try:
+            # The index first: without it nobody takes missing blocks for blocks. What an interruption leaves is left over, too.
             for name in FILES:
                 (self.store / name).unlink(missing_ok=True)
         finally:
@@ -54,12 +58,13 @@ def _left_over(directory: Path, own: str, recently: float, since: float) -> Iter
             bytes.fromhex(store.parent.name)
             check_private(store.parent)
             check_private(store)
-            files = [(store / name).lstat() for name in FILES]
+            (store / "lock").lstat()  # Every store has one.
+            files = [path.lstat() for path in store.iterdir() if path.name in FILES]
             is_same = store.parent.name == own
             used_at = max(file.st_mtime for file in files)
             if is_same and max(used_at, since) > recently:
                 continue
-            lock = _try_lock(store)
+            lock = _try_lock(store, fcntl.LOCK_SH)
         except (OSError, ValueError):
             continue  # Not a store, or one that cannot be used.
         if lock is not None:
@@ -67,11 +72,25 @@ def _left_over(directory: Path, own: str, recently: float, since: float) -> Iter
             yield LeftOver(is_same, used_at, sum([file.st_size for file in files]), store)
 
 
-def _try_lock(store: Path) -> int | None:
-    """None if another process uses it."""
+def _own(store: Path) -> int | None:
+    """Its lock. None if another process uses it."""
+    for _ in range(MAX_TRIES):
+        lock = _try_lock(store, fcntl.LOCK_EX)
+        if lock is not None:
+            return lock
+        shared = _try_lock(store, fcntl.LOCK_SH)
+        if shared is None:
+            return None
+        os.close(shared)
+        time.sleep(TRY_SECONDS)
+    return None
+
+
+def _try_lock(store: Path, kind: int) -> int | None:
+    """None if another process has it: one that owns the store, or, for an exclusive lock, one that looks at it."""
     lock = open_private(store / "lock")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
         return None
@@ -85,7 +104,7 @@ def lock_store(directory: Path) -> tuple[Path, int]:
     for number in range(MAX_STORES):
         store = directory / str(number)
         _make_private(store)
-        lock = _try_lock(store)
+        lock = _own(store)
         if lock is not None:
             return store, lock
     raise OSError(errno.EBUSY, f"{MAX_STORES} other processes use it")

@@ -70,7 +70,8 @@ class Sequence:
     leader: Sequence | None = None
     is_importing: bool = False
     is_awaiting_images: bool = False
-    # How many pages it lacked when it was its turn, those of its path that nobody used included. 0: it has not tried.
+    # How many pages it lacked when it was its turn, those of its path that nobody used included, plus all pages that had come into use
+    # again by then. 0: it has not tried.
     lacked: int = 0
     # Its images, and up to which position it may compute with the features that it holds.
     images: tuple[PlacedImage, ...] = ()
@@ -325,7 +326,8 @@ class Scheduler(Generic[S]):
     def _still_lacks(self, sequence: S) -> bool:
         """Whether it would find too few pages again. Looking up a long prompt in each step, also in the tiers, would hold up those that
         run."""
-        if not sequence.lacked or self.cache.can_allocate(sequence.lacked + len(self._running)):
+        # Each page that came into use again since then may be of its path: then it lacks one less, and there is one less for it.
+        if not sequence.lacked or self.cache.can_allocate(sequence.lacked - self.cache.reused + len(self._running)):
             return False
         return bool(self._running or self.transfers.is_loading)
 
@@ -572,7 +574,7 @@ class Scheduler(Generic[S]):
         while not self.cache.can_allocate(needed + unused + len(self._running)):
             # While others run, or load what they need, it waits for them. Otherwise transfers give way for it.
             if self._running or self.transfers.is_loading or not self.transfers.give_way():
-                sequence.lacked = needed + unused
+                sequence.lacked = needed + unused + self.cache.reused
                 return False
             unused = sum([not node.references for node in path])
         self.cache.acquire(path, sequence.lease, sequence.request.priority)

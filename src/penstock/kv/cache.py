@@ -63,6 +63,8 @@ class KVCache:
         self._tail_pages = 0
         self._cached = 0
         self._used = 0
+        self.reused = 0
+        """How often a cached page that nobody used came into use again."""
         self._leased = 0
         self._clock = 0
         # All leaves that may be evicted: unleased ones by priority and age, leased ones by their weight at the time `_weighed_at`.
@@ -119,6 +121,7 @@ class KVCache:
             if not node.references:
                 self._cached -= 1
                 self._used += 1
+                self.reused += 1
                 if not node.children:
                     self._withdraw(node)
             node.references += 1

@@ -8,17 +8,17 @@ evicted like other blocks.
 
 from __future__ import annotations
 
-import sys
+from bisect import insort_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from penstock.kv.blocks import KvEventLog
 from penstock.kv.radix import Lease, Node
-from penstock.lazy_heap import LazyHeap
+from penstock.lazy_heap import SLACK, LazyHeap
 from penstock.wire.messages import BlocksStored, Tier
 
-MAX_WEIGHED = 256
-"""Spots that a step weighs again, of each shelf: what was used meanwhile goes to its new place in the queue."""
+RECOVERED_TOGETHER = 1024
+"""Blocks of the disk that count as used at the same time, at the start."""
 
 
 class TierBlock:
@@ -40,31 +40,111 @@ class TierBlock:
 
 
 class Spot:
-    """A block's slot in one tier. `pins` counts who reads or writes it now. `is_ready`: its bytes are complete."""
+    """A block's slot in one tier. `pins` counts who reads or writes it now. `is_ready`: its bytes are complete. `moment`: its place in a
+    queue, if it is in one."""
 
-    __slots__ = ("block", "is_ready", "pins", "slot")
+    __slots__ = ("block", "is_ready", "moment", "pins", "slot")
 
     def __init__(self, block: TierBlock, slot: int) -> None:
         self.block = block
         self.slot = slot
         self.pins = 0
         self.is_ready = False
+        self.moment: _Moment | None = None
+
+
+class _Moment:
+    """The spots of a queue whose blocks were used at one time. They are put in order when the first of them gives way."""
+
+    __slots__ = ("order", "queue", "spots", "time")
+
+    def __init__(self, queue: _Queue, time: int) -> None:
+        self.queue = queue
+        self.time = time
+        self.spots: dict[Spot, None] = {}
+        # By depth, the deepest last. Spots that have left stay in it until they would be the last.
+        self.order: list[Spot] | None = None
+
+    def add(self, spot: Spot) -> None:
+        self.spots[spot] = None
+        if self.order is not None:
+            insort_left(self.order, spot, key=_depth)
+            if len(self.order) > 2 * len(self.spots) + SLACK:
+                self.order = None
+
+    def deepest(self) -> Spot:
+        if self.order is None:
+            self.order = sorted(self.spots, key=_depth)
+        while self.order[-1] not in self.spots:
+            self.order.pop()
+        return self.order[-1]
+
+
+class _Queue:
+    """Spots by their blocks' last use. At the end of a turn thousands of blocks are used at once, and all go to one moment: a put takes as
+    long as one into a dict."""
+
+    def __init__(self) -> None:
+        self._moments: dict[int, _Moment] = {}
+        self._order: LazyHeap[_Moment, int] = LazyHeap()
+        self._spots = 0
+
+    def __len__(self) -> int:
+        return self._spots
+
+    def __iter__(self) -> Iterator[Spot]:
+        for moment in self._moments.values():
+            yield from moment.spots
+
+    def put(self, spot: Spot) -> None:
+        """The spot comes, or its block was used."""
+        time = spot.block.used
+        if spot.moment is not None:
+            if spot.moment.time == time:
+                return
+            self.remove(spot)
+        moment = self._moments.get(time)
+        if moment is None:
+            moment = self._moments[time] = _Moment(self, time)
+            self._order.put(moment, time)
+        moment.add(spot)
+        spot.moment = moment
+        self._spots += 1
+
+    def remove(self, spot: Spot) -> None:
+        moment = spot.moment
+        assert moment is not None
+        spot.moment = None
+        self._spots -= 1
+        del moment.spots[spot]
+        if not moment.spots:
+            del self._moments[moment.time]
+            self._order.discard(moment)
+
+    def first(self) -> Spot | None:
+        """Who gives way first."""
+        least = self._order.least()
+        return None if least is None else least[1].deepest()
+
+    def check_integrity(self) -> None:
+        self._order.check_integrity()
+        assert set(self._order) == set(self._moments.values())
+        assert self._spots == len(list(self))
+        for time, moment in self._moments.items():
+            assert moment.spots, "a moment without spots"
+            assert all(spot.moment is moment and spot.block.used == time for spot in moment.spots)
 
 
 class Shelf:
-    """The slots of one tier. A spot is pinned, or it is in one of two queues: that of leased blocks, or that of others.
-
-    A use only notes its time. The spot gets its new place later, at the latest when it would give way: at the end of a turn thousands of
-    blocks are used at once.
-    """
+    """The slots of one tier. A spot is pinned, or it is in one of two queues: that of leased blocks, or that of others."""
 
     def __init__(self, tier: Tier, slots: int, lease_share: float) -> None:
         self.tier: Tier = tier
         self.slots = slots
         self._max_leased = int(slots * lease_share)
         self._free = list(range(slots - 1, -1, -1))
-        self._plain: LazyHeap[Spot, tuple[int, int]] = LazyHeap()
-        self._leased: LazyHeap[Spot, tuple[int, int]] = LazyHeap()
+        self._plain = _Queue()
+        self._leased = _Queue()
         self._pinned: set[Spot] = set()
 
     def __len__(self) -> int:
@@ -78,17 +158,15 @@ class Shelf:
         """A slot, and the spot that gives it up. None if all are pinned."""
         if self._free:
             return self._free.pop(), None
-        plain, leased = _least(self._plain), _least(self._leased)
-        if plain is None and leased is None:
+        plain, leased = self._plain.first(), self._leased.first()
+        if plain is None or leased is None:
+            spot = plain or leased
+        else:
+            spot = plain if len(self._leased) <= self._max_leased or _weight(plain) < _weight(leased) else leased
+        if spot is None:
             return None
-        is_plain = leased is None or (plain is not None and (len(self._leased) <= self._max_leased or plain[0] < leased[0]))
-        spot = (self._plain if is_plain else self._leased).pop()
+        self._withdraw(spot)
         return spot.slot, spot
-
-    def weigh_again(self) -> None:
-        """Some of those that were used, so that whoever needs room finds few of them."""
-        _least(self._plain, MAX_WEIGHED // 2)
-        _least(self._leased, MAX_WEIGHED // 2)
 
     def claim(self, slots: Iterable[int]) -> None:
         """Takes these free slots."""
@@ -98,7 +176,7 @@ class Shelf:
         """The spot is new, its leases have changed, or it is to give way first."""
         self._withdraw(spot)
         if not spot.pins:
-            (self._leased if spot.block.leases else self._plain).put(spot, _weight(spot))
+            (self._leased if spot.block.leases else self._plain).put(spot)
 
     def pin(self, spot: Spot) -> None:
         spot.pins += 1
@@ -129,8 +207,8 @@ class Shelf:
                 assert bool(spot.block.leases) == is_leased, "a block in the wrong queue"
 
     def _withdraw(self, spot: Spot) -> None:
-        self._plain.discard(spot)
-        self._leased.discard(spot)
+        if spot.moment is not None:
+            spot.moment.queue.remove(spot)
 
 
 class Shelves:
@@ -154,8 +232,9 @@ class Shelves:
         """Blocks that are on disk at the start: slot, name and parent, the oldest first."""
         self.disk.claim(slot for slot, _, _ in found)
         for position, (slot, name, parent) in enumerate(found):
-            # The older of two goes first, as if it were deeper.
+            # The older of two goes first, as if it were deeper. Some share a time, as those of a chain do.
             block = self._blocks[name] = TierBlock(name, parent, -position, is_public=False)
+            block.used = self._clock = 1 + position // RECOVERED_TOGETHER
             block.disk = Spot(block, slot)
             block.disk.is_ready = True
             self.disk.settle(block.disk)
@@ -187,6 +266,9 @@ class Shelves:
     def use(self, block: TierBlock, tick: int) -> None:
         """The block was used at this time."""
         block.used = max(block.used, tick)
+        for spot in (block.host, block.disk):
+            if spot is not None and spot.moment is not None:
+                spot.moment.queue.put(spot)
 
     def take_over(self, block: TierBlock, node: Node) -> None:
         """The block belongs to those that its node belongs to."""
@@ -320,16 +402,12 @@ class Shelves:
         block.leases = None
 
 
+def _depth(spot: Spot) -> int:
+    return spot.block.depth
+
+
 def _weight(spot: Spot) -> tuple[int, int]:
     return spot.block.used, -spot.block.depth
-
-
-def _least(queue: LazyHeap[Spot, tuple[int, int]], most: int = sys.maxsize) -> tuple[tuple[int, int], Spot] | None:
-    """Who gives way first. At most so many that were used since they were weighed get their new place."""
-    while (least := queue.least()) is not None and most and least[0] != (weight := _weight(least[1])):
-        queue.put(least[1], weight)
-        most -= 1
-    return least
 
 
 def _chains(blocks: Sequence[TierBlock]) -> Iterator[list[TierBlock]]:

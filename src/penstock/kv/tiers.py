@@ -213,8 +213,6 @@ class Tiers:
             self._save([self._to_save.popitem(last=False)[1] for _ in range(min(room, len(self._to_save)))])
         if self._to_write:
             self._write_behind()
-        self._host.weigh_again()
-        self._disk.weigh_again()
         self._shelves.report_left()
 
     # Down.

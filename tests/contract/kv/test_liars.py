@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kv_engine import DictEngine, MemorySlots, names_of
-from kv_peers import SECRET, ByHand, LyingSource, connected_by_hand, puller_by_hand
+from kv_peers import SECRET, ByHand, LyingSource, connected_by_hand, puller_by_hand, say_hello
 from kv_workers import Workers, source_of
 from penstock.cluster.kv import transport as sockets
 from penstock.cluster.kv.frames import MAX_NAMES, MAX_OPEN_PULLS, Blocks, Ended, Join, Pull, SourceWelcome, Stop, Waiting, encode
@@ -467,7 +467,7 @@ def test_a_pull_too_many_ends_alone(workers: Workers) -> None:
 
 
 def test_silent_connections_keep_no_puller_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They give way to newer ones, and only those that have proved themselves count to the limit."""
+    """The oldest give way to newer ones, and only those that have proved themselves count to the limit."""
     here, there = DictEngine(), DictEngine()
     there.store(NAMES)
     address = workers.start(there).address
@@ -482,6 +482,18 @@ def test_silent_connections_keep_no_puller_out(workers: Workers, monkeypatch: py
     workers.start(here).pull(source, NAMES, [7, 8, 9])
     assert here.until_ended(source.transfer) == ""
     for peer in silent:
+        peer.socket.close()
+
+
+def test_many_pullers_at_once_keep_nobody_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them gives way to newer ones: these wait until it has proved itself."""
+    monkeypatch.setattr(sockets, "OLD_SECONDS", 60.0)
+    address = workers.start(DictEngine()).address
+    pullers = [connected_by_hand(address) for _ in range(MAX_OPENING + 8)]
+    for peer in pullers:
+        say_hello(peer, address)
+        peer.read(SourceWelcome)
+    for peer in pullers:
         peer.socket.close()
 
 

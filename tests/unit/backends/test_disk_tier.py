@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import stat
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from penstock.backends.disk_stores import left_over
 from penstock.backends.disk_tier import DiskTier
 from penstock.kv.tiers import Done
 from penstock.wire.errors import ConfigError
@@ -208,6 +211,35 @@ def test_two_models_share_a_directory_and_nothing_else(filled: Path) -> None:
         assert len(disk.tier.recovered()) == 3
 
 
+def test_a_worker_that_starts_while_another_looks_has_its_store(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts when the other has the lock, and the other goes on when this one waits for it or has started."""
+    locked, waits, looked = fcntl.flock, threading.Event(), threading.Event()
+    found: list[int] = []
+
+    def start() -> None:
+        with opened(filled) as disk:
+            found.append(len(disk.tier.recovered()))
+        waits.set()
+
+    def wait(_: float) -> None:
+        waits.set()
+        assert looked.wait(10)
+
+    def lock(file: int, kind: int) -> None:
+        locked(file, kind)
+        if threading.current_thread() is threading.main_thread():
+            starting.start()
+            assert waits.wait(10)
+
+    starting = threading.Thread(target=start, daemon=True)
+    monkeypatch.setattr(time, "sleep", wait)
+    monkeypatch.setattr(fcntl, "flock", lock)
+    assert len(left_over(filled, OTHERS[0], 0.0)) == 1
+    looked.set()
+    starting.join(10)
+    assert found == [3]
+
+
 OTHERS = [bytes([number]) * 16 for number in (1, 2)]
 
 
@@ -233,6 +265,15 @@ def test_the_size_bounds_what_all_models_have_in_the_directory(tmp_path: Path) -
     with opened(tmp_path, OTHERS[0]) as disk:
         assert disk.write(0, b"a") == ""
         assert bytes_in(tmp_path) <= SIZE + 64
+
+
+@pytest.mark.parametrize("missing", ["index", "blocks"])
+def test_what_an_interrupted_deletion_left_leaves_too(filled: Path, missing: str) -> None:
+    (store(filled) / missing).unlink()
+    with opened(filled, OTHERS[0]) as disk:
+        assert [disk.write(slot, b"a") for slot in range(SLOTS)] == [""] * SLOTS
+        assert bytes_in(filled) <= SIZE + 64
+    assert [path.name for path in store(filled).iterdir()] == ["lock"]
 
 
 def test_a_store_that_is_in_use_does_not_leave(tmp_path: Path) -> None:

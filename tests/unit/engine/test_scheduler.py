@@ -121,6 +121,23 @@ def test_a_thousand_waiting_prompts_with_one_prefix_are_not_matched_in_every_ste
     assert {sequence.cached_tokens for sequence in followers} == {8000}
 
 
+def test_a_prompt_that_lacked_pages_starts_when_others_use_its_prefix() -> None:
+    """Nobody used the prefix when it was its turn, so it needed these pages, too."""
+    steps, prefix = Steps(pages=19), range(8 * SIZE)
+    steps.add(0, [*prefix, 1])
+    steps.run()
+    steps.add(1, range(100, 100 + 5 * SIZE), max_tokens=4, lane="first")
+    steps.step()
+    steps.add(2, [*prefix, *range(200, 200 + 5 * SIZE)], lane="first")
+    assert 2 not in steps.step(), "it lacks pages"
+    steps.add(3, [*prefix, 3], max_tokens=100, lane="second")
+    assert 3 in steps.step()
+    while 1 not in steps.ended:
+        assert 2 not in steps.step()
+    assert steps.step()[2] == 5 * SIZE
+    assert 3 not in steps.ended
+
+
 def test_a_step_does_not_look_up_too_many_blocks() -> None:
     """Prompts that are cached as a whole cost no budget, but finding them takes time."""
     steps = Steps(pages=10_000, page_size=16, budget=8192)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -15,9 +15,8 @@ from penstock.kv.cache import KVCache
 from penstock.kv.moving import SlotLayout
 from penstock.kv.radix import Lease, Node, Root
 from penstock.kv.rates import Rate
-from penstock.kv.shelves import MAX_WEIGHED, Shelves
+from penstock.kv.shelves import Shelves, Spot, TierBlock
 from penstock.kv.tiers import DISK_PATIENCE, PROBE_BLOCKS, STALE_SECONDS, Done, HostTier, Tiers
-from penstock.lazy_heap import LazyHeap
 from penstock.wire.messages import BlocksRemoved, BlocksStored, KvSource, WorkerStats
 
 SIZE = 4
@@ -398,26 +397,85 @@ def test_what_a_turn_has_superseded_gives_way_first() -> None:
     assert world.tiers.plan(block_hashes(tokens(1, 8), SIZE)) == 4
 
 
-def test_a_long_chain_that_is_used_again_is_weighed_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of a turn all of its blocks are used at once. They are weighed some at a time, or when one has to give way."""
-    shelves, put, puts = Shelves(1, 301, KvEventLog(), 0.5), LazyHeap.put, []
-    names = [number.to_bytes(16) for number in range(301)]
+def shelves_on_disk(blocks: int) -> tuple[Shelves, list[TierBlock]]:
+    shelves = Shelves(1, blocks, KvEventLog(), 0.5)
+    names = [number.to_bytes(16) for number in range(blocks)]
     shelves.recover([(slot, name, b"") for slot, name in enumerate(names)])
+    return shelves, [block for name in names if (block := shelves.get(name)) is not None]
 
-    def count(heap: LazyHeap[Any, Any], *args: Any) -> None:
-        puts.append(args)
-        put(heap, *args)
 
-    monkeypatch.setattr(LazyHeap, "put", count)
-    tick = shelves.tick()
-    for name in names[:300]:
-        block = shelves.get(name)
-        assert block is not None
-        shelves.use(block, tick)
-    assert puts == []
-    shelves.disk.weigh_again()
-    assert 0 < len(puts) <= MAX_WEIGHED
-    assert [shelves.make_room(shelves.disk) for _ in range(3)] == [300, 0, 1]
+def calls_of(function: Callable[[], object]) -> int:
+    """How many functions it calls in all, those of C included."""
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_who_needs_room_does_not_put_in_order_what_was_used_meanwhile() -> None:
+    """A block that nobody uses is first for long, and behind it chains are used again and again."""
+    chains, length = 40, 50
+    shelves, blocks = shelves_on_disk(chains * length)
+    for chain in [*range(chains)] * 4:
+        tick = shelves.tick()
+        for block in blocks[max(1, chain * length) : (chain + 1) * length]:
+            shelves.use(block, tick)
+    shelves.check_integrity(Counter())
+    room: list[int | None] = []
+    calls = [calls_of(lambda: room.append(shelves.make_room(shelves.disk))) for _ in range(3 * length)]
+    assert max(calls) < 3 * length, "at most one chain is put in order"
+    assert room == [*range(3 * length)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_least_recently_used_gives_way_and_of_these_the_deepest(seed: int) -> None:
+    choose = random.Random(seed)
+    shelves, blocks = shelves_on_disk(100)
+    spots = [block.disk for block in blocks if block.disk is not None]
+    here, pinned = set(spots), set[Spot]()
+    while len(here) > 20:
+        for spot in choose.sample(sorted(here, key=lambda spot: spot.slot), 5):
+            if spot in pinned:
+                pinned.remove(spot)
+                shelves.unpin(shelves.disk, spot)
+            elif choose.random() < 0.3:
+                pinned.add(spot)
+                shelves.disk.pin(spot)
+        tick = shelves.tick()
+        for block in choose.sample(blocks, choose.randrange(12)):
+            shelves.use(block, tick)
+        shelves.disk.check_integrity()
+        if choose.random() < 0.5:
+            first = min(here - pinned, key=lambda spot: (spot.block.used, -spot.block.depth))
+            taken = shelves.disk.take()
+            assert taken == (first.slot, first)
+            here.remove(first)
+            # Its slot is being written again, and nobody uses its block any more.
+            shelves.disk.pin(first)
+            blocks.remove(first.block)
+            pinned.discard(first)
+
+
+def test_a_block_that_is_read_again_and_again_takes_no_memory_in_its_queue() -> None:
+    shelves, blocks = shelves_on_disk(8)
+    assert shelves.make_room(shelves.disk) == 0
+    spot = blocks[4].disk
+    assert spot is not None
+    for _ in range(1000):
+        shelves.disk.pin(spot)
+        shelves.unpin(shelves.disk, spot)
+    assert spot.moment is not None
+    assert len(spot.moment.order or ()) < 100
+    assert [shelves.make_room(shelves.disk) for _ in range(7)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_oldest_chain_gives_way_from_its_end() -> None:

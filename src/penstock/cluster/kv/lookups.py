@@ -31,15 +31,20 @@ class Lookups:
             found = self._pending[address] = Future()
             # Now who waits can be cancelled, and the lookup goes on.
             found.set_running_or_notify_cancel()
-            threading.Thread(target=self._look_up, args=(address, found), name="host of a KV source", daemon=True).start()
+            try:
+                threading.Thread(target=self._look_up, args=(address, found), name="host of a KV source", daemon=True).start()
+            except RuntimeError as error:
+                # The next attempt may find room for a thread.
+                del self._pending[address]
+                raise OSError(f"the host {address.host} cannot be looked up: {error}") from error
         return await asyncio.wrap_future(found)
 
     def _look_up(self, address: TcpAddress, found: Future[list[Place]]) -> None:
         try:
             places = _places(address)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001, whatever it is: those that wait for this host are told
             del self._pending[address]
-            found.set_exception(error)
+            found.set_exception(error if isinstance(error, (OSError, ValueError)) else OSError(repr(error)))
         else:
             del self._pending[address]
             found.set_result(places)

@@ -28,7 +28,9 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024
 """Of pullers that have proved themselves."""
 MAX_OPENING = 64
-"""Connections in their handshake. A new one takes the place of the oldest: those that say nothing keep no puller out."""
+"""Connections in their handshake. Others wait in the backlog until one of these has ended, or is old and gives way."""
+OLD_SECONDS = 0.5
+"""A handshake that takes longer gives way: those that say nothing keep no puller out. It is half of the time that pullers wait."""
 STREAMS = 4
 """Connections over TCP to one source."""
 LOOKS_PER_KEEP_ALIVE = 2
@@ -68,7 +70,7 @@ class SocketTransport:
         self._failure: OSError | None = None
         self._started: threading.Event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="KV transport", daemon=True)
-        self._opening: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._opening: dict[asyncio.Task[None], float] = {}  # since when, the oldest first
         self._file = -1
         self._listener: socket.socket | None = None
 
@@ -221,30 +223,41 @@ class SocketTransport:
         if listener is not None and self.address is not None and listener.fileno() >= 0:
             self._loop.add_reader(listener.fileno(), self._accept, listener, self.address)
 
+    def _listen_later(self, listener: socket.socket, seconds: float) -> None:
+        self._loop.remove_reader(listener.fileno())
+        self._loop.call_later(seconds, self._listen, listener)
+
     def _accept(self, listener: socket.socket, address: Address) -> None:
+        if len(self._opening) >= MAX_OPENING and (seconds := self._until_one_is_old()) > 0:
+            self._listen_later(listener, seconds)
+            return
         try:
             connection, _ = listener.accept()
         except OSError as error:
             # It has left again; or this process may open no more files, then a pause keeps this thread from spinning.
             log.warning("a connection for KV was not accepted: %s", error.strerror)
-            self._loop.remove_reader(listener.fileno())
-            self._loop.call_later(self._patience.look_seconds, self._listen, listener)
+            self._listen_later(listener, self._patience.look_seconds)
             return
         if len(self._source.connections) >= MAX_CONNECTIONS:
             log.warning("a connection for KV was refused: %d are open, the maximum", MAX_CONNECTIONS)
             connection.close()
             return
         if len(self._opening) >= MAX_OPENING:
-            log.warning("a connection for KV was closed: %d newer ones are in their handshake", MAX_OPENING)
+            log.warning("a connection for KV was closed: its handshake takes longer than %g s, and %d are open", OLD_SECONDS, MAX_OPENING)
             oldest = next(iter(self._opening))
             del self._opening[oldest]
             oldest.cancel()
         dialog = Dialog(connection)
         task = asyncio.create_task(self._welcome(dialog, address), name="handshake for KV")
-        self._opening[task] = None
+        self._opening[task] = self._loop.time()
         task.add_done_callback(lambda task: self._opening.pop(task, None))
+        task.add_done_callback(lambda _: self._listen(listener))
         # One that is cancelled before its first step closes nothing itself.
         task.add_done_callback(lambda task: dialog.close() if task.cancelled() else None)
+
+    def _until_one_is_old(self) -> float:
+        """Seconds."""
+        return next(iter(self._opening.values())) + OLD_SECONDS - self._loop.time()
 
     async def _welcome(self, dialog: Dialog, address: Address) -> None:
         tune(dialog.socket)
