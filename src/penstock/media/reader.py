@@ -124,7 +124,7 @@ class MediaReader:
             return [picture for _, picture in sorted(zip(begun, pictures, strict=True))]
         finally:
             for remote in remotes.values():
-                self.memory.release(remote.share)
+                self._let_go(remote)
 
     async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float, check: Callable[[int], None]) -> dict[str, str]:
         """The files of those images that must be fetched, in base64, by their URLs: for a request that is stored with them.
@@ -151,7 +151,7 @@ class MediaReader:
             return dict(zip(wanted, await _all_of([file(ref) for ref in wanted.values()]), strict=True))
         finally:
             for remote in remotes.values():
-                self.memory.release(remote.share)
+                self._let_go(remote)
 
     def find(self, name: bytes) -> Picture | None:
         """The picture with this name. None if nobody holds it any more."""
@@ -198,8 +198,13 @@ class MediaReader:
             named = RequestError(message, param=ref.field, code=error.code, status=error.status, limit=error.limit)
         else:
             return
-        # Not from the other: it may be raised for several requests.
-        raise named
+        try:
+            # Not from the other: it may be raised for several requests.
+            raise named
+        finally:
+            # Here and below: an error refers to the frames that it passed, with all that they hold. Where one of them refers to the error,
+            # all of it stays until the garbage collector comes, which is seldom.
+            del named
 
     async def _source(self, ref: ImageRef, tenant: Tenant, remotes: dict[str, _Remote]) -> _Sent | _Remote:
         """Checks what costs next to nothing. Raises RequestError."""
@@ -247,9 +252,12 @@ class MediaReader:
         if isinstance(source, _Remote):
             source.images -= 1
             if not source.images:
-                source.fetching = None
-                self.memory.release(source.share)
+                self._let_go(source)
         return picture
+
+    def _let_go(self, remote: _Remote) -> None:
+        remote.fetching = None
+        self.memory.release(remote.share)
 
     async def _fetched(self, remote: _Remote, tenant: Tenant) -> _Sent:
         """Equal URLs of a request are fetched once."""
@@ -285,6 +293,7 @@ class MediaReader:
             if not flight.waiters and not flight.has_begun:
                 flight.task.cancel()
                 self._land(key, flight)
+            del flight
 
     def _land(self, key: FileKey, flight: _Flight, task: asyncio.Task[Picture] | None = None) -> None:
         if self._flights.get(key) is flight:
@@ -307,6 +316,8 @@ class MediaReader:
             if isinstance(error, TimeoutError):
                 raise self._no_room() from None
             raise
+        finally:
+            del flight
 
     async def _take(self, share: Share, amount: int) -> None:
         """Takes memory: what is free, then that of the cache; then it waits."""
@@ -427,11 +438,18 @@ async def _all_of(readings: Sequence[Coroutine[None, None, Result]]) -> list[Res
     if len(readings) == 1:
         return [await readings[0]]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(reading) for reading in readings]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+        first: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(reading) for reading in readings]
+        except BaseExceptionGroup as errors:
+            # The frame of the group refers to them, too.
+            first = errors.with_traceback(None).exceptions[0]
+        if first is not None:
+            raise first
+        return [task.result() for task in tasks]
+    finally:
+        del first, group, tasks
 
 
 def _is_low(ref: ImageRef, sent: _Sent) -> bool:

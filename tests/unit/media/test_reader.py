@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import fcntl
 import gc
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import termios
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +210,30 @@ async def test_a_broken_file_is_refused_and_nothing_is_kept(reader: MediaReader)
     assert "it is not base64" in (await refused(reader, ImageRef("data", data=text[:300] + "?" + text[301:]))).message
     await forget(reader)
     assert reader.memory.used == 0
+
+
+@pytest.mark.parametrize("begins_with", [[], [noise(size=(200, 200))], [noise(size=(20, 20))]], ids=["alone", "after one", "before one"])
+async def test_a_refused_request_holds_nothing_once_its_error_is_gone(reader: MediaReader, begins_with: list[Image.Image]) -> None:
+    """Without the garbage collector, which comes seldom."""
+    broken = Watched(base64.b64encode(saved(noise(size=(100, 100)))[:-2000]).decode())
+    sent_text = weakref.ref(broken)
+    gc.disable()
+    try:
+        with contextlib.suppress(RequestError):
+            await read(reader, *map(sent, begins_with), ImageRef("input[7]", data=broken))
+            pytest.fail("it is broken")
+        del broken
+        while reader.decoders.turns.used:
+            await asyncio.sleep(0)
+        # What has been decoded for nobody is cached.
+        await asyncio.sleep(0)
+        while reader.cache.evict():
+            pass
+        await asyncio.sleep(0)
+        assert (reader.memory.used, sent_text()) == (0, None)
+    finally:
+        gc.enable()
+    assert reader.counts.images["data", "refused"] == 1
 
 
 async def test_requests_that_send_the_same_file_at_once_share_its_decoding(reader: MediaReader) -> None:
