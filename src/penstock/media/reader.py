@@ -116,15 +116,22 @@ class MediaReader:
                 sources.append(await self._source(ref, tenant, remotes))
             # Looking at a header takes up to half a millisecond.
             await asyncio.sleep(0)
-        needs = _Needs(self.memory.total)
-        # In the order in which they need least memory together: see _Needs.
+        needs = _Needs(self.memory.total, self._settings.max_bytes)
+        # In the order in which they need least memory together: first what takes most for a while. What must be fetched comes last.
         begun = sorted(range(len(refs)), key=lambda index: _passing_bytes(refs[index], sources[index], rules), reverse=True)
+        here = {index: source for index in begun if isinstance(source := sources[index], _Sent)}
         try:
-            pictures = await _all_of([self._read(refs[index], sources[index], tenant, rules, needs) for index in begun])
-            return [picture for _, picture in sorted(zip(begun, pictures, strict=True))]
+            found = await _all_of([self._key(refs[index], sent, tenant, rules) for index, sent in here.items()])
+            keys = dict(zip(here, found, strict=True))
+            for index, key in keys.items():
+                with self._naming(refs[index]):
+                    needs.add(key, _kept_bytes(refs[index], here[index], rules), _decoding_bytes(here[index]))
+            readings = [self._read(refs[index], sources[index], keys.get(index), tenant, rules, needs) for index in begun]
+            pictures = dict(zip(begun, await _all_of(readings), strict=True))
+            return [pictures[index] for index in range(len(refs))]
         finally:
             for remote in remotes.values():
-                self.memory.release(remote.share)
+                self._let_go(remote)
 
     async def fetch(self, refs: Sequence[ImageRef], lane: str, weight: float, check: Callable[[int], None]) -> dict[str, str]:
         """The files of those images that must be fetched, in base64, by their URLs: for a request that is stored with them.
@@ -151,7 +158,7 @@ class MediaReader:
             return dict(zip(wanted, await _all_of([file(ref) for ref in wanted.values()]), strict=True))
         finally:
             for remote in remotes.values():
-                self.memory.release(remote.share)
+                self._let_go(remote)
 
     def find(self, name: bytes) -> Picture | None:
         """The picture with this name. None if nobody holds it any more."""
@@ -198,8 +205,13 @@ class MediaReader:
             named = RequestError(message, param=ref.field, code=error.code, status=error.status, limit=error.limit)
         else:
             return
-        # Not from the other: it may be raised for several requests.
-        raise named
+        try:
+            # Not from the other: it may be raised for several requests.
+            raise named
+        finally:
+            # Here and below: an error refers to the frames that it passed, with all that they hold. Where one of them refers to the error,
+            # all of it stays until the garbage collector comes, which is seldom.
+            del named
 
     async def _source(self, ref: ImageRef, tenant: Tenant, remotes: dict[str, _Remote]) -> _Sent | _Remote:
         """Checks what costs next to nothing. Raises RequestError."""
@@ -228,67 +240,96 @@ class MediaReader:
             raise RequestError(message, code="image_too_large", limit="max_image_pixels")
         return _Sent(file, header)
 
-    async def _read(self, ref: ImageRef, source: _Sent | _Remote, tenant: Tenant, rules: ImageRules, needs: _Needs) -> Picture:
+    async def _read(
+        self, ref: ImageRef, source: _Sent | _Remote, key: FileKey | None, tenant: Tenant, rules: ImageRules, needs: _Needs
+    ) -> Picture:
+        """`key` is that of a file that is here. The needs of one that must be fetched are not known before."""
         with self._naming(ref):
-            sent = source if isinstance(source, _Sent) else await self._fetched(source, tenant)
-            rules_key = msgspec.msgpack.encode(rules, order="sorted")
-            key = FileKey(tenant.lane, tenant.root, rules_key, _is_low(ref, sent), await self._digest(sent.file))
-            picture = self.cache.get(key)
-            outcome = "decoded" if picture is None else "cached"
-            if picture is None:
-                needs.add(key, _kept_bytes(ref, sent, rules), _passing_bytes(ref, sent, rules))
-                picture = await self._flight(key, sent, tenant, rules)
-            else:
-                needs.add(key, picture.memory)
-                self._cache(key, picture)
+            sent = source if isinstance(source, _Sent) else await self._fetched(source, tenant, needs)
+            if key is None:
+                key = await self._key(ref, sent, tenant, rules)
+                needs.add(key, _kept_bytes(ref, sent, rules), _decoding_bytes(sent), sent.file.stored)
+            picture, outcome = await self._find_or_decode(key, sent, tenant, rules, needs.turn)
         origin = "data" if isinstance(source, _Sent) else "http"
         self.counts.images[origin, outcome] += 1
         self.counts.bytes[origin] += sent.file.size
         if isinstance(source, _Remote):
             source.images -= 1
             if not source.images:
-                source.fetching = None
-                self.memory.release(source.share)
+                self._let_go(source)
+                needs.fetches.release()
         return picture
 
-    async def _fetched(self, remote: _Remote, tenant: Tenant) -> _Sent:
-        """Equal URLs of a request are fetched once."""
+    def _let_go(self, remote: _Remote) -> None:
+        remote.fetching = None
+        self.memory.release(remote.share)
+
+    async def _fetched(self, remote: _Remote, tenant: Tenant, needs: _Needs | None = None) -> _Sent:
+        """Equal URLs of a request are fetched once. With `needs`, the file is let go when its pictures are decoded."""
         if remote.fetching is None:
-            remote.fetching = asyncio.create_task(self._fetch(remote, tenant))
+            remote.fetching = asyncio.create_task(self._fetch(remote, tenant, needs))
         return await remote.fetching
 
-    async def _fetch(self, remote: _Remote, tenant: Tenant) -> _Sent:
+    async def _fetch(self, remote: _Remote, tenant: Tenant, needs: _Needs | None) -> _Sent:
         assert self._fetcher is not None
+        if needs is not None:
+            # After those that are here have taken their memory.
+            async with needs.turn:
+                pass
+            await needs.fetches.acquire()
         began = time.monotonic()
         content = await self._fetcher.fetch(remote.url, tenant.lane, tenant.weight, partial(self._take_fetched, remote.share))
         self.counts.fetch_seconds += time.monotonic() - began
         return self._sent(ImageFile(content))
 
-    async def _digest(self, file: ImageFile) -> bytes:
-        if file.stored <= MAX_HASHED_AT_ONCE:
-            return file.digest()
-        return await asyncio.get_running_loop().run_in_executor(self._hashing, file.digest)
+    async def _key(self, ref: ImageRef, sent: _Sent, tenant: Tenant, rules: ImageRules) -> FileKey:
+        file = sent.file
+        is_short = file.stored <= MAX_HASHED_AT_ONCE
+        digest = file.digest() if is_short else await asyncio.get_running_loop().run_in_executor(self._hashing, file.digest)
+        return FileKey(tenant.lane, tenant.root, msgspec.msgpack.encode(rules, order="sorted"), _is_low(ref, sent), digest)
 
-    async def _flight(self, key: FileKey, sent: _Sent, tenant: Tenant, rules: ImageRules) -> Picture:
-        """The picture of a file, which may be under way for another request of this tenant. It is given up when nobody waits for it,
-        unless it is being decoded."""
+    async def _find_or_decode(
+        self, key: FileKey, sent: _Sent, tenant: Tenant, rules: ImageRules, turn: asyncio.Lock
+    ) -> tuple[Picture, str]:
+        """The picture of a file, and whether it was cached. It may be under way for another request of this tenant. It is given up when
+        nobody waits for it, unless it is being decoded.
+
+        The pictures of a request have their `turn` until they have memory. One that is cached may lose its place to those before it.
+        """
+        flight: _Flight | None = None
+        try:
+            async with turn:
+                picture = self.cache.get(key)
+                if picture is not None:
+                    self._cache(key, picture)
+                    return picture, "cached"
+                flight = self._join(key, sent, tenant, rules)
+                await flight.has_memory.wait()
+            return await asyncio.shield(flight.task), "decoded"
+        finally:
+            if flight is not None:
+                self._leave(key, flight)
+            del flight
+
+    def _join(self, key: FileKey, sent: _Sent, tenant: Tenant, rules: ImageRules) -> _Flight:
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight()
             flight.task = asyncio.create_task(self._decode(flight, key, sent, tenant, rules))
             flight.task.add_done_callback(partial(self._land, key, flight))
         flight.waiters += 1
-        try:
-            return await asyncio.shield(flight.task)
-        finally:
-            flight.waiters -= 1
-            if not flight.waiters and not flight.has_begun:
-                flight.task.cancel()
-                self._land(key, flight)
+        return flight
+
+    def _leave(self, key: FileKey, flight: _Flight) -> None:
+        flight.waiters -= 1
+        if not flight.waiters and not flight.has_begun:
+            flight.task.cancel()
+            self._land(key, flight)
 
     def _land(self, key: FileKey, flight: _Flight, task: asyncio.Task[Picture] | None = None) -> None:
         if self._flights.get(key) is flight:
             del self._flights[key]
+        flight.has_memory.set()
         if task is not None and not task.cancelled():
             # Perhaps nobody waits for it any more.
             task.exception()
@@ -298,6 +339,7 @@ class MediaReader:
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
                 await self._take(share, _decoding_bytes(sent))
+                flight.has_memory.set()
                 decoding = await self.decoders.begin(sent.file, sent.header, key.is_low, rules, tenant.lane, tenant.weight)
             flight.has_begun = True
             answer = await decoding
@@ -307,6 +349,8 @@ class MediaReader:
             if isinstance(error, TimeoutError):
                 raise self._no_room() from None
             raise
+        finally:
+            del flight
 
     async def _take(self, share: Share, amount: int) -> None:
         """Takes memory: what is free, then that of the cache; then it waits."""
@@ -397,29 +441,39 @@ class _Flight:
 
     def __init__(self) -> None:
         self.waiters = 0
+        self.has_memory = asyncio.Event()
+        """Or it has failed."""
         self.has_begun = False
         """It is being decoded, which cannot be stopped."""
 
 
 class _Needs:
-    """The memory that the pictures of one request take together, as their sizes become known. It holds each until it ends."""
+    """The memory that the pictures of one request take together: each is held until the request ends. Without bounds of its own, a request
+    that fits would wait for itself.
 
-    def __init__(self, total: int) -> None:
+    The pictures take their memory one after the other, in the order in which they are added: `turn`. The files that are being fetched, or
+    wait to be decoded, take at most half of the memory, or are one: `fetches`.
+    """
+
+    def __init__(self, total: int, max_file: int) -> None:
         self._total = total
-        self._pictures: dict[FileKey, tuple[int, int]] = {}
-        """What decoding takes for a while, and what the picture takes until the end."""
+        self._held = 0
+        self._known: set[FileKey] = set()
+        self.turn = asyncio.Lock()
+        self.fetches = asyncio.Semaphore(max(total // 2 // max_file, 1))
 
-    def add(self, key: FileKey, kept: int, passing: int = 0) -> None:
-        """Raises RequestError if they do not fit, in whatever order they are decoded. The best begins with what takes most for a while."""
-        self._pictures[key] = passing, kept
-        held = 0
-        for most, own in sorted(self._pictures.values(), reverse=True):
-            # While nothing else is held, a picture never waits.
-            if held and held + own + most > self._total:
-                message = f"the images of this request need {held + own + most:,} bytes of memory at once"
-                limit = f"expected at most {self._total:,} (--media-memory)"
-                raise RequestError(f"{message}: {limit}", code="image_too_large", limit="media_memory")
-            held += own
+    def add(self, key: FileKey, kept: int, decoding: int, fetched: int = 0) -> None:
+        """`fetched` is held while it is decoded. Raises RequestError if it does not fit beside those before it."""
+        if key in self._known:
+            return
+        others, most = self._held + fetched, max(decoding, kept)
+        # While nothing else is held, a picture never waits.
+        if others and others + most > self._total:
+            message = f"the images of this request need {others + most:,} bytes of memory at once"
+            limit = f"expected at most {self._total:,} (--media-memory)"
+            raise RequestError(f"{message}: {limit}", code="image_too_large", limit="media_memory")
+        self._known.add(key)
+        self._held += kept
 
 
 async def _all_of(readings: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
@@ -427,11 +481,18 @@ async def _all_of(readings: Sequence[Coroutine[None, None, Result]]) -> list[Res
     if len(readings) == 1:
         return [await readings[0]]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(reading) for reading in readings]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+        first: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(reading) for reading in readings]
+        except BaseExceptionGroup as errors:
+            # The frame of the group refers to them, too.
+            first = errors.with_traceback(None).exceptions[0]
+        if first is not None:
+            raise first
+        return [task.result() for task in tasks]
+    finally:
+        del first, group, tasks
 
 
 def _is_low(ref: ImageRef, sent: _Sent) -> bool:

@@ -18,6 +18,7 @@ from penstock.api.responses.items import read_items
 from penstock.api.responses.parse import ParsedResponse, ResponseParser
 from penstock.api.responses.rows import PageWish
 from penstock.api.responses.store import SqliteStore
+from penstock.api.responses.stored import Conversations
 from penstock.text.encoding import MAX_AT_ONCE_BYTES, Encoder
 from penstock.wire.errors import RequestError
 
@@ -93,6 +94,21 @@ async def test_a_short_request_that_names_a_long_history_is_read_beside_the_even
             assert encoder.readers.keys() >= {"check_outputs", "read_tools"}
             readers = {name for name, thread in encoder.readers.items() if thread == threading.get_ident()}
             assert readers <= {"read_items"}, "the request itself is short"
+        encoder.close()
+
+
+async def test_an_item_with_thousands_of_parts_is_added_beside_the_event_loop(tmp_path: Path) -> None:
+    long = {"role": "user", "content": [{"type": "input_text", "text": "x"}] * 4000}
+    async with SqliteStore(tmp_path / "r.db") as store:
+        incoming, context = await request({"items": [long]})
+        context.transcripts.encoder = encoder = Noting()
+        conversations = Conversations(store, context)
+        created = await conversations.create(incoming)
+        readers = [encoder.readers.pop("_read", None)]
+        added = await conversations.add_items(structs.replace(incoming, path={"id": created.id}))
+        readers.append(encoder.readers.pop("_read", None))
+        assert len(added.data[0]["content"]) == 4000
+        assert not {None, threading.get_ident()} & {*readers}
         encoder.close()
 
 

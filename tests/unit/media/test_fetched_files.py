@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from e2e.images.asking import png
 from penstock.config.media import MediaSettings
 from penstock.fairness import FairBudget
+from penstock.media.families.simulator import make_rules
 from penstock.media.picture import ImageRef
 from penstock.media.reader import MediaReader
 from penstock.wire.errors import RequestError
@@ -20,12 +24,12 @@ class Web:
     """Other servers, with one file each."""
 
     def __init__(self, **files: bytes) -> None:
-        self.files = files
+        self.files: dict[str, bytes | bytearray] = {**files}
         self.asked: list[str] = []
         self.turns = FairBudget(1)
         self.never_answers = ""
 
-    async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes:
+    async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes | bytearray:
         self.asked.append(url)
         if url == self.never_answers:
             await asyncio.Event().wait()
@@ -88,4 +92,35 @@ async def test_nobody_waits_for_the_others_when_they_are_too_much() -> None:
     assert arrived[1] == len(web.files["a"]) + len(web.files["b"])
     reader.check_integrity()
     assert reader.memory.used == 0
+    reader.close()
+
+
+class File(bytearray):
+    """A file that weak references may refer to."""
+
+
+@pytest.mark.parametrize("others", [[], ["https://a"]])
+async def test_a_refused_file_is_let_go_with_its_error(others: list[str]) -> None:
+    """Without the garbage collector, which comes seldom."""
+    web = Web(a=png(1))
+    reader = MediaReader(fetcher=web)
+    gc.disable()
+    try:
+        for ask in (
+            lambda wanted: reader.fetch(wanted, "", 1.0, allow),
+            lambda wanted: reader.read(wanted, "", b"", make_rules()),
+        ):
+            web.files["broken"] = File(b"no picture")
+            fetched = weakref.ref(web.files["broken"])
+            with contextlib.suppress(RequestError):
+                await ask(refs(*others, "https://broken"))
+                pytest.fail("it is no picture")
+            del web.files["broken"]
+            while reader.decoders.turns.used:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert fetched() is None
+    finally:
+        gc.enable()
+    reader.check_integrity()
     reader.close()

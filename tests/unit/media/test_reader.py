@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import fcntl
 import gc
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import termios
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +33,7 @@ from penstock.media.decoders import Decoders
 from penstock.media.families.simulator import make_rules
 from penstock.media.job import Done, Job, Refused
 from penstock.media.picture import ImageRef, Picture
-from penstock.media.reader import BYTES_PER_PIXEL, MediaReader
+from penstock.media.reader import BYTES_PER_PIXEL, MAX_HASHED_AT_ONCE, MediaReader
 from penstock.wire.errors import RequestError
 from penstock.wire.images import IMAGE_NAME_BYTES, PICTURE_BYTES
 from pictures import data_url, noise, saved, sent
@@ -74,9 +76,18 @@ def comment(text: str) -> PngInfo:
     return made
 
 
+async def decoded(reader: MediaReader) -> None:
+    """Waits for what is being decoded for nobody: that cannot be stopped."""
+    while reader.decoders.turns.used or reader.memory.used != reader.held_bytes:
+        await asyncio.sleep(0)
+    # The task that has just counted it ends.
+    await asyncio.sleep(0)
+
+
 async def refused(reader: MediaReader, *refs: ImageRef) -> RequestError:
     with pytest.raises(RequestError) as raised:
         await read(reader, *refs)
+    await decoded(reader)
     reader.check_integrity()
     return raised.value
 
@@ -210,6 +221,27 @@ async def test_a_broken_file_is_refused_and_nothing_is_kept(reader: MediaReader)
     assert reader.memory.used == 0
 
 
+@pytest.mark.parametrize("begins_with", [[], [noise(size=(200, 200))], [noise(size=(20, 20))]], ids=["alone", "after one", "before one"])
+async def test_a_refused_request_holds_nothing_once_its_error_is_gone(reader: MediaReader, begins_with: list[Image.Image]) -> None:
+    """Without the garbage collector, which comes seldom."""
+    broken = Watched(base64.b64encode(saved(noise(size=(100, 100)))[:-2000]).decode())
+    sent_text = weakref.ref(broken)
+    gc.disable()
+    try:
+        with contextlib.suppress(RequestError):
+            await read(reader, *map(sent, begins_with), ImageRef("input[7]", data=broken))
+            pytest.fail("it is broken")
+        del broken
+        await decoded(reader)
+        while reader.cache.evict():
+            pass
+        await asyncio.sleep(0)
+        assert (reader.memory.used, sent_text()) == (0, None)
+    finally:
+        gc.enable()
+    assert reader.counts.images["data", "refused"] == 1
+
+
 async def test_requests_that_send_the_same_file_at_once_share_its_decoding(reader: MediaReader) -> None:
     file = sent(noise(size=(300, 300)))
     pictures = await asyncio.gather(*[read(reader, file) for _ in range(10)])
@@ -309,10 +341,7 @@ async def test_a_request_whose_images_can_never_fit_does_not_wait(decoders: Deco
             await read(reader, *[sent(file, field=f"messages[{number}]") for number, file in enumerate(files)])
         error = raised.value
         assert (error.status, error.code, error.limit, error.param) == (400, "image_too_large", "media_memory", "messages[3]")
-        del error, raised  # their tracebacks hold what was read
-        while reader.memory.used != reader.held_bytes:
-            await asyncio.sleep(0)
-        await forget(reader)
+        assert reader.memory.used == 0, "it is refused before any is decoded"
         assert len(await read(reader, *map(sent, files[:3] * 2))) == 6, "equal ones count once"
         alone = MediaReader(replace(DEFAULTS, memory=decoding // 2), decoders=decoders)
         assert len(await read(alone, sent(files[0]))) == 1, "one picture never waits for room"
@@ -325,6 +354,74 @@ async def test_what_takes_most_memory_to_decode_is_decoded_first(decoders: Decod
     async with asyncio.timeout(10):
         pictures = await read(reader, small, large, small)
     assert [len(picture.pixels) for picture in pictures] == [300, 120_000, 300]
+
+
+async def test_a_file_that_is_hashed_in_a_thread_keeps_its_place(decoders: Decoders) -> None:
+    """The other one has as many pixels, but a short file: it would be decoded first, and leave no room."""
+    short, long = saved(Image.new("RGB", (200, 200))), saved(noise(size=(200, 200)))
+    assert len(short) < MAX_HASHED_AT_ONCE < len(long)
+    decoding = 2 * len(data_url(long)) + 200 * 200 * BYTES_PER_PIXEL + PICTURE_BYTES
+    for files in ([short, long], [long, short]):
+        reader = MediaReader(replace(DEFAULTS, memory=decoding), decoders=decoders)
+        async with asyncio.timeout(10):
+            assert len(await read(reader, *map(sent, files))) == 2
+        await forget(reader)
+
+
+async def test_a_cached_picture_leaves_its_room_to_a_larger_one_before_it(decoders: Decoders) -> None:
+    """It is decoded again after that one."""
+    small, large = sent(noise("L", (10, 10))), sent(noise("L", (200, 200)))
+    reader = MediaReader(replace(DEFAULTS, memory=200 * 200 * BYTES_PER_PIXEL), decoders=decoders)
+    async with asyncio.timeout(10):
+        await read(reader, small)
+        await asyncio.sleep(0)
+        assert len(await read(reader, small, large)) == 2
+    assert reader.counts.images == {("data", "decoded"): 3}
+    async with asyncio.timeout(10):
+        assert len(await read(reader, small, large)) == 2
+    assert reader.counts.images["data", "cached"] == 2, "now both are there"
+    await forget(reader)
+
+
+async def test_a_picture_takes_its_memory_after_those_before_it(decoders: Decoders) -> None:
+    """Another request leaves no room for the large one yet. There is room for the small one, but then the large one would never fit."""
+    small, large = sent(noise("L", (10, 10))), sent(noise("L", (200, 200)))
+    reader = MediaReader(replace(DEFAULTS, memory=200 * 200 * BYTES_PER_PIXEL), decoders=decoders)
+    other = Share("another tenant")
+    assert reader.memory.take(other, reader.memory.total // 2)
+    mine = Share()
+    assert reader.memory.take(mine, 1), "a tenant of whom nothing is under way need not wait"
+    reading = asyncio.create_task(read(reader, small, large))
+    while not reader.memory.waiting:
+        await asyncio.sleep(0)
+    assert reader.memory.used == reader.memory.total // 2 + 1
+    reader.memory.release(mine)
+    reader.memory.release(other)
+    async with asyncio.timeout(10):
+        assert len(await reading) == 2
+
+
+async def test_files_that_are_fetched_do_not_wait_for_each_other(decoders: Decoders) -> None:
+    """Together they are more than the memory, and none can be decoded before it is here."""
+    files = [saved(noise("L", (10, 10), seed), pnginfo=comment(12_000 * "x")) for seed in range(10)]
+
+    class Web:
+        turns = FairBudget(10)
+
+        async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes:
+            file = files[int(url.removeprefix("https://"))]
+            for place in range(0, len(file), 1000):
+                await take(len(file[place : place + 1000]))
+                await asyncio.sleep(0)
+            return file
+
+    reader = MediaReader(replace(DEFAULTS, memory=110_000, max_bytes=20_000), fetcher=Web(), decoders=decoders)
+    assert sum(map(len, files)) > reader.memory.total
+    here = sent(noise("L", (20, 20)))
+    async with asyncio.timeout(10):
+        assert len(await read(reader, *[ImageRef(FIELD, url=f"https://{number}") for number in range(10)], here)) == 11
+    assert reader.memory.used == reader.held_bytes
+    reader.check_integrity()
 
 
 async def test_the_file_of_a_picture_is_let_go_when_it_is_decoded(decoders: Decoders) -> None:

@@ -101,7 +101,7 @@ def _conversation(
     method: Method, path: str, summary: str, handle: Callable[[Conversations, Incoming], Awaitable[Any]], metric: str, **more: Any
 ) -> Route:
     more = {"errors": READS, **more}
-    handler: Handler = lambda services, incoming: handle(Conversations(_store(services)), incoming)  # noqa: E731
+    handler: Handler = lambda services, incoming: handle(Conversations(_store(services), services.context), incoming)  # noqa: E731
     return Route(method, f"/v1/conversations{path}", "Responses", summary, handler=handler, metric=f"conversation_{metric}", **more)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Receive
 
 from penstock.api.pipeline.detached import DetachedRuns
-from penstock.api.pipeline.request import Incoming, check_query, decode_body, read_limit
+from penstock.api.pipeline.request import Incoming, PromptContext, check_query, decode_body, read_limit
 from penstock.api.pipeline.response import Response
 from penstock.api.responses.answers import Conversation, DeletedConversation, DeletedResponse, ItemList, ResponseFailure, ResponseObject
 from penstock.api.responses.create import ResponseRun
@@ -134,10 +134,12 @@ class Conversations:
     """The conversations of the store."""
 
     store: SqliteStore
+    context: PromptContext
 
     async def create(self, incoming: Incoming) -> Conversation:
         request = await decode_body(incoming.body or b"{}", _CREATE, frozenset(), RESPONSE_CHOICES, turn=incoming.turn)
-        return await self.store.create_conversation(incoming.owner, request.metadata or {}, _read(request.items or ()))
+        items = await self.context.read(incoming, _read, request.items or ())
+        return await self.store.create_conversation(incoming.owner, request.metadata or {}, items)
 
     async def get(self, incoming: Incoming) -> Conversation:
         return _there(await self.store.get_conversation(incoming.owner, incoming.path["id"]), incoming)
@@ -156,7 +158,8 @@ class Conversations:
 
     async def add_items(self, incoming: Incoming) -> ItemList:
         request = await decode_body(incoming.body, _ITEMS, frozenset(), RESPONSE_CHOICES, turn=incoming.turn)
-        added = await self.store.add_items(incoming.owner, incoming.path["id"], _read(request.items))
+        items = await self.context.read(incoming, _read, request.items)
+        added = await self.store.add_items(incoming.owner, incoming.path["id"], items)
         return _item_list(Page(_there(added, incoming), has_more=False))
 
     async def get_item(self, incoming: Incoming) -> Item:

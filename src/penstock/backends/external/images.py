@@ -178,8 +178,9 @@ class Pictures:
         try:
             return dict(zip(names, await asyncio.gather(*waiting.values()), strict=True))
         finally:
-            for name, future in waiting.items():
-                self._leave(name, future)
+            # Emptied, as an error refers to this frame: see media/reader.py.
+            while waiting:
+                self._leave(*waiting.popitem())
 
     def _leave(self, name: bytes, future: asyncio.Future[EngineImage]) -> None:
         future.cancel()

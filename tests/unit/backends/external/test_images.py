@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -343,3 +345,29 @@ async def test_room_is_given_back_when_a_waiting_prompt_is_cancelled() -> None:
     pictures.put(CAT, SIZE, PIXELS[CAT])
     pictures.put(DOG, SIZE, PIXELS[DOG])
     assert [picture.name for picture in await third] == [CAT, DOG]
+
+
+class Pixels(bytearray):
+    """Pixels that weak references may refer to."""
+
+
+async def test_a_prompt_that_is_refused_lets_go_of_the_pictures_it_had() -> None:
+    """Without the garbage collector, which comes seldom."""
+    pictures = Pictures(max_cached=0)
+    pictures.want = lambda _: None
+    asking = asyncio.create_task(pictures.get(submit(1), Share()))
+    await asyncio.sleep(0)
+    pixels: Any = Pixels(PIXELS[CAT])
+    held = weakref.ref(pixels)
+    gc.disable()
+    try:
+        pictures.put(CAT, SIZE, pixels)
+        del pixels
+        pictures.refuse(DOG, "it is gone", retryable=True)
+        with contextlib.suppress(EngineRefused):
+            await asking
+        del asking
+        assert held() is None
+    finally:
+        gc.enable()
+    pictures.check_integrity()
