@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,11 +286,15 @@ async def test_a_grammar_is_kept_to(running: Running) -> None:
         assert not caught.value.fault.retryable
 
 
+def _has_ended(waiting: asyncio.Future[Chunk], _: int) -> bool:
+    return waiting.done()
+
+
 async def test_leaving_ends_it_there_begun_or_not(running: Running) -> None:
     """The engine's account comes late on a busy machine, perhaps after all have ended by themselves. Then it is tried again."""
     seen: list[int] = []
 
-    async def until(count: int, *, is_over: Callable[[int], bool] = lambda _: False) -> bool:
+    async def until(count: int, *, is_over: Callable[[int], object] = lambda _: False) -> bool:
         deadline = time.monotonic() + 60
         while (now := await asyncio.to_thread(running.running_requests)) != count:
             seen.append(now)
@@ -307,7 +312,7 @@ async def test_leaving_ends_it_there_begun_or_not(running: Running) -> None:
             # So many run at once: one more has to wait.
             last = engine.generate(ask(**long))
             waiting = asyncio.ensure_future(anext(last))
-            was_seen = await until(MOST_RUNNING + 1, is_over=lambda _, waiting=waiting: waiting.done())
+            was_seen = await until(MOST_RUNNING + 1, is_over=partial(_has_ended, waiting))
             waiting.cancel()
             await asyncio.wait([waiting])
             if was_seen:
