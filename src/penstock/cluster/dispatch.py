@@ -225,10 +225,9 @@ class Production:
         return cost_of(attempt.assignment.share * attempt.member.model.block_size, self.request.max_tokens)
 
     @property
-    def link(self) -> WorkerLink | None:
-        """Where it runs; if two work at the same time, where its prompt is computed."""
-        attempt = self.beside or self._attempt
-        return None if attempt is None else attempt.member.link
+    def links(self) -> list[WorkerLink]:
+        """Where it runs; if two work at the same time, both."""
+        return [attempt.member.link for attempt in (self.beside, self._attempt) if attempt is not None]
 
     @property
     def age(self) -> int:
@@ -677,13 +676,12 @@ class Dispatcher:
         if production.failed:
             # It lost a worker before. Do not spend an attempt on one that may be dead, too.
             members = self._pool.speaking(self._others(production) or members)
-        if self.suspects.deaths and production in self.suspects:
-            members = [member for member in members if self.suspects.is_free(member.link)]
+        members = self._without_trials(production, members)
         helpers = self._helpers(production, members)
         complete = self._complete(members, helpers)
         if not complete and members and production.failed:
             # One half of a pair failed it: the same pair is the last resort.
-            members = self._pool.speaking(self._pool.usable(production.model))
+            members = self._without_trials(production, self._pool.speaking(self._pool.usable(production.model)))
             helpers = self._helpers(production, members)
             complete = self._complete(members, helpers)
         members = self._with_role(complete, production)
@@ -708,10 +706,17 @@ class Dispatcher:
             return self._send_relayed(production, member, source, decision, blocks)
         return self._send(production, member, decision, blocks)
 
+    def _waits_for_trial(self, production: Production) -> bool:
+        return self.suspects.deaths > 0 and production in self.suspects
+
+    def _without_trials(self, production: Production, members: list[Member]) -> list[Member]:
+        """Those of these workers where nobody is on trial, if it waits for its own trial."""
+        return [member for member in members if self.suspects.is_free(member.link)] if self._waits_for_trial(production) else members
+
     def _helpers(self, production: Production, members: list[Member]) -> list[str]:
         """Those of these workers that could compute its prompt for another one."""
         able = [member for member in members if "prefill" in member.model.roles and self._has_room(member)]
-        if able and (not production.may_be_relayed or (self.suspects.deaths and production in self.suspects)):
+        if able and (not production.may_be_relayed or self._waits_for_trial(production)):
             able = [member for member in able if member.model.kv_handover == "meeting"]
         return [member.name for member in able if member.model.kv_handover != "ticket" or not production.request.prompt_logprobs]
 
@@ -728,12 +733,12 @@ class Dispatcher:
             request = structs.replace(request, session=session, source=None if transfer is None else transfer.message)
         assignment = self._router.sent(decision, decision.names, blocks)
         attempt = Attempt(production, member, request.id, assignment, session, transfer)
-        if self.suspects.deaths and production in self.suspects:
-            member.link.ping()
         self._submit(attempt, request)
         return attempt
 
     def _submit(self, attempt: Attempt, request: Submit) -> None:
+        if self._waits_for_trial(attempt.production):
+            attempt.member.link.ping()
         try:
             attempt.member.link.submit(request, attempt)
         except PenstockError:
