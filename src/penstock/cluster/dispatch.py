@@ -225,6 +225,11 @@ class Production:
         return cost_of(attempt.assignment.share * attempt.member.model.block_size, self.request.max_tokens)
 
     @property
+    def avoids(self) -> tuple[Role, frozenset[WorkerLink]]:
+        """The workers that it may not go to. Those that are lost make no difference."""
+        return self.wanted_role, frozenset([link for link in self.failed if link.is_usable])
+
+    @property
     def links(self) -> list[WorkerLink]:
         """Where it runs; if two work at the same time, both."""
         return [attempt.member.link for attempt in (self.beside, self._attempt) if attempt is not None]
