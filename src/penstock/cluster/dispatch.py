@@ -517,9 +517,7 @@ class Dispatcher:
         Its deltas and its terminal go to the mailbox. Raises GenerationFault when the queue is full.
         """
         production = Production(self, model, request, mailbox, turn, request.id, self.suspects.deaths)
-        queue = self._queue(model)
-        is_next = not queue or (self._may_overdraw(production) and not queue.count(request.lane))
-        if not (is_next and production.try_send()):
+        if not (self._is_next(production) and production.try_send()):
             if not may_wait(self._queues.values(), request, self._limits.max_queued, self.queued):
                 message = f"the queue is full: at most {self._limits.max_queued:,} generations wait for a worker (--max-queued)"
                 if self.queued < self._limits.max_queued:
@@ -528,6 +526,13 @@ class Dispatcher:
                 raise GenerationFault(Fault("queue_full", message))
             self.enqueue(production, is_new=True)
         return production
+
+    def _is_next(self, production: Production) -> bool:
+        """Whether nobody waits that goes before this new one. Those that lost their worker do, unless they have no place to go now."""
+        queue = self._queue(production.model)
+        if self._may_overdraw(production) and not queue.count(production.request.lane):
+            return True
+        return not queue.has_new and not (queue.has_lost and queue.send(MAX_SENT_AT_ONCE))
 
     def soon(self, do: Callable[[], None]) -> Soon:
         """Does this after all that was to be done before, a few in each turn of the event loop: a worker may have had a thousand

@@ -57,6 +57,11 @@ class WaitingQueue:
         return len(self._since)
 
     @property
+    def has_new(self) -> bool:
+        """Whether generations wait for their first worker."""
+        return len(self._waiters) > 0
+
+    @property
     def has_lost(self) -> bool:
         """Whether generations wait that lost their worker."""
         return bool(self._lost)
