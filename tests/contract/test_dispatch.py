@@ -20,6 +20,7 @@ from penstock.cluster.dispatch import MAX_SENT_AT_ONCE
 from penstock.cluster.links.link import LinkProtocol
 from penstock.cluster.links.security import Handshake
 from penstock.cluster.links.worker_server import WorkerServer
+from penstock.cluster.pool import QUIET_LOOKS
 from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import RouterSettings
@@ -330,6 +331,16 @@ async def test_new_generations_do_not_wait_for_one_that_has_no_place_to_go(tmp_p
         for number in (3, 4):
             assert (await front_end.run(submit(number)))[1].tokens == expected(number, 16)
             assert front_end.dispatcher.queued == 1
+
+
+async def test_a_generation_goes_back_to_a_worker_that_failed_it_if_all_others_are_silent(tmp_path: Path) -> None:
+    async with one_waits_for_a_full_worker(tmp_path) as (front_end, readers):
+        full = front_end.pool.find("full")
+        assert full is not None
+        for _ in range(QUIET_LOOKS):
+            full.link.tick()
+        await until(lambda: any(reader.mailbox.done.done() for reader in readers))
+        assert sorted(reader.tokens for reader in readers) in ([(), expected(number, 16)] for number in (1, 2))
 
 
 async def test_a_silent_worker_gets_no_new_generation(tmp_path: Path) -> None:

@@ -674,8 +674,10 @@ class Dispatcher:
             self._hungry[model] = left
 
     def _others(self, production: Production) -> list[Member]:
-        """The workers that have not just failed it. A worker that was connected again counts as another."""
-        return [member for member in self._pool.usable(production.model) if member.link not in production.failed]
+        """The workers that have not just failed it, without silent ones: nobody knows how long it would wait for those. A worker that was
+        connected again counts as another."""
+        usable = self._pool.usable(production.model)
+        return [member for member in usable if member.link not in production.failed and not member.is_quiet]
 
     def try_send(self, production: Production) -> Attempt | None:
         """Sends it to the worker that the router chooses; None when no worker has room. Workers that failed it are the last resort.
@@ -848,6 +850,8 @@ class Dispatcher:
             self.transfers.tick()
             self.suspects.tick()
             for model in {*self._queues, *self.suspects.models}:
+                # A worker may have become silent since the last frame of any other.
+                self.pump(model)
                 queue = self._queue(model)
                 usable = self._pool.usable(model)
                 able = [member.name for member in usable if "prefill" in member.model.roles]
