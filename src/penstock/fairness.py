@@ -99,16 +99,10 @@ class FairQueue(Generic[Item]):
     def first(self) -> Item | None:
         """The item whose turn it is; None when empty."""
         least = self._urgent.least()
-        return self.first_in_turn() if least is None else least[1]
-
-    def first_in_turn(self) -> Item | None:
-        """The first of those that are not urgent; None without one."""
-        turn = self._turns.least()
-        return None if turn is None else self.first_of(turn[1])
-
-    @property
-    def has_urgent(self) -> bool:
-        return bool(self._urgent)
+        if least is None:
+            turn = self._turns.least()
+            return None if turn is None else self.first_of(turn[1])
+        return least[1]
 
     def first_of(self, lane: str) -> Item | None:
         """The first item of this lane; None when it has none."""

@@ -53,6 +53,8 @@ class Mover(Simulator):
     """It begins nothing that comes from now on."""
     fault: Fault | None = None
     """It fails everything with this."""
+    dies_after: int | None = None
+    """It dies of the poisoned request when that has made this many tokens here; with 0, when it comes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -70,7 +72,7 @@ class Mover(Simulator):
         self.submits.append(request)
         if request.export is not None and self.model.kv_handover == "ticket" and self.outcome is not None:
             asyncio.get_running_loop().call_soon(self._emit, (), None, [TransferReport(request.export.transfer, ticket=b"a ticket")])
-        if request.seed == POISON and (request.export is not None or self.model.kv_handover == "blocks"):
+        if request.seed == POISON and self.dies_after == 0:
             asyncio.get_running_loop().call_soon(self.on_poison)
         if request.source is not None and request.source.transfer not in [fetch.source.transfer for fetch in self.fetches]:
             self.answer(request.source.transfer)
@@ -80,6 +82,11 @@ class Mover(Simulator):
             self.held.append(request)
         else:
             self._compute(request)
+
+    def check_fatal(self) -> None:
+        poisoned = [each for each in self._scheduler.decoding.values() if each.request.seed == POISON]
+        if self.dies_after and any(each.position - each.request.offset >= self.dies_after for each in poisoned):
+            self.on_poison()
 
     def _compute(self, request: Submit) -> None:
         super().submit(structs.replace(request, export=None, source=None))
@@ -118,7 +125,8 @@ class MovingWorker(Worker):
 
     def __init__(self, folder: Path, name: str, role: Role = "aggregated", handover: KvHandover = "blocks", batch: int = 1000) -> None:
         kv: dict[str, Any] = {"kv_fingerprint": b"same", "kv_address": f"unix:{name}.kv", "kv_block_bytes": 64, "kv_handover": handover}
-        super().__init__(folder, name, make_model(roles=(role,), max_batch=batch, **kv), Mover, step_ms=1.0, kv_block_bytes=64)
+        model = make_model(roles=(role,), max_batch=batch, **kv)
+        super().__init__(folder, name, model, Mover, step_ms=1.0, kv_block_bytes=64, fatal_seed=POISON)
         self.simulator.on_poison = self.break_links
 
     @property
@@ -658,19 +666,42 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing(tmp_path: Path, 
             await until(lambda worker=worker: worker.runtime.is_idle)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("handover", ["blocks", "meeting"])
-async def test_a_request_that_kills_its_workers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handover: KvHandover) -> None:
-    """Whether it kills those that compute its prompt, or those that continue; in pairs, those that compute it."""
+@pytest.mark.parametrize(
+    ("handover", "killed", "tokens"),
+    [("blocks", "pd", 0), ("meeting", "p", 0), ("meeting", "d", 0), ("meeting", "d", 3), ("meeting", "d", 40)],
+)
+async def test_a_request_that_kills_its_workers_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handover: KvHandover, killed: str, tokens: int
+) -> None:
+    """Whether it kills those that compute its prompt, or those that continue, at once or after some tokens."""
     monkeypatch.setattr(suspects, "HOLD_SECONDS", 0.5)
     async with cluster(tmp_path, "p0 p1 d0 d1", trial_seconds=5.0, handover=handover) as both:
+        for name, worker in both.workers.items():
+            worker.simulator.dies_after = tokens if name[0] in killed else None
         calm = [both.front_end.start(submit(n, 300, PROMPT)) for n in range(8)]
-        _, task = both.front_end.start(structs.replace(submit(99, 100, PROMPT), seed=POISON))
+        _, task = both.front_end.start(structs.replace(submit(99, 20_000, PROMPT), seed=POISON))
         with pytest.raises(Exception, match="it is not tried again"):
             await finished(task)
         for _, other in calm:
             await finished(other)
         assert [reader.tokens for reader, _ in calm] == [expected(n, 300) for n in range(8)]
         assert both.front_end.dispatcher.suspects.deaths <= 4
+
+
+async def test_a_pair_tries_one_suspect_at_a_time(tmp_path: Path) -> None:
+    """Though the other worker that computes prompts is free. The next trial begins when the first one has proved its innocence."""
+    async with cluster(tmp_path, "p0 p1 d", handover="meeting", trial_seconds=60.0) as both:
+        started = [both.front_end.start(submit(number, 300, PROMPT)) for number in range(3)]
+        await until(lambda: min(len(reader.tokens) for reader, _ in started) > 5)
+        both["d"].simulator.is_held = True
+        both["d"].break_links()
+        await until(lambda: bool(both["d"].simulator.held))
+        assert (len(both["d"].simulator.held), len(both.front_end.dispatcher.suspects)) == (1, 2)
+        both["d"].simulator.let_go()
+        for _, task in started:
+            await finished(task)
+        assert [reader.tokens for reader, _ in started] == [expected(number, 300) for number in range(3)]
+        assert both.front_end.dispatcher.suspects.deaths == 1
 
 
 async def test_a_worker_pulls_what_another_one_has(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.cluster.dispatch import MAX_SENT_AT_ONCE
 from penstock.cluster.links.link import LinkProtocol
 from penstock.cluster.links.security import Handshake
 from penstock.cluster.links.worker_server import WorkerServer
+from penstock.cluster.pool import QUIET_LOOKS
 from penstock.cluster.sessions.turn import Turn
 from penstock.config.engines import SimulatorConfig
 from penstock.config.front_end import RouterSettings
@@ -45,7 +47,7 @@ from penstock.wire.messages import (
 )
 from penstock.worker.runtime import WorkerRuntime
 from tiny_models import make_engine
-from workers import SECRET, WORDS, FrontEnd, Worker, expected, fault_of, make_model, submit, until
+from workers import SECRET, WORDS, FrontEnd, Reader, Worker, expected, fault_of, make_model, submit, until
 
 
 class Mute(LinkProtocol):
@@ -270,14 +272,21 @@ async def test_a_worker_that_owes_nothing_may_be_silent(tmp_path: Path) -> None:
 
 
 class SickSimulator(Simulator):
-    """Fails every generation with a retryable fault."""
+    """Fails every generation with a retryable fault, as long as it is sick."""
+
+    is_sick = True
 
     def submit(self, request: Submit) -> None:
+        if not self.is_sick:
+            super().submit(request)
+            return
         self._refused.append(Segment(request.id, None, Fault("engine_failed", "sick", retryable=True)))
         self._asked.set()
 
 
 class SickWorker(Worker):
+    simulator: SickSimulator
+
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder, name)
         self.simulator = SickSimulator(SimulatorConfig(step_ms=1.0), make_model(), Vocabulary(WORDS, 1))
@@ -298,6 +307,40 @@ async def test_a_failing_worker_fails_no_generation_while_there_is_another(tmp_p
             turn, reader = await front_end.run(submit(number), session)
             assert (turn.worker, reader.tokens) == ("b", expected(number, 16))
         assert all(front_end.router.load_of(name) == 0 for name in "ab"), "what has ended weighs nothing"
+
+
+@asynccontextmanager
+async def one_waits_for_a_full_worker(folder: Path) -> AsyncIterator[tuple[FrontEnd, list[Reader]]]:
+    """One generation fills a worker that does not go on. Another one was failed by the second worker, which is sound and idle now, so it
+    waits for the first."""
+    workers = MuteWorker(folder, "full"), SickWorker(folder, "idle")
+    async with workers[0] as full, workers[1] as idle, FrontEnd([*workers], worker_queue=1, stall_seconds=300.0) as front_end:
+        started = [front_end.start(submit(number)) for number in (1, 2)]
+        await until(lambda: front_end.dispatcher.queued == 1)
+        assert (len(full.submits), front_end.dispatcher.migrations) == (1, {"engine_failed": 1})
+        idle.simulator.is_sick = False
+        yield front_end, [reader for reader, _ in started]
+        for _, task in started:
+            task.cancel()
+        await asyncio.gather(*[task for _, task in started], return_exceptions=True)
+
+
+async def test_new_generations_do_not_wait_for_one_that_has_no_place_to_go(tmp_path: Path) -> None:
+    """They come when the idle worker has nothing to say, so no frame of a worker has them sent."""
+    async with one_waits_for_a_full_worker(tmp_path) as (front_end, _):
+        for number in (3, 4):
+            assert (await front_end.run(submit(number)))[1].tokens == expected(number, 16)
+            assert front_end.dispatcher.queued == 1
+
+
+async def test_a_generation_goes_back_to_a_worker_that_failed_it_if_all_others_are_silent(tmp_path: Path) -> None:
+    async with one_waits_for_a_full_worker(tmp_path) as (front_end, readers):
+        full = front_end.pool.find("full")
+        assert full is not None
+        for _ in range(QUIET_LOOKS):
+            full.link.tick()
+        await until(lambda: any(reader.mailbox.done.done() for reader in readers))
+        assert sorted(reader.tokens for reader in readers) in ([(), expected(number, 16)] for number in (1, 2))
 
 
 async def test_a_silent_worker_gets_no_new_generation(tmp_path: Path) -> None:

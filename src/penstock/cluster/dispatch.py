@@ -225,10 +225,14 @@ class Production:
         return cost_of(attempt.assignment.share * attempt.member.model.block_size, self.request.max_tokens)
 
     @property
-    def link(self) -> WorkerLink | None:
-        """Where it runs; if two work at the same time, where its prompt is computed."""
-        attempt = self.beside or self._attempt
-        return None if attempt is None else attempt.member.link
+    def avoids(self) -> tuple[Role, frozenset[WorkerLink]]:
+        """The workers that it may not go to. Those that are lost make no difference."""
+        return self.wanted_role, frozenset([link for link in self.failed if link.is_usable])
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """Where it runs; if two work at the same time, both."""
+        return [attempt.member.link for attempt in (self.beside, self._attempt) if attempt is not None]
 
     @property
     def age(self) -> int:
@@ -513,9 +517,7 @@ class Dispatcher:
         Its deltas and its terminal go to the mailbox. Raises GenerationFault when the queue is full.
         """
         production = Production(self, model, request, mailbox, turn, request.id, self.suspects.deaths)
-        queue = self._queue(model)
-        is_next = not queue or (self._may_overdraw(production) and not queue.count(request.lane))
-        if not (is_next and production.try_send()):
+        if not (self._is_next(production) and production.try_send()):
             if not may_wait(self._queues.values(), request, self._limits.max_queued, self.queued):
                 message = f"the queue is full: at most {self._limits.max_queued:,} generations wait for a worker (--max-queued)"
                 if self.queued < self._limits.max_queued:
@@ -524,6 +526,13 @@ class Dispatcher:
                 raise GenerationFault(Fault("queue_full", message))
             self.enqueue(production, is_new=True)
         return production
+
+    def _is_next(self, production: Production) -> bool:
+        """Whether nobody waits that goes before this new one. Those that lost their worker do, unless they have no place to go now."""
+        queue = self._queue(production.model)
+        if self._may_overdraw(production) and not queue.count(production.request.lane):
+            return True
+        return not queue.has_new and not (queue.has_lost and queue.send(MAX_SENT_AT_ONCE))
 
     def soon(self, do: Callable[[], None]) -> Soon:
         """Does this after all that was to be done before, a few in each turn of the event loop: a worker may have had a thousand
@@ -665,8 +674,10 @@ class Dispatcher:
             self._hungry[model] = left
 
     def _others(self, production: Production) -> list[Member]:
-        """The workers that have not just failed it. A worker that was connected again counts as another."""
-        return [member for member in self._pool.usable(production.model) if member.link not in production.failed]
+        """The workers that have not just failed it, without silent ones: nobody knows how long it would wait for those. A worker that was
+        connected again counts as another."""
+        usable = self._pool.usable(production.model)
+        return [member for member in usable if member.link not in production.failed and not member.is_quiet]
 
     def try_send(self, production: Production) -> Attempt | None:
         """Sends it to the worker that the router chooses; None when no worker has room. Workers that failed it are the last resort.
@@ -677,13 +688,12 @@ class Dispatcher:
         if production.failed:
             # It lost a worker before. Do not spend an attempt on one that may be dead, too.
             members = self._pool.speaking(self._others(production) or members)
-        if self.suspects.deaths and production in self.suspects:
-            members = [member for member in members if self.suspects.is_free(member.link)]
+        members = self._without_trials(production, members)
         helpers = self._helpers(production, members)
         complete = self._complete(members, helpers)
         if not complete and members and production.failed:
             # One half of a pair failed it: the same pair is the last resort.
-            members = self._pool.speaking(self._pool.usable(production.model))
+            members = self._without_trials(production, self._pool.speaking(self._pool.usable(production.model)))
             helpers = self._helpers(production, members)
             complete = self._complete(members, helpers)
         members = self._with_role(complete, production)
@@ -708,10 +718,17 @@ class Dispatcher:
             return self._send_relayed(production, member, source, decision, blocks)
         return self._send(production, member, decision, blocks)
 
+    def _waits_for_trial(self, production: Production) -> bool:
+        return self.suspects.deaths > 0 and production in self.suspects
+
+    def _without_trials(self, production: Production, members: list[Member]) -> list[Member]:
+        """Those of these workers where nobody is on trial, if it waits for its own trial."""
+        return [member for member in members if self.suspects.is_free(member.link)] if self._waits_for_trial(production) else members
+
     def _helpers(self, production: Production, members: list[Member]) -> list[str]:
         """Those of these workers that could compute its prompt for another one."""
         able = [member for member in members if "prefill" in member.model.roles and self._has_room(member)]
-        if able and (not production.may_be_relayed or (self.suspects.deaths and production in self.suspects)):
+        if able and (not production.may_be_relayed or self._waits_for_trial(production)):
             able = [member for member in able if member.model.kv_handover == "meeting"]
         return [member.name for member in able if member.model.kv_handover != "ticket" or not production.request.prompt_logprobs]
 
@@ -728,12 +745,12 @@ class Dispatcher:
             request = structs.replace(request, session=session, source=None if transfer is None else transfer.message)
         assignment = self._router.sent(decision, decision.names, blocks)
         attempt = Attempt(production, member, request.id, assignment, session, transfer)
-        if self.suspects.deaths and production in self.suspects:
-            member.link.ping()
         self._submit(attempt, request)
         return attempt
 
     def _submit(self, attempt: Attempt, request: Submit) -> None:
+        if self._waits_for_trial(attempt.production):
+            attempt.member.link.ping()
         try:
             attempt.member.link.submit(request, attempt)
         except PenstockError:
@@ -833,6 +850,8 @@ class Dispatcher:
             self.transfers.tick()
             self.suspects.tick()
             for model in {*self._queues, *self.suspects.models}:
+                # A worker may have become silent since the last frame of any other.
+                self.pump(model)
                 queue = self._queue(model)
                 usable = self._pool.usable(model)
                 able = [member.name for member in usable if "prefill" in member.model.roles]

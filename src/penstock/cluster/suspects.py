@@ -46,8 +46,8 @@ class Suspect(Protocol):
     def __hash__(self) -> int: ...
 
     @property
-    def link(self) -> WorkerLink | None:
-        """Where it runs now."""
+    def links(self) -> Sequence[WorkerLink]:
+        """Where it runs now: on two workers if one computes its prompt while the other one waits for it."""
 
     @property
     def age(self) -> int:
@@ -71,8 +71,8 @@ class Suspect(Protocol):
 
 
 class Trial(NamedTuple):
-    """A suspect that runs alone among suspects. It is cleared when it has made `proof` tokens; `age` is how many it had made on the worker
-    that died. `ping` was sent just before it: a worker that did not answer was dead already."""
+    """A suspect that runs alone among suspects, on this worker or on this and another one. It is cleared when it has made `proof` tokens;
+    `age` is how many it had made on the worker that died. `ping` was sent just before it: a worker that did not answer was dead already."""
 
     suspect: Suspect
     proof: int
@@ -203,23 +203,32 @@ class Suspects:
     def heard(self, link: WorkerLink) -> None:
         """A frame came from this worker: a trial there may be over."""
         trial = self._trials.get(link)
-        if trial is not None and (trial.suspect.link is not link or trial.suspect.age >= trial.proof):
-            del self._trials[link]
-            if trial.suspect.link is link:
-                trial.suspect.turn.accused = 0
-            self.pump()
+        if trial is None:
+            return
+        suspect = trial.suspect
+        if link in suspect.links:
+            if suspect.age < trial.proof:
+                return
+            suspect.turn.accused = 0
+            self._trials = {place: each for place, each in self._trials.items() if each.suspect is not suspect}
+        self.pump()
 
     def pump(self) -> None:
         """Begins trials where there is room: those first that had just begun when their worker died. One of each request at a time, and
         none while another one of it is held."""
+        self._end_trials()
         for model in self.models:
             links = self._usable(model)
             if links:
                 self._set_deadlines(model)
             while any(self.is_free(link) for link in links) and (suspect := self._next(model)) is not None and suspect.try_send():
                 case = self._waiting.pop(suspect, None)
-                if case is not None and suspect.link is not None:
-                    self._trials[suspect.link] = Trial(suspect, case.proof, case.age, suspect.link.pings)
+                if case is not None:
+                    self._trials |= {link: Trial(suspect, case.proof, case.age, link.pings) for link in suspect.links}
+
+    def _end_trials(self) -> None:
+        """Ends those whose suspect has left the worker. `record` and `left` need those of lost workers."""
+        self._trials = {link: trial for link, trial in self._trials.items() if link in trial.suspect.links or link.lost.done()}
 
     def tick(self) -> None:
         """Ends the wait of those whose trial does not come. From then on, the trials that run prove nothing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.cluster.waiting import SECONDS_PER_PRIORITY, WaitingQueue, may_wait
+import pytest
+
+from penstock.cluster.waiting import MAX_TRIED, SECONDS_PER_PRIORITY, WaitingQueue, may_wait
 from penstock.wire.messages import Fault, Submit
 
 
@@ -15,6 +17,7 @@ class Room:
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
+        self.tries = 0
         self.sent: list[str] = []
 
     def waiter(self, name: str) -> Waiting:
@@ -27,11 +30,12 @@ class Waiting:
     cost = 1
 
     def __init__(self, room: Room, name: str) -> None:
-        self._room = room
+        self._room = self.avoids = room
         self._name = name
         self.fault: Fault | None = None
 
     def try_send(self) -> bool:
+        self._room.tries += 1
         if not self._room.count:
             return False
         self._room.count -= 1
@@ -67,6 +71,34 @@ def test_one_that_no_worker_takes_again_stops_no_other() -> None:
     queue.check_integrity()
 
 
+def test_one_that_no_worker_takes_again_stops_no_other_that_lost_its_worker() -> None:
+    """And those that have room are not overtaken by new ones."""
+    nowhere, room, queue = Room(), Room(4), WaitingQueue()
+    for name in ("lost a", "lost b"):
+        queue.add(nowhere.waiter(name), wish(), is_new=False)
+    for name in ("lost c", "lost d", "lost e"):
+        queue.add(room.waiter(name), wish(), is_new=False)
+    for name in ("new f", "new g"):
+        queue.add(room.waiter(name), wish(), is_new=True)
+    assert queue.send(2)
+    assert room.sent == ["lost c", "lost d"]
+    assert not queue.send(3)
+    assert (room.sent, len(queue), queue.has_lost) == (["lost c", "lost d", "lost e", "new f"], 3, True)
+    assert nowhere.tries == 2, "one each time: the others would find no room either"
+    queue.check_integrity()
+
+
+def test_of_many_that_may_go_to_different_workers_some_are_tried_each_time() -> None:
+    rooms, queue = [Room() for _ in range(3 * MAX_TRIED)], WaitingQueue()
+    for room in rooms:
+        queue.add(room.waiter("lost"), wish(), is_new=False)
+    for tried in (MAX_TRIED, 2 * MAX_TRIED, 3 * MAX_TRIED):
+        assert not queue.send()
+        assert sum(room.tries for room in rooms) == tried
+    assert [room.tries for room in rooms] == [1] * len(rooms)
+    queue.check_integrity()
+
+
 def test_many_waiters_are_sent_in_pieces() -> None:
     room, queue = Room(5), WaitingQueue()
     for name in "abcde":
@@ -90,16 +122,18 @@ def test_one_step_of_priority_is_worth_its_seconds() -> None:
     assert room.sent == ["lost its worker", "high", "low", "late"]
 
 
-def test_a_discarded_waiter_is_never_sent_and_takes_no_room() -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_discarded_waiter_is_never_sent_and_takes_no_room(is_new: bool) -> None:
     room, queue = Room(1), WaitingQueue()
     first = room.waiter("first")
-    queue.add(first, wish(), is_new=True)
-    queue.add(room.waiter("second"), wish(), is_new=True)
+    queue.add(first, wish(), is_new=is_new)
+    queue.add(room.waiter("second"), wish(), is_new=is_new)
     queue.discard(first)
     queue.discard(first)
     queue.send()
     assert room.sent == ["second"]
-    assert len(queue) == 0
+    assert (len(queue), queue.has_lost) == (0, False)
+    queue.check_integrity()
 
 
 def test_memory_follows_the_waiters_that_are_left() -> None:
