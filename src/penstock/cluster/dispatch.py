@@ -54,6 +54,7 @@ MAX_SENT_AT_ONCE = 64
 # lost. That may be for another's sake, so it is allowed more often; those that cause it are found as `suspects.py` says.
 MAX_FRUITLESS_MIGRATIONS = 3
 MAX_FRUITLESS_LOSSES = 8
+PREFILL_STALLED = "prefill_stalled"
 # The pause before a generation goes back to a worker that just failed it, because there is no other. Doubles each time.
 PAUSE_SECONDS = 0.05
 WATCH_SECONDS = 0.25
@@ -370,13 +371,19 @@ class Production:
         else:
             self._end(self.finish)
 
+    def can_give_up(self, transfer: Transfer) -> bool:
+        """If two engines must work at the same time, only another one can compute its prompt. Without one, it waits: its engine may only be
+        in a long step, and if it hangs, the pool ends its link."""
+        needs_another = transfer.waits and transfer.source.model.kv_handover == "meeting"
+        return not needs_another or self.dispatcher.has_another(self, transfer.source)
+
     def transfer_was_late(self) -> None:
         """If its prompt is still being computed elsewhere, that is given up: its own worker computes, or other ones."""
         attempt = self.beside or self._attempt
         if attempt is None or not attempt.is_prefill or self.age:
             return
         self._give_up("stalled")
-        fault = Fault("prefill_stalled", f"worker {attempt.member.name} took too long to compute the prompt for another", retryable=True)
+        fault = Fault(PREFILL_STALLED, f"worker {attempt.member.name} took too long to compute the prompt for another", retryable=True)
         self._guarded(partial(self._continue, attempt, GenerationFault(fault)))
 
     def _give_up(self, ending: Ending) -> None:
@@ -398,7 +405,8 @@ class Production:
         self.failed.add(link)
         if isinstance(error, GenerationFault):
             fault, has_died = error.fault, False
-            self._fruitless += not age
+            # A worker that is only late does not refuse it, and each one is given up once.
+            self._fruitless += not age and fault.code != PREFILL_STALLED
         else:
             fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
             has_died = link.has_died
@@ -588,8 +596,12 @@ class Dispatcher:
 
     def has_only_failed(self, production: Production) -> bool:
         """Whether there are workers for it, and all of them have just failed it, or cannot run it without one that has."""
-        others = self._others(production)
-        return bool(self._pool.usable(production.model)) and not self._complete(others, self._helpers(production, others))
+        return bool(self._pool.usable(production.model)) and not self.has_another(production)
+
+    def has_another(self, production: Production, besides: Member | None = None) -> bool:
+        """Whether workers that have not just failed it can run it, without this one."""
+        others = [member for member in self._others(production) if member is not besides]
+        return bool(self._complete(others, self._helpers(production, others)))
 
     # Called by the pool and by its links.
 
