@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from penstock.backends.simulator import Simulator
-from penstock.cluster import suspects
+from penstock.cluster import dispatch, suspects
 from penstock.cluster.dispatch import MAX_FRUITLESS_MIGRATIONS
 from penstock.cluster.pool import Member
 from penstock.cluster.sessions import moves
@@ -222,11 +222,15 @@ async def test_an_end_at_the_first_token_is_the_end(tmp_path: Path) -> None:
         assert both.transfers.counts == {("prefill", "cancelled"): 1}
 
 
-@pytest.mark.parametrize("dies_first", [False, True])
-async def test_a_session_is_opened_also_by_a_turn_that_ends_at_its_first_token(tmp_path: Path, dies_first: bool) -> None:
+@pytest.mark.parametrize("fate", ["opens", "dies", "is late"])
+async def test_a_session_is_opened_also_by_a_turn_that_ends_at_its_first_token(
+    tmp_path: Path, fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fate == "is late":
+        monkeypatch.setattr(dispatch, "OPENING_SECONDS", 0.01)
     async with cluster(tmp_path, "p d") as both:
         both["p"].simulator.is_held = True
-        both["d"].simulator.is_held = dies_first
+        both["d"].simulator.is_held = fate != "opens"
         turn = both.front_end.turn(Hints(SessionWish("s")))
         await both.front_end.sessions.begin(turn, "simulator")
         reader, task = both.front_end.start(submit(1, 50, PROMPT, min_tokens=5), turn)
@@ -234,17 +238,19 @@ async def test_a_session_is_opened_also_by_a_turn_that_ends_at_its_first_token(t
         (first,) = both["p"].simulator.held
         token = Delta(0, expected(1, 1), None, PromptReport(0))
         both["p"].simulator.emit(Segment(first.id, token, Finish("stop")))
-        if dies_first:
+        if fate == "dies":
             await until(lambda: bool(both["d"].simulator.held))
             both["d"].break_links()
         await finished(task)
+        if fate == "is late":
+            await until(lambda: bool(both["d"].submits) and both["d"].runtime.is_idle)
         both.front_end.sessions.end(turn)
         delta, terminal = reader.read()
         assert delta is not None
         assert (delta.token_ids, terminal) == (expected(1, 1), Finish("stop"))
         (second,) = both["d"].submits
         assert (second.offset, second.max_tokens, second.min_tokens) == (1, 1, 0)
-        assert (turn.state, both["d"].simulator.stats().sessions) == ("open", not dies_first)
+        assert (turn.state, both["d"].simulator.stats().sessions) == ("open", fate == "opens")
 
 
 async def test_a_session_is_leased_where_it_is_decoded(tmp_path: Path) -> None:

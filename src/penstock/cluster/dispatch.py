@@ -57,6 +57,8 @@ MAX_FRUITLESS_LOSSES = 8
 PREFILL_STALLED = "prefill_stalled"
 # The pause before a generation goes back to a worker that just failed it, because there is no other. Doubles each time.
 PAUSE_SECONDS = 0.05
+# A turn that ended with its first token waits this long for its session to be opened where its next turn goes.
+OPENING_SECONDS = 1.0
 WATCH_SECONDS = 0.25
 # Added to what a prompt should take elsewhere, if it has images: nobody knows how long they wait for a tower. A helper that waits for them
 # says that it is alive; one that is silent is given up long before.
@@ -185,6 +187,7 @@ class Production:
     finish: Finish | None = None
     """It has ended with its first token, and its KV goes to the worker of its session. If that fails, it has ended all the same."""
     _attempt: Attempt | None = None
+    _opening: asyncio.TimerHandle | None = None
     _pause: asyncio.Handle | Soon | None = None
     _fruitless: int = 0
     _losses: int = 0
@@ -278,6 +281,8 @@ class Production:
         if self._shares:
             self._shares = False
             self.dispatcher.release_prompt(self.request.prompt)
+        if self._opening is not None:
+            self._opening.cancel()
         self._drop_relay("cancelled")
         self.forget_left_behind()
 
@@ -361,6 +366,8 @@ class Production:
         if relay is not None and relay.is_alive:
             try:
                 self._attempt = self.dispatcher.send_on(self, relay)
+                if self.finish is not None:
+                    self._opening = asyncio.get_running_loop().call_later(OPENING_SECONDS, self._guarded, self._leave_unopened)
             except PenstockError as error:
                 self._end(self.finish or Fault(type(error).__name__, str(error)))
             return
@@ -370,6 +377,12 @@ class Production:
             self.send_again()
         else:
             self._end(self.finish)
+
+    def _leave_unopened(self) -> None:
+        """Its client has all tokens, and does not wait any longer for its session."""
+        assert self.finish is not None
+        self._give_up("cancelled")
+        self._end(self.finish)
 
     def can_give_up(self, transfer: Transfer) -> bool:
         """If two engines must work at the same time, only another one can compute its prompt. Without one, it waits: its engine may only be
