@@ -192,7 +192,7 @@ class Transfers:
             return
         if not transfer.has_arrived:
             self.counts[transfer.reason, ending] += 1
-            if ending in ("failed", "stalled"):
+            if ending == "failed" or (ending == "stalled" and not transfer.waits):
                 self._note_failure(transfer)
             transfer.source.link.end_transfers([transfer.id])
         transfer.target.link.end_transfers([transfer.id])

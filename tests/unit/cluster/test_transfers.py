@@ -94,6 +94,17 @@ def test_a_pair_whose_transfers_fail_is_left_alone_for_longer_and_longer() -> No
     assert not transfers.avoids("source", "target"), "it may come back as another one"
 
 
+def test_a_prompt_that_is_computed_for_too_long_says_nothing_about_the_network() -> None:
+    transfers = Transfers(clock=lambda: 0.0)
+    transfer = transfers.begin(OWNER, SOURCE, TARGET, "prefill", 0.125)
+    transfers.end(transfer, "stalled")
+    assert not transfers.avoids("source", "target")
+    transfer = transfers.begin(OWNER, SOURCE, TARGET, "prefill", 0.125)
+    transfers.was_computed(transfer)
+    transfers.end(transfer, "stalled")
+    assert transfers.avoids("source", "target"), "only the bytes were missing"
+
+
 @pytest.mark.parametrize(("handover", "looks"), [("blocks", 4), ("ticket", 24), ("meeting", 24)])
 def test_a_source_whose_engine_shows_no_life_is_given_up(handover: KvHandover, looks: int) -> None:
     """An engine of others says nothing in a step, and its worker answers meanwhile."""
