@@ -54,8 +54,11 @@ MAX_SENT_AT_ONCE = 64
 # lost. That may be for another's sake, so it is allowed more often; those that cause it are found as `suspects.py` says.
 MAX_FRUITLESS_MIGRATIONS = 3
 MAX_FRUITLESS_LOSSES = 8
+PREFILL_STALLED = "prefill_stalled"
 # The pause before a generation goes back to a worker that just failed it, because there is no other. Doubles each time.
 PAUSE_SECONDS = 0.05
+# A turn that ended with its first token waits this long for its session to be opened where its next turn goes.
+OPENING_SECONDS = 1.0
 WATCH_SECONDS = 0.25
 # Added to what a prompt should take elsewhere, if it has images: nobody knows how long they wait for a tower. A helper that waits for them
 # says that it is alive; one that is silent is given up long before.
@@ -184,6 +187,7 @@ class Production:
     finish: Finish | None = None
     """It has ended with its first token, and its KV goes to the worker of its session. If that fails, it has ended all the same."""
     _attempt: Attempt | None = None
+    _opening: asyncio.TimerHandle | None = None
     _pause: asyncio.Handle | Soon | None = None
     _fruitless: int = 0
     _losses: int = 0
@@ -281,6 +285,8 @@ class Production:
         if self._shares:
             self._shares = False
             self.dispatcher.release_prompt(self.request.prompt)
+        if self._opening is not None:
+            self._opening.cancel()
         self._drop_relay("cancelled")
         self.forget_left_behind()
 
@@ -364,6 +370,8 @@ class Production:
         if relay is not None and relay.is_alive:
             try:
                 self._attempt = self.dispatcher.send_on(self, relay)
+                if self.finish is not None:
+                    self._opening = asyncio.get_running_loop().call_later(OPENING_SECONDS, self._guarded, self._leave_unopened)
             except PenstockError as error:
                 self._end(self.finish or Fault(type(error).__name__, str(error)))
             return
@@ -374,13 +382,25 @@ class Production:
         else:
             self._end(self.finish)
 
+    def _leave_unopened(self) -> None:
+        """Its client has all tokens, and does not wait any longer for its session."""
+        assert self.finish is not None
+        self._give_up("cancelled")
+        self._end(self.finish)
+
+    def can_give_up(self, transfer: Transfer) -> bool:
+        """If two engines must work at the same time, only another one can compute its prompt. Without one, it waits: its engine may only be
+        in a long step, and if it hangs, the pool ends its link."""
+        needs_another = transfer.waits and transfer.source.model.kv_handover == "meeting"
+        return not needs_another or self.dispatcher.has_another(self, transfer.source)
+
     def transfer_was_late(self) -> None:
         """If its prompt is still being computed elsewhere, that is given up: its own worker computes, or other ones."""
         attempt = self.beside or self._attempt
         if attempt is None or not attempt.is_prefill or self.age:
             return
         self._give_up("stalled")
-        fault = Fault("prefill_stalled", f"worker {attempt.member.name} took too long to compute the prompt for another", retryable=True)
+        fault = Fault(PREFILL_STALLED, f"worker {attempt.member.name} took too long to compute the prompt for another", retryable=True)
         self._guarded(partial(self._continue, attempt, GenerationFault(fault)))
 
     def _give_up(self, ending: Ending) -> None:
@@ -402,7 +422,8 @@ class Production:
         self.failed.add(link)
         if isinstance(error, GenerationFault):
             fault, has_died = error.fault, False
-            self._fruitless += not age
+            # A worker that is only late does not refuse it, and each one is given up once.
+            self._fruitless += not age and fault.code != PREFILL_STALLED
         else:
             fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
             has_died = link.has_died
@@ -597,8 +618,12 @@ class Dispatcher:
 
     def has_only_failed(self, production: Production) -> bool:
         """Whether there are workers for it, and all of them have just failed it, or cannot run it without one that has."""
-        others = self._others(production)
-        return bool(self._pool.usable(production.model)) and not self._complete(others, self._helpers(production, others))
+        return bool(self._pool.usable(production.model)) and not self.has_another(production)
+
+    def has_another(self, production: Production, besides: Member | None = None) -> bool:
+        """Whether workers that have not just failed it can run it, without this one."""
+        others = [member for member in self._others(production) if member is not besides]
+        return bool(self._complete(others, self._helpers(production, others)))
 
     # Called by the pool and by its links.
 

@@ -24,12 +24,14 @@ LEASE_SECONDS = 10.0
 """How long the source keeps blocks after its generation, and the target pulled blocks before theirs. Both are told when it is over, so
 this counts only if this front end is lost or cut off."""
 
-# A transfer is given up after this many times the time that it should take, or if its source says nothing at this many looks while it
-# computes. There are four a second. Our own engines speak twice a second, engines of others once.
+# A transfer is given up after this many times the time that it should take, or if the engine of its source shows no life at this many
+# looks while it computes. There are four a second. Our own engines speak twice a second. Engines of others are asked after a second of
+# silence, and answer after their step, which may be long.
 PATIENCE_FACTOR = 4.0
 MIN_PATIENCE_SECONDS = 1.0
-SILENT_LOOKS = {"blocks": 4, "ticket": 8, "meeting": 8}
-
+SILENT_LOOKS = {"blocks": 4, "ticket": 24, "meeting": 24}
+# A worker answers a Ping also while its engine is in a long step. After half of these looks without a word from it, it gets one.
+MUTE_LOOKS = 8
 
 MAX_AVOIDED_SECONDS = 60.0
 
@@ -39,8 +41,23 @@ class Owner(Protocol):
 
     turn: Turn
 
+    def can_give_up(self, transfer: Transfer) -> bool:
+        """Whether it can go on without this transfer."""
+
     def transfer_was_late(self) -> None:
         """It was given up."""
+
+
+@dataclass(slots=True)
+class Silence:
+    """How many looks in a row found a count as it was at the look before."""
+
+    looks: int = 0
+    _before: int = -1
+
+    def look(self, count: int) -> None:
+        self.looks = self.looks + 1 if count == self._before else 0
+        self._before = count
 
 
 @dataclass(slots=True, eq=False)
@@ -63,8 +80,8 @@ class Transfer:
     """The generation has begun at the target."""
     pull_seconds: float = 0.0
     """What it should take when the source has computed everything."""
-    _life_signs: int = -1
-    _silent_looks: int = 0
+    _engine: Silence = field(default_factory=Silence)
+    _worker: Silence = field(default_factory=Silence)
 
     @property
     def message(self) -> KvSource:
@@ -72,11 +89,17 @@ class Transfer:
 
     def is_late(self, now: float) -> bool:
         """One look at it. Two engines that work at the same time may have to wait for their turn: that is no delay."""
-        before, self._life_signs = self._life_signs, self.source.link.life_signs
-        self._silent_looks = self._silent_looks + 1 if before == self._life_signs and self.waits else 0
         handover = self.source.model.kv_handover
         is_over = now >= self.deadline and not (self.waits and handover == "meeting")
-        return is_over or self._silent_looks >= SILENT_LOOKS[handover]
+        return is_over or (self.waits and self._is_silent(SILENT_LOOKS[handover]))
+
+    def _is_silent(self, most: int) -> bool:
+        link = self.source.link
+        self._engine.look(link.life_signs)
+        self._worker.look(link.frames + link.pongs)
+        if self._worker.looks == MUTE_LOOKS // 2:
+            link.ping()
+        return self._engine.looks >= most or self._worker.looks >= MUTE_LOOKS
 
 
 def patience(expected_seconds: float) -> float:
@@ -169,7 +192,7 @@ class Transfers:
             return
         if not transfer.has_arrived:
             self.counts[transfer.reason, ending] += 1
-            if ending in ("failed", "stalled"):
+            if ending == "failed" or (ending == "stalled" and not transfer.waits):
                 self._note_failure(transfer)
             transfer.source.link.end_transfers([transfer.id])
         transfer.target.link.end_transfers([transfer.id])
@@ -189,8 +212,9 @@ class Transfers:
         now = self.clock()
         watched = [each for each in self.open.values() if not each.has_arrived and each.id not in self._relayed]
         for transfer in [each for each in (*self._relayed.values(), *watched) if each.is_late(now)]:
-            self.end(transfer, "stalled")
-            transfer.owner.transfer_was_late()
+            if transfer.owner.can_give_up(transfer):
+                self.end(transfer, "stalled")
+                transfer.owner.transfer_was_late()
 
     def _arrived(self, transfer: Transfer, report: TransferReport) -> None:
         transfer.has_arrived = True

@@ -502,7 +502,9 @@ class ExternalBackend:
     async def _watch(self) -> None:
         """Pings an engine that is busy but says nothing, and emits a sign of life: a long prompt is not a stall."""
         while True:
-            await asyncio.sleep(WATCH_SECONDS)
+            # Counted from its last word, not from the last look: it would be silent for nearly twice as long.
+            left = self._heard_at + WATCH_SECONDS - self._clock()
+            await asyncio.sleep(left if 0 < left < WATCH_SECONDS else WATCH_SECONDS)
             self._sessions.expire(self._clock())
             self._end_engine_sessions()
             if self._open and self._clock() - self._heard_at >= WATCH_SECONDS:

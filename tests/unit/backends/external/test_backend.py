@@ -577,6 +577,20 @@ async def test_a_busy_engine_without_output_is_pinged(monkeypatch: pytest.Monkey
         rig.backend.cancel(name(1))
 
 
+async def test_silence_counts_from_the_engines_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the last look: with its ping, the engine would be silent for more than twice as long as its front ends expect."""
+    monkeypatch.setattr(external_backend, "WATCH_SECONDS", 1000.0)
+    now = 0.0
+    rig = Rig(clock=lambda: now)
+    now = 999.99
+    await rig.backend.start(rig.emit)
+    await rig.begin(submit(1))
+    assert rig.engine.pings == 0
+    now = 1000.0
+    await rig.until(lambda: rig.engine.pings == 1)
+    await rig.backend.close()
+
+
 async def test_a_failed_ping_is_repeated(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It is neither a sign of life nor a death: the front end decides how long it waits."""
     monkeypatch.setattr(external_backend, "WATCH_SECONDS", 0.01)
