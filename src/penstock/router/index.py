@@ -109,7 +109,7 @@ class PrefixIndex:
         self.leave_more()
 
     def leave_more(self) -> bool:
-        """Removes some more blocks of workers that have left. Returns whether there are others."""
+        """Removes some more blocks of workers that have left, or were cleared. Returns whether there are others."""
         left = MAX_AT_ONCE
         while self._leaving and left:
             holding = self._leaving[0]
@@ -155,12 +155,10 @@ class PrefixIndex:
             _unset(masks, name, holding.bit)
 
     def cleared(self, worker: str) -> None:
-        """The worker has no blocks any more, in no tier."""
-        holding = self._holdings[worker]
-        self.removed(worker, list(holding.predicted))
-        self.doubt(worker)
-        while self.drop_doubted(worker, MAX_AT_ONCE):
-            pass
+        """The worker has no blocks any more, in no tier. It goes on under another bit, and the old one is removed in pieces."""
+        seconds = self._holdings[worker].prediction_seconds
+        self.leave(worker)
+        self.join(worker, seconds)
 
     def doubt(self, worker: str) -> None:
         """All blocks of the worker come again, in a snapshot. Those that do not are removed with `drop_doubted`, and count until then."""
@@ -396,6 +394,8 @@ class KvFeed:
 
     def _apply(self, events: Sequence[KvEvent]) -> None:
         index, worker = self._index, self._worker
+        # What was cleared.
+        index.leave_more()
         for event in events:
             match event:
                 case BlocksStored():

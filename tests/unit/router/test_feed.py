@@ -171,6 +171,18 @@ def test_blocks_that_are_cleared_while_a_snapshot_is_loaded_do_not_come_back(ind
     index.check_integrity()
 
 
+def test_many_blocks_are_cleared_in_pieces(index: PrefixIndex, feed: KvFeed) -> None:
+    names = [number.to_bytes(4) for number in range(4 * MAX_AT_ONCE)]
+    feed.receive(KvEvents(10, (BlocksStored(b"", tuple(names)), BlocksCleared(), *stored(2))))
+    assert (index.held("w"), known(index), index.overlaps(names, 0.0)) == ((1, 0), {NAMES[2]}, {})
+    assert index.leave_more()
+    for number in (13, 14):
+        assert not feed.receive(KvEvents(number, stored(3)))
+    assert not index.leave_more(), "events that come later end it"
+    assert known(index) == {NAMES[2], NAMES[3]}
+    index.check_integrity()
+
+
 def test_old_events_are_skipped_whole_and_in_part(index: PrefixIndex, feed: KvFeed) -> None:
     assert not feed.receive(KvEvents(5, stored(5, 6)))
     assert known(index) == {NAMES[0]}
