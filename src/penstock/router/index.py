@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import get_args
 
 from penstock.wire.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEvents, Snapshot, Tier
@@ -26,7 +25,8 @@ MAX_AT_ONCE = 4096
 @dataclass(slots=True, eq=False)
 class _Holding:
     """What one worker holds. On its device a block is known or predicted, never both. Predictions are ordered by their end. `below` has
-    the blocks in its slower tiers; many are on the device, too."""
+    the blocks in its slower tiers; many are on the device, too. `doubted` has what was known before the snapshot that is being loaded, and
+    has not come with it so far: one set for each snapshot that was begun."""
 
     name: str
     bit: int
@@ -34,6 +34,23 @@ class _Holding:
     known: set[bytes] = field(default_factory=set)
     predicted: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     below: dict[Tier, set[bytes]] = field(default_factory=lambda: {tier: set() for tier in TIERS[1:]})
+    doubted: dict[Tier, list[set[bytes]]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
+
+    def doubt(self, tier: Tier) -> None:
+        if names := self.in_tier(tier):
+            self.doubted[tier].append(names)
+            if tier == "device":
+                self.known = set()
+            else:
+                self.below[tier] = set()
+
+    def end_doubt(self, name: bytes, tier: Tier) -> bool:
+        """Returns whether this block was doubted."""
+        for names in self.doubted[tier]:
+            if name in names:
+                names.remove(name)
+                return True
+        return False
 
     def in_tier(self, tier: Tier) -> set[bytes]:
         return self.known if tier == "device" else self.below[tier]
@@ -41,7 +58,8 @@ class _Holding:
     @property
     def all_in(self) -> list[tuple[Tier, set[bytes] | OrderedDict[bytes, float]]]:
         """Its blocks with their tiers."""
-        return [("device", self.predicted), *[(tier, self.in_tier(tier)) for tier in TIERS]]
+        doubted = [(tier, names) for tier in TIERS for names in self.doubted[tier]]
+        return [("device", self.predicted), *[(tier, self.in_tier(tier)) for tier in TIERS], *doubted]
 
 
 class PrefixIndex:
@@ -91,7 +109,7 @@ class PrefixIndex:
         self.leave_more()
 
     def leave_more(self) -> bool:
-        """Removes some more blocks of workers that have left. Returns whether there are others."""
+        """Removes some more blocks of workers that have left, or were cleared. Returns whether there are others."""
         left = MAX_AT_ONCE
         while self._leaving and left:
             holding = self._leaving[0]
@@ -109,7 +127,7 @@ class PrefixIndex:
         """The worker has these blocks in this tier now."""
         holding = self._holdings[worker]
         known, masks = holding.in_tier(tier), self._masks[tier]
-        predicted = holding.predicted if tier == "device" else None
+        predicted, doubted = holding.predicted if tier == "device" else None, holding.doubted[tier]
         for name in names:
             if name in known:
                 continue
@@ -117,6 +135,8 @@ class PrefixIndex:
                 self.dropped += 1
                 continue
             known.add(name)
+            if doubted:
+                holding.end_doubt(name, tier)
             if predicted:
                 predicted.pop(name, None)
             masks[name] = masks.get(name, 0) | holding.bit
@@ -128,20 +148,35 @@ class PrefixIndex:
         for name in names:
             if name in known:
                 known.remove(name)
+            elif holding.end_doubt(name, tier):
+                pass
             elif tier != "device" or holding.predicted.pop(name, None) is None:
                 continue
             _unset(masks, name, holding.bit)
 
     def cleared(self, worker: str) -> None:
-        """The worker has no blocks any more, in no tier."""
-        holding = self._holdings[worker]
-        for tier in TIERS:
-            self.removed(worker, list(holding.in_tier(tier)), tier)
-        self.removed(worker, list(holding.predicted))
+        """The worker has no blocks any more, in no tier. It goes on under another bit, and the old one is removed in pieces."""
+        seconds = self._holdings[worker].prediction_seconds
+        self.leave(worker)
+        self.join(worker, seconds)
 
-    def left_out(self, worker: str, names: Collection[bytes], tier: Tier) -> None:
-        """The worker has at most these blocks in this tier."""
-        self.removed(worker, self._holdings[worker].in_tier(tier).difference(names), tier)
+    def doubt(self, worker: str) -> None:
+        """All blocks of the worker come again, in a snapshot. Those that do not are removed with `drop_doubted`, and count until then."""
+        for tier in TIERS:
+            self._holdings[worker].doubt(tier)
+
+    def drop_doubted(self, worker: str, most: int) -> int:
+        """Removes at most so many blocks that have not come again. Returns how many."""
+        holding, left = self._holdings[worker], most
+        for tier in TIERS:
+            doubted = holding.doubted[tier]
+            while doubted and left:
+                for _ in range(min(left, len(doubted[-1]))):
+                    _unset(self._masks[tier], doubted[-1].pop(), holding.bit)
+                    left -= 1
+                if not doubted[-1]:
+                    doubted.pop()
+        return most - left
 
     def predict(self, worker: str, names: Sequence[bytes], now: float) -> None:
         """Expects the worker to have this chain of blocks for the next `prediction_seconds`."""
@@ -155,6 +190,7 @@ class PrefixIndex:
             if name in predicted:
                 predicted.move_to_end(name)
             else:
+                holding.end_doubt(name, "device")
                 masks[name] = masks.get(name, 0) | holding.bit
             predicted[name] = end
         self._next_end = min(self._next_end, end)
@@ -191,13 +227,14 @@ class PrefixIndex:
 
     def reported(self, worker: str, names: Sequence[bytes]) -> int:
         """How many leading blocks of this chain the worker has on its device, without those that are only expected there."""
-        known = self._holdings[worker].known
-        return bisect_left(names, True, key=lambda name: name not in known)
+        holding = self._holdings[worker]
+        reported = [holding.known, *holding.doubted["device"]]
+        return bisect_left(names, True, key=lambda name: not any(name in known for known in reported))
 
     def held(self, worker: str) -> tuple[int, int]:
         """How many known and how many predicted blocks the worker has."""
         holding = self._holdings[worker]
-        return len(holding.known), len(holding.predicted)
+        return len(holding.known) + sum(map(len, holding.doubted["device"])), len(holding.predicted)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless masks and holdings agree and every bound is kept."""
@@ -214,8 +251,9 @@ class PrefixIndex:
             ends = list(holding.predicted.values())
             assert ends == sorted(ends), f"the predictions of {worker} are out of order"
             assert not ends or ends[0] >= self._next_end, worker
-            for tier in TIERS:
-                for name in (*holding.in_tier(tier), *(holding.predicted if tier == "device" else ())):
+            for tier, names in holding.all_in:
+                for name in names:
+                    assert not masks[tier].get(name, 0) & holding.bit, f"{worker} has a block twice"
                     masks[tier][name] = masks[tier].get(name, 0) | holding.bit
         assert masks == self._masks
         assert self._everyone == sum(holding.bit for holding in self._holdings.values())
@@ -286,8 +324,9 @@ class KvFeed:
         # While waiting: consecutive events. `_kept_until` is the number after the last one.
         self._kept: list[KvEvent] = []
         self._kept_until = 0
-        # What the snapshot had and the index does not have yet.
-        self._coming: dict[Tier, dict[bytes, None]] = {}
+        self._loading: Iterator[None] = iter(())
+        # What has left the worker since the snapshot that is being loaded.
+        self._removed: dict[Tier, set[bytes]] | None = None
 
     @property
     def is_current(self) -> bool:
@@ -312,9 +351,9 @@ class KvFeed:
         """
         if not self._is_waiting and snapshot.next_number < self._next_number:
             return
-        self._coming = _names(snapshot.events)
-        for tier, names in self._coming.items():
-            self._index.left_out(self._worker, names, tier)
+        self._index.doubt(self._worker)
+        self._removed = {tier: set() for tier in TIERS}
+        self._loading = self._take(snapshot.events, self._removed)
         self.load_more()
         self._next_number = snapshot.next_number
         first = self._kept_until - len(self._kept)
@@ -325,30 +364,49 @@ class KvFeed:
             self._kept = []
 
     def load_more(self) -> bool:
-        """Adds some more blocks of the last snapshot. Returns whether there are others: a disk may have a million."""
+        """Takes some more blocks of the last snapshot. Returns whether there may be others: a disk may have a million."""
+        for _ in self._loading:
+            return True
+        return False
+
+    def _take(self, events: Sequence[KvEvent], removed: dict[Tier, set[bytes]]) -> Iterator[None]:
+        """Takes all blocks of a snapshot, in order, so that a bound cuts off the ends of chains. Then drops the others. At each yield,
+        others go on."""
         left = MAX_AT_ONCE
-        for tier, names in self._coming.items():
-            some = list(islice(names, left))
-            self._index.stored(self._worker, some, tier)
-            for name in some:
-                del names[name]
-            left -= len(some)
-        return any(self._coming.values())
+        for event in events:
+            if not isinstance(event, BlocksStored):
+                continue
+            start, gone = 0, removed[event.tier]
+            while start < len(event.blocks):
+                some = event.blocks[start : start + left]
+                self._index.stored(self._worker, [name for name in some if name not in gone], event.tier)
+                start += len(some)
+                left -= len(some)
+                if not left:
+                    yield
+                    left = MAX_AT_ONCE
+        while dropped := self._index.drop_doubted(self._worker, left):
+            left -= dropped
+            if not left:
+                yield
+                left = MAX_AT_ONCE
+        self._removed = None
 
     def _apply(self, events: Sequence[KvEvent]) -> None:
         index, worker = self._index, self._worker
+        # What was cleared.
+        index.leave_more()
         for event in events:
             match event:
                 case BlocksStored():
                     index.stored(worker, event.blocks, event.tier)
                 case BlocksRemoved():
                     index.removed(worker, event.blocks, event.tier)
-                    if coming := self._coming.get(event.tier):
-                        for name in event.blocks:
-                            coming.pop(name, None)
+                    if self._removed is not None:
+                        self._removed[event.tier].update(event.blocks)
                 case BlocksCleared():
                     index.cleared(worker)
-                    self._coming.clear()
+                    self._loading, self._removed = iter(()), None
         self._next_number += len(events)
 
     def _keep(self, batch: KvEvents) -> None:
@@ -363,19 +421,3 @@ class KvFeed:
         self._kept_until = end
         if len(self._kept) > MAX_KEPT_EVENTS:
             del self._kept[: len(self._kept) - MAX_KEPT_EVENTS]
-
-
-def _names(events: Sequence[KvEvent]) -> dict[Tier, dict[bytes, None]]:
-    """The blocks of each tier after these events, starting from nothing. In order, so that a bound cuts off the ends of chains."""
-    tiers: dict[Tier, dict[bytes, None]] = {tier: {} for tier in TIERS}
-    for event in events:
-        match event:
-            case BlocksStored():
-                tiers[event.tier].update(dict.fromkeys(event.blocks))
-            case BlocksRemoved():
-                for name in event.blocks:
-                    tiers[event.tier].pop(name, None)
-            case BlocksCleared():
-                for names in tiers.values():
-                    names.clear()
-    return tiers

@@ -461,7 +461,7 @@ class SnapshotRequest(Struct, frozen=True, tag="snapshot_request"):
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot"):
-    """Worker to front end: all cached blocks, as events that start from an empty cache. The next event has `next_number`."""
+    """Worker to front end: all cached blocks, as BlocksStored. The next event has `next_number`."""
 
     next_number: int
     events: tuple[KvEvent, ...]

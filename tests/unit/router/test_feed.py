@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -101,8 +103,83 @@ def test_many_blocks_come_in_pieces(index: PrefixIndex, feed: KvFeed, tier: Tier
     assert index.overlaps(names, 0.0, tier) == {}, "what left meanwhile does not come back"
     assert index.overlaps(names[1:], 0.0, tier) == {"w": len(names) - 2}
     feed.load(Snapshot(30, (BlocksStored(b"", tuple(names[:3]), tier),)))
-    assert not feed.load_more()
+    while feed.load_more():
+        pass
     assert index.overlaps(names, 0.0, tier) == {"w": 3}
+    index.check_integrity()
+
+
+class Counted(tuple[KvEvent, ...]):  # noqa: SLOT001, it counts
+    """Events that know how many of them were read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[KvEvent]:
+        for event in super().__iter__():
+            self.read += 1
+            yield event
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_snapshot_is_read_and_what_it_lacks_is_dropped_in_pieces(index: PrefixIndex, feed: KvFeed, tier: Tier) -> None:
+    def chains(first: int) -> Counted:
+        size = MAX_AT_ONCE // 2
+        numbers = [range(first + start, first + start + size) for start in range(0, 6 * size, size)]
+        return Counted([BlocksStored(b"", tuple([number.to_bytes(4) for number in each]), tier) for each in numbers])
+
+    def count() -> tuple[int, int]:
+        names = [number.to_bytes(4) for number in range(12 * MAX_AT_ONCE)]
+        halves = names[: 6 * MAX_AT_ONCE], names[6 * MAX_AT_ONCE :]
+        old, new = [sum(bool(index.overlaps([name], 0.0, tier)) for name in half) for half in halves]
+        return old, new
+
+    feed.load(Snapshot(20, chains(0)))
+    while feed.load_more():
+        pass
+    feed.receive(KvEvents(30, ()))
+    events, counts = chains(6 * MAX_AT_ONCE), [count()]
+    feed.load(Snapshot(40, events))
+    assert events.read <= 3
+    counts.append(count())
+    while feed.load_more():
+        counts.append(count())
+    counts.append(count())
+    assert max(abs(old - before) + abs(new - known) for (old, known), (before, new) in pairwise(counts)) <= MAX_AT_ONCE
+    assert (counts[0], counts[-1]) == ((3 * MAX_AT_ONCE, 0), (0, 3 * MAX_AT_ONCE))
+    index.check_integrity()
+
+
+def test_a_snapshot_may_come_while_another_is_loaded(index: PrefixIndex, feed: KvFeed) -> None:
+    many = [number.to_bytes(4) for number in range(2 * MAX_AT_ONCE)]
+    feed.load(Snapshot(20, (BlocksStored(b"", tuple(many)), *stored(1))))
+    feed.receive(KvEvents(20, (*stored(2), BlocksRemoved((NAMES[1],)))))
+    feed.receive(KvEvents(30, stored(4)))
+    feed.load(Snapshot(30, stored(1, 3)))
+    while feed.load_more():
+        pass
+    assert known(index) == {NAMES[1], NAMES[3], NAMES[4]}
+    assert index.held("w") == (3, 0)
+    index.check_integrity()
+
+
+def test_blocks_that_are_cleared_while_a_snapshot_is_loaded_do_not_come_back(index: PrefixIndex, feed: KvFeed) -> None:
+    many = tuple([number.to_bytes(4) for number in range(2 * MAX_AT_ONCE)])
+    feed.load(Snapshot(20, (BlocksStored(b"", many), *stored(1))))
+    feed.receive(KvEvents(20, (BlocksCleared(), *stored(2))))
+    assert not feed.load_more()
+    assert index.held("w") == (1, 0)
+    index.check_integrity()
+
+
+def test_many_blocks_are_cleared_in_pieces(index: PrefixIndex, feed: KvFeed) -> None:
+    names = [number.to_bytes(4) for number in range(4 * MAX_AT_ONCE)]
+    feed.receive(KvEvents(10, (BlocksStored(b"", tuple(names)), BlocksCleared(), *stored(2))))
+    assert (index.held("w"), known(index), index.overlaps(names, 0.0)) == ((1, 0), {NAMES[2]}, {})
+    assert index.leave_more()
+    for number in (13, 14):
+        assert not feed.receive(KvEvents(number, stored(3)))
+    assert not index.leave_more(), "events that come later end it"
+    assert known(index) == {NAMES[2], NAMES[3]}
     index.check_integrity()
 
 

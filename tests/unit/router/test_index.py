@@ -83,8 +83,10 @@ def test_it_agrees_with_a_naive_table(steps: list[tuple[tuple[str, str, list[byt
                 index.leave(worker)
                 index.join(worker, SECONDS[worker])
             case "replaced":
-                index.left_out(worker, names, "device")
+                index.doubt(worker)
                 index.stored(worker, names)
+                index.check_integrity()
+                index.drop_doubted(worker, len(NAMES))
             case "stored" | "removed":
                 getattr(index, operation)(worker, names)
         expected, found = naive.overlaps(looked_up, now), index.overlaps(looked_up, now)
@@ -214,9 +216,28 @@ def test_known_blocks_beyond_the_bound_are_dropped_and_counted(index: PrefixInde
     assert index.held("a") == (4, 0)
     assert index.dropped == 2
     assert index.overlaps(NAMES, 0.0) == {"a": 4}
-    index.left_out("a", NAMES[2:9], "device")
+    index.doubt("a")
     index.stored("a", NAMES[2:9])
+    assert index.drop_doubted("a", 9) == 2
     assert index.overlaps(NAMES[2:], 0.0) == {"a": 4}
+    assert index.overlaps(NAMES, 0.0) == {}
+
+
+def test_doubted_blocks_count_until_they_are_dropped(index: PrefixIndex) -> None:
+    index.stored("a", NAMES[:2])
+    index.doubt("a")
+    index.stored("a", NAMES[2:4])
+    index.doubt("a")
+    assert (index.reported("a", NAMES), index.held("a")) == (4, (4, 0))
+    index.removed("a", NAMES[3:4])
+    index.predict("a", NAMES[2:3], 0.0)
+    index.stored("a", NAMES[:1])
+    index.check_integrity()
+    assert [index.drop_doubted("a", 9), index.drop_doubted("a", 9)] == [1, 0]
+    assert (index.held("a"), index.overlaps(NAMES[2:], 1.0)) == ((1, 1), {"a": 1})
+    index.doubt("a")
+    index.leave("a")
+    index.check_integrity()
 
 
 def test_predictions_beyond_the_bound_push_out_the_ends_of_the_oldest(index: PrefixIndex) -> None:
