@@ -15,7 +15,7 @@ import pytest
 
 from penstock.backends.embedded import EmbeddedBackend
 from penstock.backends.simulator import Simulator, Vocabulary
-from penstock.cluster import suspects
+from penstock.cluster import dispatch, suspects
 from penstock.cluster.dispatch import MAX_SENT_AT_ONCE
 from penstock.cluster.links.link import LinkProtocol
 from penstock.cluster.links.security import Handshake
@@ -310,7 +310,7 @@ async def test_a_failing_worker_fails_no_generation_while_there_is_another(tmp_p
 
 
 @asynccontextmanager
-async def one_waits_for_a_full_worker(folder: Path) -> AsyncIterator[tuple[FrontEnd, list[Reader]]]:
+async def one_waits_for_a_full_worker(folder: Path) -> AsyncIterator[tuple[FrontEnd, list[Reader], SickWorker]]:
     """One generation fills a worker that does not go on. Another one was failed by the second worker, which is sound and idle now, so it
     waits for the first."""
     workers = MuteWorker(folder, "full"), SickWorker(folder, "idle")
@@ -319,7 +319,7 @@ async def one_waits_for_a_full_worker(folder: Path) -> AsyncIterator[tuple[Front
         await until(lambda: front_end.dispatcher.queued == 1)
         assert (len(full.submits), front_end.dispatcher.migrations) == (1, {"engine_failed": 1})
         idle.simulator.is_sick = False
-        yield front_end, [reader for reader, _ in started]
+        yield front_end, [reader for reader, _ in started], idle
         for _, task in started:
             task.cancel()
         await asyncio.gather(*[task for _, task in started], return_exceptions=True)
@@ -327,20 +327,39 @@ async def one_waits_for_a_full_worker(folder: Path) -> AsyncIterator[tuple[Front
 
 async def test_new_generations_do_not_wait_for_one_that_has_no_place_to_go(tmp_path: Path) -> None:
     """They come when the idle worker has nothing to say, so no frame of a worker has them sent."""
-    async with one_waits_for_a_full_worker(tmp_path) as (front_end, _):
+    async with one_waits_for_a_full_worker(tmp_path) as (front_end, _, _):
         for number in (3, 4):
             assert (await front_end.run(submit(number)))[1].tokens == expected(number, 16)
             assert front_end.dispatcher.queued == 1
 
 
 async def test_a_generation_goes_back_to_a_worker_that_failed_it_if_all_others_are_silent(tmp_path: Path) -> None:
-    async with one_waits_for_a_full_worker(tmp_path) as (front_end, readers):
-        full = front_end.pool.find("full")
-        assert full is not None
-        for _ in range(QUIET_LOOKS):
-            full.link.tick()
+    async with one_waits_for_a_full_worker(tmp_path) as (front_end, readers, _):
+        silence(front_end, "full")
         await until(lambda: any(reader.mailbox.done.done() for reader in readers))
         assert sorted(reader.tokens for reader in readers) in ([(), expected(number, 16)] for number in (1, 2))
+
+
+async def test_no_generation_fails_while_a_worker_that_has_not_failed_it_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That worker may be in a long step."""
+    monkeypatch.setattr(dispatch, "PAUSE_SECONDS", 0.001)
+    async with one_waits_for_a_full_worker(tmp_path) as (front_end, readers, sick):
+        sick.simulator.is_sick = True
+        silence(front_end, "full")
+        failures = 1 + 2 * dispatch.MAX_FRUITLESS_MIGRATIONS
+        await until(
+            lambda: front_end.dispatcher.migrations["engine_failed"] > failures or any(each.mailbox.done.done() for each in readers)
+        )
+        sick.simulator.is_sick = False
+        await until(lambda: any(reader.mailbox.done.done() for reader in readers))
+        assert sorted(reader.tokens for reader in readers) in ([(), expected(number, 16)] for number in (1, 2))
+
+
+def silence(front_end: FrontEnd, name: str) -> None:
+    member = front_end.pool.find(name)
+    assert member is not None
+    for _ in range(QUIET_LOOKS):
+        member.link.tick()
 
 
 async def test_a_silent_worker_gets_no_new_generation(tmp_path: Path) -> None:

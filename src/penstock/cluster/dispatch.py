@@ -428,6 +428,8 @@ class Production:
             fault = Fault("worker_lost", f"worker {attempt.member.name} was lost during the generation: {error}", retryable=True)
             has_died = link.has_died
             self._losses += not age
+        if self._fruitless > MAX_FRUITLESS_MIGRATIONS and self.dispatcher.may_get_another(self):
+            self._fruitless = MAX_FRUITLESS_MIGRATIONS
         if self._fruitless > MAX_FRUITLESS_MIGRATIONS or self._losses > MAX_FRUITLESS_LOSSES:
             message = f"{self._fruitless + self._losses} attempts in a row failed without a token; the last one: {fault.message}"
             self.fail(Fault(fault.code, message))
@@ -615,6 +617,10 @@ class Dispatcher:
             del self.shared_prompts[name]
             for member in self._pool.members:
                 member.link.drop_prompt(name)
+
+    def may_get_another(self, production: Production) -> bool:
+        """Whether a worker that has not just failed it is silent. Soon it speaks, or is given up."""
+        return any(member.is_quiet and member.link not in production.failed for member in self._pool.usable(production.model))
 
     def has_only_failed(self, production: Production) -> bool:
         """Whether there are workers for it, and all of them have just failed it, or cannot run it without one that has."""

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -452,15 +452,20 @@ class _Needs:
     that fits would wait for itself.
 
     The pictures take their memory one after the other, in the order in which they are added: `turn`. The files that are being fetched, or
-    wait to be decoded, take at most half of the memory, or are one: `fetches`.
+    wait to be decoded, take at most half of what the pictures that came with the request leave, or are one: `fetches`.
     """
 
     def __init__(self, total: int, max_file: int) -> None:
         self._total = total
+        self._max_file = max_file
         self._held = 0
         self._known: set[FileKey] = set()
         self.turn = asyncio.Lock()
-        self.fetches = asyncio.Semaphore(max(total // 2 // max_file, 1))
+
+    @cached_property
+    def fetches(self) -> asyncio.Semaphore:
+        """The first one asks when the pictures that came with the request have been added."""
+        return asyncio.Semaphore(max((self._total - self._held) // 2 // self._max_file, 1))
 
     def add(self, key: FileKey, kept: int, decoding: int, fetched: int = 0) -> None:
         """`fetched` is held while it is decoded. Raises RequestError if it does not fit beside those before it."""

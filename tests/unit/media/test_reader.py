@@ -14,7 +14,7 @@ import sys
 import termios
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -404,22 +404,37 @@ async def test_a_picture_takes_its_memory_after_those_before_it(decoders: Decode
 async def test_files_that_are_fetched_do_not_wait_for_each_other(decoders: Decoders) -> None:
     """Together they are more than the memory, and none can be decoded before it is here."""
     files = [saved(noise("L", (10, 10), seed), pnginfo=comment(12_000 * "x")) for seed in range(10)]
-
-    class Web:
-        turns = FairBudget(10)
-
-        async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes:
-            file = files[int(url.removeprefix("https://"))]
-            for place in range(0, len(file), 1000):
-                await take(len(file[place : place + 1000]))
-                await asyncio.sleep(0)
-            return file
-
-    reader = MediaReader(replace(DEFAULTS, memory=110_000, max_bytes=20_000), fetcher=Web(), decoders=decoders)
+    reader = MediaReader(replace(DEFAULTS, memory=110_000, max_bytes=20_000), fetcher=SlowWeb(files), decoders=decoders)
     assert sum(map(len, files)) > reader.memory.total
-    here = sent(noise("L", (20, 20)))
+    await all_are_read(reader, 10, sent(noise("L", (20, 20))))
+
+
+async def test_files_that_are_fetched_leave_room_for_what_came_with_the_request(decoders: Decoders) -> None:
+    files = [saved(noise("L", (10, 10), seed), pnginfo=comment(16_500 * "x")) for seed in range(30)]
+    reader = MediaReader(replace(DEFAULTS, memory=1_000_000, max_bytes=20_000), fetcher=SlowWeb(files), decoders=decoders)
+    here = [sent(Image.new("RGB", (180, 180), (number, 0, 0))) for number in range(6)]
+    await all_are_read(reader, 30, *here)
+
+
+class SlowWeb:
+    """The files come in many pieces."""
+
+    def __init__(self, files: Sequence[bytes]) -> None:
+        self.turns = FairBudget(100)
+        self._files = files
+
+    async def fetch(self, url: str, lane: str, weight: float, take: Callable[[int], Awaitable[None]]) -> bytes:
+        file = self._files[int(url.removeprefix("https://"))]
+        for place in range(0, len(file), 1000):
+            await take(len(file[place : place + 1000]))
+            await asyncio.sleep(0)
+        return file
+
+
+async def all_are_read(reader: MediaReader, urls: int, *here: ImageRef) -> None:
+    remote = [ImageRef(FIELD, url=f"https://{number}") for number in range(urls)]
     async with asyncio.timeout(10):
-        assert len(await read(reader, *[ImageRef(FIELD, url=f"https://{number}") for number in range(10)], here)) == 11
+        assert len(await read(reader, *remote, *here)) == urls + len(here)
     assert reader.memory.used == reader.held_bytes
     reader.check_integrity()
 
