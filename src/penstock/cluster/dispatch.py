@@ -429,6 +429,7 @@ class Production:
             has_died = link.has_died
             self._losses += not age
         if self._fruitless > MAX_FRUITLESS_MIGRATIONS and self.dispatcher.may_get_another(self):
+            # Until that one speaks or is given up, it is tried where it failed, after the longest pause.
             self._fruitless = MAX_FRUITLESS_MIGRATIONS
         if self._fruitless > MAX_FRUITLESS_MIGRATIONS or self._losses > MAX_FRUITLESS_LOSSES:
             message = f"{self._fruitless + self._losses} attempts in a row failed without a token; the last one: {fault.message}"

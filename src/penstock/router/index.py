@@ -166,7 +166,7 @@ class PrefixIndex:
             self._holdings[worker].doubt(tier)
 
     def drop_doubted(self, worker: str, most: int) -> int:
-        """Removes at most so many blocks that have not come again. Returns how many."""
+        """Removes blocks that did not come again, at most `most` of them. Returns how many it removed."""
         holding, left = self._holdings[worker], most
         for tier in TIERS:
             doubted = holding.doubted[tier]

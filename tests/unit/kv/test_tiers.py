@@ -627,14 +627,18 @@ def test_a_slow_disk_does_not_keep_host_memory_from_being_used() -> None:
     assert world.tiers.plan(names) == leading < 12
 
 
-def test_a_stopped_load_ends_when_its_copy_has() -> None:
+def slow_load() -> tuple[World, bytes]:
+    """A load of 8 blocks from host memory, where copies take three steps."""
     world = World(polls=3)
     world.run(tokens(1, 8))
     world.run(tokens(2, 16), loads=False)
     for _ in range(5):
         world.step()
-    names = block_hashes(tokens(1, 8), SIZE)
-    transfer = world.pull(names, world.cache.allocate(8, 0.0))
+    return world, world.pull(block_hashes(tokens(1, 8), SIZE), world.cache.allocate(8, 0.0))
+
+
+def test_a_stopped_load_ends_when_its_copy_has() -> None:
+    world, transfer = slow_load()
     world.step()
     world.tiers.stop(transfer)
     assert transfer not in world.ended, "a copy is under way"
@@ -648,12 +652,7 @@ def test_a_stopped_load_ends_when_its_copy_has() -> None:
 
 def test_a_load_that_waits_for_a_copy_has_no_deadline() -> None:
     """Only a silent disk is given up. A deadline in the past would wake an engine that has nothing to do, again and again."""
-    world = World(polls=3)
-    world.run(tokens(1, 8))
-    world.run(tokens(2, 16), loads=False)
-    for _ in range(5):
-        world.step()
-    transfer = world.pull(block_hashes(tokens(1, 8), SIZE), world.cache.allocate(8, 0.0))
+    world, transfer = slow_load()
     world.tiers.poll()
     world.clock.now += DISK_PATIENCE + 1
     world.tiers.poll()

@@ -18,10 +18,10 @@ from penstock.wire.address import TcpAddress, parse_address
 from penstock.wire.messages import Fault, FinishReason, TokenLogprob
 
 PriorityUse = Literal["none", "eviction", "scheduling"]
-"""What SGLang does with a priority: nothing; it evicts KV in this order; it also orders its queue by it."""
+"""What SGLang does with priorities. "eviction": KV with the lowest leaves first. "scheduling": its queue is in their order, too."""
 
 PRIORITY_SECONDS = 600
-"""KV of a priority one higher is evicted as if it had been used so much later."""
+"""What one step of a client's priority is worth: KV counts as used this much later than it was."""
 
 MAX_PRIORITY = 1 << 62
 MAX_ROOM = 2**63 - 1
